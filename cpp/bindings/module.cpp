@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// upconv3d._C: what Python asks of the build beyond the op itself. The op registers when this module loads.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <exception>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "bindings/build_info.hpp"
+#include "bindings/plan_query.hpp"
+#include "bindings/python_arguments.hpp"
+#include "core/arguments.hpp"
+#include "core/errors.hpp"
+#include "core/plan.hpp"
+
+namespace py = pybind11;
+
+namespace upconv3d::bindings {
+namespace {
+
+py::object text_or_none(const char* text) {
+  return *text ? py::object(py::str(text)) : py::object(py::none());
+}
+
+std::vector<std::string> arch_list() {
+  std::vector<std::string> archs;
+  std::istringstream text(kCudaArchs);
+  std::string arch;
+  while (std::getline(text, arch, ';')) archs.push_back(arch);
+  return archs;
+}
+
+py::dict build_config() {
+  py::list kernels;
+  for (const ConvInstance& instance : conv_instances()) kernels.append(to_dict(instance));
+  py::dict config;
+  config["version"] = kPackageVersion;
+  config["torch_build_version"] = kTorchBuildVersion;
+  config["torch_minimum_version"] = kTorchMinimumVersion;
+  config["cuda"] = static_cast<bool>(UPCONV3D_WITH_CUDA);
+  config["cuda_runtime_version"] = text_or_none(kCudaRuntime);
+  config["cuda_archs"] = arch_list();
+  config["cutlass_version"] = text_or_none(kCutlassVersion);
+  config["cxx_compiler"] = kCxxCompiler;
+  config["cuda_compiler"] = text_or_none(kCudaCompiler);
+  config["kernels"] = kernels;
+  return config;
+}
+
+/// The variants, all taken for compiled where `assume_compiled`: what a full build would choose.
+std::vector<ConvInstance> instances_for(bool assume_compiled) {
+  std::vector<ConvInstance> instances = conv_instances();
+  for (ConvInstance& instance : instances) instance.compiled = instance.compiled || assume_compiled;
+  return instances;
+}
+
+py::dict explain(const py::dict& dict) {
+  const Arguments arguments = parse_arguments(dict);
+  const Problem problem = make_problem(arguments);
+  bool assume_compiled = false;
+  Device device;
+  if (dict.contains("device") && !dict["device"].is_none()) {
+    const auto given = dict["device"].cast<py::dict>();
+    device = parse_device(given);
+    assume_compiled = given.contains("assume_compiled") && given["assume_compiled"].cast<bool>();
+  } else {
+    device = query_device(arguments.input.device);
+  }
+  const Plan plan = make_plan(problem, device, instances_for(assume_compiled));
+  py::dict result;
+  result["problem"] = to_dict(problem);
+  result["plan"] = to_dict(plan);
+  result["flops"] = problem.useful_flops();
+  result["description"] = describe(problem) + "\n" + describe(plan);
+  return result;
+}
+
+/// What pybind11 does not translate by itself.
+void translate(std::exception_ptr pointer) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const UnsupportedViolation& error) {
+    PyErr_SetString(PyExc_NotImplementedError, error.what());
+  }
+}
+
+}  // namespace
+}  // namespace upconv3d::bindings
+
+PYBIND11_MODULE(_C, module) {
+  using namespace upconv3d::bindings;
+  module.doc() = "Native part of upconv3d: build configuration, plans, and torch.ops.upconv3d.";
+  py::register_local_exception_translator(&translate);
+  module.def("build_config", &build_config,
+             "Versions, CUDA architectures and kernel variants of this build, as a dict.");
+  module.def(
+      "explain", &explain, py::arg("args"),
+      "The plan that would run for `args`, as a dict with problem, plan, flops (multiplications and "
+      "additions) and description.\n\nRaises RuntimeError, ValueError or NotImplementedError for a broken "
+      "rule, TypeError or KeyError for malformed `args`.");
+  module.def(
+      "validate", [](const py::dict& args) { upconv3d::make_problem(parse_arguments(args)); },
+      py::arg("args"), "Checks every rule of the block on `args`; raises as explain does.");
+}

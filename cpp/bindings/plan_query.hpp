@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// From problem to plan on a real device: the part of selection that asks CUDA and PyTorch.
+#pragma once
+
+#include <string>
+
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+
+namespace upconv3d::bindings {
+
+/// The numbers of the device that "cpu" or "cuda:1" names.
+/// \throws std::runtime_error where this build has no CUDA, no kernels for that GPU, or no driver is found.
+Device query_device(const std::string& device);
+
+/// select_plan, with everything filled in that this build can know (workspace bytes need its CUDA part).
+/// UPCONV3D_PRINT_PLAN=1 prints problem and plan to stderr.
+Plan make_plan(const Problem& problem, const Device& device,
+               const std::vector<ConvInstance>& instances = conv_instances());
+
+}  // namespace upconv3d::bindings

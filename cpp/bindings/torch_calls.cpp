@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/torch_calls.hpp"
+
+#include <dlfcn.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
+
+#include <array>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "core/text.hpp"
+
+// In libtorch_cpu from 2.13 on, so weak: older ones only log what happened.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
+namespace upconv3d::bindings {
+namespace {
+
+/// Throws with PyTorch's own message, where this torch hands it over.
+[[noreturn]] void throw_torch_error(const std::string& doing) {
+  const std::string cause = torch_exception_get_what_without_backtrace
+                                ? torch_exception_get_what_without_backtrace()
+                                : "PyTorch's message is on stderr (torch 2.13 and later hand it over)";
+  throw std::runtime_error(concat("upconv3d: ", doing, " failed: ", cause));
+}
+
+/// Throws unless `status` is success.
+void check_torch(AOTITorchError status, const char* doing) {
+  if (status != AOTI_TORCH_SUCCESS) throw_torch_error(doing);
+}
+
+/// The same; `doing` composes its text only where it is needed.
+template <typename Doing>
+  requires std::is_invocable_r_v<std::string, Doing>
+void check_torch(AOTITorchError status, const Doing& doing) {
+  if (status != AOTI_TORCH_SUCCESS) throw_torch_error(doing());
+}
+
+std::string dtype_text(std::int32_t dtype) {
+  static const std::array<std::pair<std::int32_t, const char*>, 15> kNames = {{
+      {aoti_torch_dtype_float32(), "float32"},
+      {aoti_torch_dtype_bfloat16(), "bfloat16"},
+      {aoti_torch_dtype_float16(), "float16"},
+      {aoti_torch_dtype_float64(), "float64"},
+      {aoti_torch_dtype_uint8(), "uint8"},
+      {aoti_torch_dtype_int8(), "int8"},
+      {aoti_torch_dtype_int16(), "int16"},
+      {aoti_torch_dtype_int32(), "int32"},
+      {aoti_torch_dtype_int64(), "int64"},
+      {aoti_torch_dtype_bool(), "bool"},
+      {aoti_torch_dtype_complex32(), "complex32"},
+      {aoti_torch_dtype_complex64(), "complex64"},
+      {aoti_torch_dtype_complex128(), "complex128"},
+      {aoti_torch_dtype_float8_e5m2(), "float8_e5m2"},
+      {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn"},
+  }};
+  for (const auto& [code, text] : kNames) {
+    if (code == dtype) return text;
+  }
+  return concat("dtype #", dtype);
+}
+
+std::string device_text(std::int32_t type, std::int32_t index) {
+  if (type == aoti_torch_device_type_cpu()) return "cpu";
+  if (type == aoti_torch_device_type_cuda()) return concat("cuda:", index);
+  if (type == aoti_torch_device_type_meta()) return "meta";
+  return concat("device type #", type);
+}
+
+/// Dtype, device type and device index in torch's own codes.
+struct Options {
+  std::int32_t dtype = 0;
+  std::int32_t device_type = 0;
+  std::int32_t device_index = 0;
+};
+
+Options options_of(const Tensor& tensor) {
+  Options options;
+  check_torch(aoti_torch_get_dtype(tensor.get(), &options.dtype), "reading a dtype");
+  check_torch(aoti_torch_get_device_type(tensor.get(), &options.device_type), "reading a device");
+  check_torch(aoti_torch_get_device_index(tensor.get(), &options.device_index), "reading a device");
+  return options;
+}
+
+Tensor empty_strided(const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides,
+                     const Options& options) {
+  AtenTensorHandle handle = nullptr;
+  const auto rank = static_cast<std::int64_t>(sizes.size());
+  check_torch(aoti_torch_empty_strided(rank, sizes.data(), strides.data(), options.dtype, options.device_type,
+                                       options.device_index, &handle),
+              [&] {
+                return concat("allocating ", list_text(sizes), ' ', dtype_text(options.dtype), " on ",
+                              device_text(options.device_type, options.device_index));
+              });
+  return Tensor(handle);
+}
+
+}  // namespace
+
+std::vector<std::int64_t> sizes_of(const Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  return {sizes.begin(), sizes.end()};
+}
+
+std::vector<std::int64_t> strides_of(const Tensor& tensor) {
+  const auto strides = tensor.strides();
+  return {strides.begin(), strides.end()};
+}
+
+TensorDesc describe_tensor(const Tensor& tensor) {
+  const Options options = options_of(tensor);
+  std::int32_t layout = 0;
+  check_torch(aoti_torch_get_layout(tensor.get(), &layout), "reading a layout");
+  TensorDesc desc;
+  desc.sizes = sizes_of(tensor);
+  desc.dtype = dtype_text(options.dtype);
+  desc.device = device_text(options.device_type, options.device_index);
+  if (layout != aoti_torch_layout_strided()) {
+    desc.layout = "not strided";
+    return desc;  // a sparse tensor has neither strides nor one data pointer
+  }
+  desc.strides = strides_of(tensor);
+  desc.data_ptr_mod16 =
+      static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % 16);
+  return desc;
+}
+
+std::string take_string(StringHandle handle) {
+  const std::unique_ptr<StringOpaque, void (*)(StringHandle)> owner(
+      handle, [](StringHandle string) { torch_delete_string(string); });
+  std::size_t length = 0;
+  const char* data = nullptr;
+  check_torch(torch_string_length(handle, &length), "reading a string argument");
+  check_torch(torch_string_c_str(handle, &data), "reading a string argument");
+  return {data, length};
+}
+
+Tensor empty_strided_like(const Tensor& like, const std::vector<std::int64_t>& sizes,
+                          const std::vector<std::int64_t>& strides) {
+  return empty_strided(sizes, strides, options_of(like));
+}
+
+Tensor empty_bytes_like(const Tensor& like, std::int64_t bytes) {
+  Options options = options_of(like);
+  options.dtype = aoti_torch_dtype_uint8();
+  return empty_strided({bytes}, {1}, options);
+}
+
+Tensor reinterpret(const Tensor& tensor, const std::vector<std::int64_t>& sizes,
+                   const std::vector<std::int64_t>& strides) {
+  AtenTensorHandle handle = nullptr;
+  check_torch(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<std::int64_t>(sizes.size()),
+                                             sizes.data(), strides.data(), tensor.storage_offset(), &handle),
+              [&] { return concat("viewing a tensor as ", list_text(sizes)); });
+  return Tensor(handle);
+}
+
+Tensor contiguous_in(const Tensor& tensor, Layout layout) {
+  if (is_dense(sizes_of(tensor), strides_of(tensor), layout)) return tensor;
+  using torch::headeronly::MemoryFormat;
+  std::array<StableIValue, 2> stack{
+      torch::stable::detail::from(tensor),
+      torch::stable::detail::from(layout == Layout::kNDHWC ? MemoryFormat::ChannelsLast3d
+                                                           : MemoryFormat::Contiguous)};
+  check_torch(torch_call_dispatcher("aten::contiguous", "", stack.data(), TORCH_ABI_VERSION),
+              [&] { return concat("copying ", list_text(sizes_of(tensor)), " to ", name(layout)); });
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+std::optional<Tensor> contiguous_vector(const std::optional<Tensor>& vector) {
+  if (!vector || vector->is_contiguous()) return vector;
+  return torch::stable::contiguous(*vector);
+}
+
+CudnnFlags read_cudnn_flags(bool allow_tf32) {
+  const pybind11::gil_scoped_acquire gil;
+  const auto torch = pybind11::module_::import("torch");
+  const auto cudnn = torch.attr("backends").attr("cudnn");
+  CudnnFlags flags;
+  flags.benchmark = cudnn.attr("benchmark").cast<bool>();
+  flags.deterministic = cudnn.attr("deterministic").cast<bool>() ||
+                        torch.attr("are_deterministic_algorithms_enabled")().cast<bool>();
+  flags.enabled = cudnn.attr("enabled").cast<bool>();
+  flags.allow_tf32 = allow_tf32;
+  return flags;
+}
+
+Tensor conv_transpose3d(const Tensor& x, const Tensor& w, const Problem& p,
+                        const std::optional<CudnnFlags>& flags) {
+  using torch::stable::detail::from;
+  const auto list = [](const Extent3& e) { return from(std::vector<std::int64_t>(e.begin(), e.end())); };
+  std::vector<StableIValue> stack = {
+      from(x),          from(w),    from(std::nullopt),     list(p.stride), list(p.padding),
+      list(p.dilation), from(true), list(p.output_padding), from(p.groups)};
+  const char* op = "aten::convolution";
+  if (flags) {
+    op = "aten::_convolution";
+    stack.insert(stack.end(), {from(flags->benchmark), from(flags->deterministic), from(flags->enabled),
+                               from(flags->allow_tf32)});
+  }
+  check_torch(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION),
+              [&] { return concat(op, " on ", describe(p)); });
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+void* current_cuda_stream(std::int32_t index) {
+  // The symbol is only in CUDA builds of torch; linking to it would tie this module to them.
+  using CurrentStream = AOTITorchError (*)(std::int32_t, void**);
+  static const auto current_stream = [] {
+    void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return library ? reinterpret_cast<CurrentStream>(dlsym(library, "aoti_torch_get_current_cuda_stream"))
+                   : nullptr;
+  }();
+  if (!current_stream) {
+    throw std::runtime_error(
+        "upconv3d: PyTorch's current CUDA stream is needed; got a torch without "
+        "aoti_torch_get_current_cuda_stream in a loaded libtorch_cuda.so. Install a CUDA build of torch >= "
+        "2.11.");
+  }
+  void* stream = nullptr;
+  check_torch(current_stream(index, &stream),
+              [&] { return concat("reading the current stream of cuda:", index); });
+  return stream;
+}
+
+}  // namespace upconv3d::bindings

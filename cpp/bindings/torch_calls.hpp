@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// What the op needs of PyTorch, through its stable ABI: allocation, formats, the convolution, the stream.
+#pragma once
+
+#include <torch/csrc/stable/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/arguments.hpp"
+#include "core/problem.hpp"
+
+namespace upconv3d::bindings {
+
+using torch::stable::Tensor;
+
+std::vector<std::int64_t> sizes_of(const Tensor& tensor);
+std::vector<std::int64_t> strides_of(const Tensor& tensor);
+
+/// The metadata of a tensor, as core reads it.
+TensorDesc describe_tensor(const Tensor& tensor);
+
+/// The text of a string argument, whose handle is freed. (PyTorch's own conversion to std::string leaks one
+/// per call.)
+std::string take_string(StringHandle handle);
+
+/// Uninitialized tensor of the dtype and device of `like`.
+Tensor empty_strided_like(const Tensor& like, const std::vector<std::int64_t>& sizes,
+                          const std::vector<std::int64_t>& strides);
+
+/// Uninitialized [bytes] uint8 tensor on the device of `like`.
+Tensor empty_bytes_like(const Tensor& like, std::int64_t bytes);
+
+/// The same memory under other sizes and strides; no view relation, as for memory that the op owns.
+Tensor reinterpret(const Tensor& tensor, const std::vector<std::int64_t>& sizes,
+                   const std::vector<std::int64_t>& strides);
+
+/// The tensor itself where it lies dense in the order `layout`, else a copy that does.
+Tensor contiguous_in(const Tensor& tensor, Layout layout);
+
+/// A dense vector, or nothing.
+std::optional<Tensor> contiguous_vector(const std::optional<Tensor>& vector);
+
+/// Flags of PyTorch's convolution that are global state unless given. Null: PyTorch's own reading of them.
+struct CudnnFlags {
+  bool benchmark;
+  bool deterministic;
+  bool enabled;
+  bool allow_tf32;
+};
+
+/// torch.backends.cudnn's benchmark, deterministic and enabled as they are now, read through Python.
+CudnnFlags read_cudnn_flags(bool allow_tf32);
+
+/// conv_transpose3d(x, w) without bias, by PyTorch.
+///   x [N,C,D,H,W] dtype, w [C,K/groups,T,R,S] dtype, returns [N,K,Z,P,Q] dtype in a format of PyTorch's
+///   choice.
+Tensor conv_transpose3d(const Tensor& x, const Tensor& w, const Problem& problem,
+                        const std::optional<CudnnFlags>& flags);
+
+/// PyTorch's current stream on CUDA device `index`, a cudaStream_t.
+void* current_cuda_stream(std::int32_t index);
+
+}  // namespace upconv3d::bindings

@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// torch.ops.upconv3d.conv_transpose3d_relu_group_norm: schema and implementations for CPU and CUDA.
+/// Fake kernel and autograd are registered in Python.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bindings/plan_query.hpp"
+#include "bindings/torch_calls.hpp"
+#include "core/arguments.hpp"
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+#include "cpu/relu_group_norm.hpp"
+#if UPCONV3D_WITH_CUDA
+#include "cuda/forward.hpp"
+#endif
+
+namespace upconv3d::bindings {
+namespace {
+
+using Ints = std::vector<std::int64_t>;
+
+/// The op's tensors, batched, with per-channel vectors that lie dense.
+struct BlockTensors {
+  Tensor x;                     // [N,C,D,H,W] dtype
+  Tensor w;                     // [C,K/groups,T,R,S] dtype
+  std::optional<Tensor> bias;   // [K] dtype
+  std::optional<Tensor> gamma;  // [K] dtype
+  std::optional<Tensor> beta;   // [K] dtype
+};
+
+const void* data_or_null(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
+}
+
+std::optional<TensorDesc> describe_optional(const std::optional<Tensor>& tensor) {
+  if (!tensor) return std::nullopt;
+  return describe_tensor(*tensor);
+}
+
+/// The input as a batch; [C,D,H,W] becomes a batch of one.
+Tensor batched(const Tensor& input) {
+  if (input.dim() == 5) return input;
+  Ints sizes = sizes_of(input);
+  Ints strides = strides_of(input);
+  const std::int64_t sample_stride = sizes[0] * strides[0];
+  sizes.insert(sizes.begin(), 1);
+  strides.insert(strides.begin(), sample_stride);
+  return reinterpret(input, sizes, strides);
+}
+
+Tensor unbatched(const Tensor& y) {
+  Ints sizes = sizes_of(y);
+  Ints strides = strides_of(y);
+  sizes.erase(sizes.begin());
+  strides.erase(strides.begin());
+  return reinterpret(y, sizes, strides);
+}
+
+Ints output_sizes(const Problem& p) {
+  const Extent3 out = p.out();
+  return {p.n, p.k, out[0], out[1], out[2]};
+}
+
+/// A convolution's result that lies dense in the order `layout`, whatever PyTorch chose to return.
+struct DenseResult {
+  Tensor tensor;
+  Layout layout;
+};
+
+DenseResult as_dense(const Tensor& conv, Layout expected) {
+  const Layout other = expected == Layout::kNCDHW ? Layout::kNDHWC : Layout::kNCDHW;
+  for (const Layout layout : {expected, other}) {
+    if (is_dense(sizes_of(conv), strides_of(conv), layout)) return {conv, layout};
+  }
+  return {contiguous_in(conv, expected), expected};
+}
+
+/// y with PyTorch's strides of its format: in the convolution's memory where the order is the same.
+Tensor output_for(const DenseResult& conv, const Problem& p) {
+  const Ints sizes = output_sizes(p);
+  const Ints strides = dense_strides(sizes, p.y_layout);
+  return conv.layout == p.y_layout ? reinterpret(conv.tensor, sizes, strides)
+                                   : empty_strided_like(conv.tensor, sizes, strides);
+}
+
+Tensor run_cpu(const Problem& p, const Plan& plan, const BlockTensors& t) {
+  // A channels_last_3d weight alone would make PyTorch's convolution choose that format.
+  const Tensor w = plan.conv_layout == Layout::kNCDHW ? contiguous_in(t.w, Layout::kNCDHW) : t.w;
+  const DenseResult conv =
+      as_dense(conv_transpose3d(contiguous_in(t.x, plan.conv_layout), w, p, std::nullopt), plan.conv_layout);
+  const Tensor y = output_for(conv, p);
+  cpu::ReluGroupNormParams params;
+  params.n = p.n;
+  params.k = p.k;
+  params.positions = p.positions();
+  params.num_groups = p.num_groups;
+  params.eps = p.eps;
+  params.dtype = p.dtype;
+  params.c_layout = conv.layout;
+  params.y_layout = p.y_layout;
+  params.c = conv.tensor.const_data_ptr();
+  params.bias = data_or_null(t.bias);
+  params.gamma = data_or_null(t.gamma);
+  params.beta = data_or_null(t.beta);
+  params.y = y.mutable_data_ptr();
+  cpu::relu_group_norm(params,
+                       [](std::int64_t end, const std::function<void(std::int64_t, std::int64_t)>& body) {
+                         torch::stable::parallel_for(0, end, 1, body);
+                       });
+  return y;
+}
+
+#if UPCONV3D_WITH_CUDA
+cuda::ForwardTensors forward_tensors(const BlockTensors& t, const Tensor& y, const Tensor& workspace) {
+  cuda::ForwardTensors f;
+  f.bias = data_or_null(t.bias);
+  f.gamma = data_or_null(t.gamma);
+  f.beta = data_or_null(t.beta);
+  f.y = y.mutable_data_ptr();
+  f.workspace = workspace.mutable_data_ptr();
+  return f;
+}
+
+Tensor run_sm90(const Problem& p, const Plan& plan, const Device& device, const BlockTensors& t,
+                std::int32_t index) {
+  const Tensor x = contiguous_in(t.x, p.x_layout);
+  const Ints sizes = output_sizes(p);
+  const Tensor y = empty_strided_like(x, sizes, dense_strides(sizes, p.y_layout));
+  const Tensor workspace = empty_bytes_like(x, plan.workspace_bytes);
+  cuda::ForwardTensors f = forward_tensors(t, y, workspace);
+  f.x = x.const_data_ptr();
+  f.w = t.w.const_data_ptr();
+  for (int axis = 0; axis < 5; ++axis) f.w_strides[axis] = t.w.stride(axis);
+  cuda::run_forward(p, plan, device, f, static_cast<cudaStream_t>(current_cuda_stream(index)));
+  return y;
+}
+
+Tensor run_cuda_library(const Problem& p, Plan plan, const Device& device, const BlockTensors& t,
+                        std::int32_t index) {
+  // The asked precision must hold whatever torch.backends says, and only float32 has a choice.
+  std::optional<CudnnFlags> flags;
+  if (p.dtype == DType::kFloat32) flags = read_cudnn_flags(p.precision == Precision::kTF32);
+  const DenseResult conv = as_dense(conv_transpose3d(t.x, t.w, p, flags), plan.conv_layout);
+  if (conv.layout != plan.conv_layout) {
+    plan.conv_layout = conv.layout;
+    cuda::complete_plan(p, device, plan);
+  }
+  const Tensor y = output_for(conv, p);
+  const Tensor workspace = empty_bytes_like(conv.tensor, plan.workspace_bytes);
+  cuda::ForwardTensors f = forward_tensors(t, y, workspace);
+  f.conv = conv.tensor.const_data_ptr();
+  cuda::run_forward(p, plan, device, f, static_cast<cudaStream_t>(current_cuda_stream(index)));
+  return y;
+}
+#endif
+
+Tensor run_plan(const Problem& p, const Plan& plan, [[maybe_unused]] const Device& device,
+                const BlockTensors& t) {
+#if UPCONV3D_WITH_CUDA
+  if (device.is_cuda) {
+    const std::int32_t index = t.x.get_device_index();
+    const torch::stable::accelerator::DeviceGuard guard(index);
+    return plan.algorithm == Algorithm::kSm90ImplicitGemm ? run_sm90(p, plan, device, t, index)
+                                                          : run_cuda_library(p, plan, device, t, index);
+  }
+#endif
+  return run_cpu(p, plan, t);
+}
+
+Tensor conv_transpose3d_relu_group_norm(Tensor input, Tensor weight, std::optional<Tensor> bias, Ints stride,
+                                        Ints padding, Ints output_padding, std::int64_t groups, Ints dilation,
+                                        std::int64_t num_groups, std::optional<Tensor> norm_weight,
+                                        std::optional<Tensor> norm_bias, double eps,
+                                        StringHandle precision_handle) {
+  const std::string precision = take_string(precision_handle);
+  const Arguments arguments = {describe_tensor(input),
+                               describe_tensor(weight),
+                               describe_optional(bias),
+                               describe_optional(norm_weight),
+                               describe_optional(norm_bias),
+                               stride,
+                               padding,
+                               output_padding,
+                               dilation,
+                               groups,
+                               num_groups,
+                               eps,
+                               precision};
+  const Problem problem = make_problem(arguments);
+  const Device device = query_device(arguments.input.device);
+  const Plan plan = make_plan(problem, device);
+  const Ints sizes = output_sizes(problem);
+  const Tensor y = problem.n == 0 ? empty_strided_like(input, sizes, dense_strides(sizes, problem.y_layout))
+                                  : run_plan(problem, plan, device,
+                                             {batched(input), weight, contiguous_vector(bias),
+                                              contiguous_vector(norm_weight), contiguous_vector(norm_bias)});
+  return input.dim() == 5 ? y : unbatched(y);
+}
+
+void implement(torch::stable::detail::StableLibrary& library) {
+  library.impl("conv_transpose3d_relu_group_norm", TORCH_BOX(&conv_transpose3d_relu_group_norm));
+}
+
+}  // namespace
+}  // namespace upconv3d::bindings
+
+STABLE_TORCH_LIBRARY(upconv3d, library) {
+  library.def(
+      "conv_transpose3d_relu_group_norm(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] "
+      "padding, "
+      "int[] output_padding, int groups, int[] dilation, int num_groups, Tensor? norm_weight, Tensor? "
+      "norm_bias, "
+      "float eps, str precision) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(upconv3d, CPU, library) {
+  upconv3d::bindings::implement(library);
+}
+STABLE_TORCH_LIBRARY_IMPL(upconv3d, CUDA, library) {
+  upconv3d::bindings::implement(library);
+}
+// Sparse tensors break a rule; only an implementation gets to say which, and what to do about it.
+STABLE_TORCH_LIBRARY_IMPL(upconv3d, SparseCPU, library) {
+  upconv3d::bindings::implement(library);
+}
+STABLE_TORCH_LIBRARY_IMPL(upconv3d, SparseCUDA, library) {
+  upconv3d::bindings::implement(library);
+}
+STABLE_TORCH_LIBRARY_IMPL(upconv3d, SparseCsrCPU, library) {
+  upconv3d::bindings::implement(library);
+}
+STABLE_TORCH_LIBRARY_IMPL(upconv3d, SparseCsrCUDA, library) {
+  upconv3d::bindings::implement(library);
+}

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/arguments.hpp"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "core/errors.hpp"
+#include "core/text.hpp"
+
+namespace upconv3d {
+namespace {
+
+using Sizes = std::vector<std::int64_t>;
+
+// Axes of a 5-D tensor from the one that varies quickest in memory to the slowest.
+constexpr std::array<int, 5> kInnerToOuterNCDHW = {4, 3, 2, 1, 0};
+constexpr std::array<int, 5> kInnerToOuterNDHWC = {1, 4, 3, 2, 0};
+
+const std::array<int, 5>& inner_to_outer(Layout layout) {
+  return layout == Layout::kNCDHW ? kInnerToOuterNCDHW : kInnerToOuterNDHWC;
+}
+
+struct NamedTensor {
+  const char* argument;
+  const TensorDesc* tensor;
+};
+
+std::vector<NamedTensor> given_tensors(const Arguments& a) {
+  std::vector<NamedTensor> tensors = {{"input", &a.input}, {"weight", &a.weight}};
+  if (a.bias) tensors.push_back({"bias", &*a.bias});
+  if (a.norm_weight) tensors.push_back({"norm_weight", &*a.norm_weight});
+  if (a.norm_bias) tensors.push_back({"norm_bias", &*a.norm_bias});
+  return tensors;
+}
+
+DType parse_dtype(const std::string& dtype) {
+  if (dtype == "float32") return DType::kFloat32;
+  if (dtype == "bfloat16") return DType::kBFloat16;
+  if (dtype == "float16") return DType::kFloat16;
+  if (dtype == "float64") return DType::kFloat64;
+  throw UnsupportedViolation(
+      concat("upconv3d: input must be float32, bfloat16, float16 or float64; got input.dtype=", dtype,
+             ". Convert it, for example with input.float()."));
+}
+
+Precision parse_precision(const std::string& precision) {
+  if (precision == "ieee") return Precision::kIEEE;
+  if (precision == "tf32") return Precision::kTF32;
+  throw ValueViolation(concat("upconv3d: precision must be \"ieee\" or \"tf32\"; got \"", precision,
+                              "\". None follows torch.backends.cudnn.conv.fp32_precision."));
+}
+
+void check_kind(const Arguments& a) {
+  for (const auto& [argument, tensor] : given_tensors(a)) {
+    if (tensor->layout != "strided") {
+      throw RuleViolation(concat("upconv3d: ", argument, " must be a dense (strided) tensor; got ", argument,
+                                 ".layout=", tensor->layout, ". Pass ", argument, ".to_dense()."));
+    }
+    if (tensor->dtype != a.input.dtype) {
+      throw RuleViolation(
+          concat("upconv3d: all tensors must have the dtype of input; got input.dtype=", a.input.dtype, ", ",
+                 argument, ".dtype=", tensor->dtype, ". Pass ", argument, ".to(input.dtype)."));
+    }
+    if (tensor->device != a.input.device) {
+      throw RuleViolation(
+          concat("upconv3d: all tensors must be on the device of input; got input.device=", a.input.device,
+                 ", ", argument, ".device=", tensor->device, ". Pass ", argument, ".to(input.device)."));
+    }
+  }
+  const std::string type = a.input.device.substr(0, a.input.device.find(':'));
+  if (type != "cpu" && type != "cuda" && type != "meta") {
+    throw UnsupportedViolation(
+        concat("upconv3d: input must be on the CPU or a CUDA device; got input.device=", a.input.device,
+               ". Pass input.cpu() or input.cuda()."));
+  }
+}
+
+Extent3 parse_triple(const Sizes& values, const char* argument) {
+  if (values.size() != 3) {
+    throw RuleViolation(concat("upconv3d: ", argument, " must be one int or one per spatial axis (3); got ",
+                               list_text(values), "."));
+  }
+  return {values[0], values[1], values[2]};
+}
+
+/// The input as [N,C,D,H,W]. The added axis has the stride that unsqueeze(0) gives it.
+std::pair<Sizes, Sizes> batched(const TensorDesc& input) {
+  const std::size_t rank = input.sizes.size();
+  if (rank != 4 && rank != 5) {
+    throw RuleViolation(
+        concat("upconv3d: input must be [N, C, D, H, W] or unbatched [C, D, H, W]; got input.shape=",
+               list_text(input.sizes), "."));
+  }
+  if (rank == 5) return {input.sizes, input.strides};
+  Sizes sizes = {1};
+  Sizes strides = {input.sizes[0] * input.strides[0]};
+  sizes.insert(sizes.end(), input.sizes.begin(), input.sizes.end());
+  strides.insert(strides.end(), input.strides.begin(), input.strides.end());
+  return {sizes, strides};
+}
+
+void check_weight(const Sizes& x_sizes, const Arguments& a) {
+  const Sizes& w = a.weight.sizes;
+  if (w.size() != 5) {
+    throw RuleViolation(
+        concat("upconv3d: weight must be [C, K/groups, T, R, S]; got weight.shape=", list_text(w), "."));
+  }
+  if (a.groups < 1) {
+    throw RuleViolation(concat("upconv3d: groups must be at least 1; got groups=", a.groups, "."));
+  }
+  if (w[0] != x_sizes[1]) {
+    throw RuleViolation(concat("upconv3d: weight.size(0) must equal the input's channels; got weight.shape=",
+                               list_text(w), ", input.shape=", list_text(a.input.sizes),
+                               ". A transposed "
+                               "convolution's weight is [C, K/groups, T, R, S]."));
+  }
+}
+
+void check_per_channel(const std::optional<TensorDesc>& tensor, const char* argument, std::int64_t k) {
+  if (!tensor || (tensor->sizes.size() == 1 && tensor->sizes[0] == k)) return;
+  throw RuleViolation(concat("upconv3d: ", argument, " must have one value per output channel; got ",
+                             argument, ".shape=", list_text(tensor->sizes), ", expected [", k, "]."));
+}
+
+}  // namespace
+
+bool is_dense(const Sizes& sizes, const Sizes& strides, Layout layout) {
+  std::int64_t expected = 1;
+  for (const int axis : inner_to_outer(layout)) {
+    if (sizes[axis] != 1 && strides[axis] != expected) return false;
+    expected *= std::max<std::int64_t>(sizes[axis], 1);
+  }
+  return true;
+}
+
+bool suggests_channels_last_3d(const Sizes& sizes, const Sizes& strides) {
+  if (sizes.size() != 5 || strides[1] == 0) return false;
+  std::int64_t least = 0;
+  for (const int axis : kInnerToOuterNDHWC) {
+    if (sizes[axis] == 0 || strides[axis] < least) return false;
+    // [N,1,1,1,1] and the like fit both formats; PyTorch calls them contiguous.
+    if (axis == 0 && least == strides[1]) return false;
+    least = strides[axis] * std::max<std::int64_t>(sizes[axis], 1);
+  }
+  return true;
+}
+
+Sizes dense_strides(const Sizes& sizes, Layout layout) {
+  Sizes strides(5);
+  std::int64_t next = 1;
+  for (const int axis : inner_to_outer(layout)) {
+    strides[axis] = next;
+    next *= std::max<std::int64_t>(sizes[axis], 1);
+  }
+  return strides;
+}
+
+Problem make_problem(const Arguments& a) {
+  check_kind(a);
+  const auto [x_sizes, x_strides] = batched(a.input);
+  check_weight(x_sizes, a);
+
+  Problem p;
+  p.dtype = parse_dtype(a.input.dtype);
+  p.precision = parse_precision(a.precision);
+  p.n = x_sizes[0];
+  p.c = x_sizes[1];
+  p.in = {x_sizes[2], x_sizes[3], x_sizes[4]};
+  p.kernel = {a.weight.sizes[2], a.weight.sizes[3], a.weight.sizes[4]};
+  p.stride = parse_triple(a.stride, "stride");
+  p.padding = parse_triple(a.padding, "padding");
+  p.output_padding = parse_triple(a.output_padding, "output_padding");
+  p.dilation = parse_triple(a.dilation, "dilation");
+  p.groups = a.groups;
+  p.num_groups = a.num_groups;
+  p.eps = a.eps;
+  p.has_bias = a.bias.has_value();
+  if (__builtin_mul_overflow(a.weight.sizes[1], a.groups, &p.k)) {
+    throw RuleViolation(concat("upconv3d: groups is out of range; got groups=", a.groups, "."));
+  }
+  validate(p);
+  check_per_channel(a.bias, "bias", p.k);
+  check_per_channel(a.norm_weight, "norm_weight", p.k);
+  check_per_channel(a.norm_bias, "norm_bias", p.k);
+
+  const bool x_suggests = suggests_channels_last_3d(x_sizes, x_strides);
+  const bool w_suggests = suggests_channels_last_3d(a.weight.sizes, a.weight.strides);
+  p.y_layout = x_suggests || w_suggests ? Layout::kNDHWC : Layout::kNCDHW;
+  const bool dense_ndhwc_only =
+      !is_dense(x_sizes, x_strides, Layout::kNCDHW) && is_dense(x_sizes, x_strides, Layout::kNDHWC);
+  p.x_layout = x_suggests || dense_ndhwc_only ? Layout::kNDHWC : Layout::kNCDHW;
+  // A copy that has to be made anyway starts where the allocator puts it, on at least 64 bytes.
+  p.x_aligned = !is_dense(x_sizes, x_strides, p.x_layout) || a.input.data_ptr_mod16 == 0;
+  return p;
+}
+
+}  // namespace upconv3d

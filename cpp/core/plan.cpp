@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/plan.hpp"
+
+#include <stdexcept>
+
+#include "core/text.hpp"
+
+namespace upconv3d {
+
+const char* name(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kSm90ImplicitGemm:
+      return "sm90_implicit_gemm";
+    case Algorithm::kCudaLibrary:
+      return "cuda_library";
+    case Algorithm::kCpuLibrary:
+      return "cpu_library";
+  }
+  throw std::logic_error("upconv3d: Algorithm out of range");
+}
+
+std::string describe(const Plan& plan) {
+  std::string text = concat("plan: ", name(plan.algorithm), "\n  reason: ", plan.reason);
+  if (plan.instance) {
+    text += concat("\n  kernel: ", plan.instance->name, ", tile ", plan.instance->block_channels,
+                   " channels x ", plan.instance->block_positions, " positions");
+  }
+  text += concat("\n  convolution: stores ", name(plan.activation), ' ', name(plan.conv_layout),
+                 plan.activation_in_y ? " in y's memory" : " beside y",
+                 plan.pack_x ? ", from a packed copy of x" : "");
+  if (plan.tiles > 0) {
+    text += concat("\n  moments: ", plan.tiles, " per sample and channel, of ", plan.tile_positions,
+                   " positions each");
+  }
+  text += "\n  stages: ";
+  const char* separator = "";
+  for (const std::string& stage : plan.stages) {
+    text += separator + stage;
+    separator = " > ";
+  }
+  if (plan.workspace_bytes > 0) text += concat("\n  workspace: ", plan.workspace_bytes, " bytes");
+  return text;
+}
+
+}  // namespace upconv3d

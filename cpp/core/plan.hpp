@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// The decision as data: which algorithm, which compiled kernel, how much scratch memory, and why.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/problem.hpp"
+
+namespace upconv3d {
+
+enum class Algorithm : std::uint8_t {
+  kSm90ImplicitGemm,  // our TMA + wgmma convolution with the ReLU + moments epilogue
+  kCudaLibrary,       // PyTorch's convolution, then our ReLU + moments and normalize kernels
+  kCpuLibrary,        // PyTorch's convolution, then our fused ReLU + GroupNorm on the host
+};
+
+const char* name(Algorithm algorithm);
+
+/// One compiled variant of conv_transpose_relu_moments_sm90, as listed in cpp/instances.cmake.
+struct ConvInstance {
+  const char* name;     // "conv_transpose_relu_moments_sm90_bf16x1_bf16_128x256"
+  DType operand;        // what the tensor cores multiply: kBFloat16 or kFloat16
+  int products;         // 1, or 3 for the hi/lo split that carries float32's accuracy
+  DType activation;     // what the epilogue stores
+  int block_channels;   // output channels of a tile (the GEMM's gemm_m)
+  int block_positions;  // output positions of a tile (the GEMM's gemm_n)
+  bool compiled;        // false in a build without CUDA, or without arch 90a
+};
+
+/// Output positions that one partial moment of an instance covers: those of one consumer warpgroup. Tiles of
+/// 128 channels give both warpgroups all positions, tiles of 64 channels half of them each.
+inline std::int64_t moment_positions(const ConvInstance& instance) {
+  return instance.block_channels == 64 ? instance.block_positions / 2 : instance.block_positions;
+}
+
+/// Every variant of instances.cmake, compiled or not, in the order listed there.
+const std::vector<ConvInstance>& conv_instances();
+
+/// What selection needs to know of the device. Plain numbers, so that tests need no GPU.
+struct Device {
+  bool is_cuda = false;
+  int compute_capability = 0;  // major*10 + minor
+  int sm_count = 0;
+  int max_threads = 1;  // host threads, for the CPU plan
+};
+
+struct Plan {
+  Algorithm algorithm = Algorithm::kCpuLibrary;
+  std::string reason;                    // why this algorithm and not a quicker one
+  std::optional<ConvInstance> instance;  // kSm90ImplicitGemm only
+  Layout conv_layout = Layout::kNCDHW;   // memory format in which the convolution runs and stores
+  DType activation = DType::kFloat32;    // dtype of relu(conv) between convolution and normalize
+  bool pack_x = false;                   // x is copied into operand form first (layout, dtype or alignment)
+  bool activation_in_y = false;          // relu(conv) is stored in y's memory and normalized in place
+  std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
+  std::int64_t tiles = 0;                // partial moments per (sample, channel): ceil(positions/tile)
+  std::vector<std::string> stages;       // kernels in launch order, by name
+  std::int64_t workspace_bytes = 0;      // scratch beside y
+};
+
+/// Chooses the plan. A pure function of its arguments.
+///
+/// \param instances the variants that may be named; only those with `compiled` set are.
+/// \throws RuleViolation or ValueViolation (core/errors.hpp) where the problem breaks a rule, too many
+/// elements for any plan to index among them.
+Plan select_plan(const Problem& problem, const Device& device,
+                 const std::vector<ConvInstance>& instances = conv_instances());
+
+/// Several lines for people: algorithm, reason, kernel, stages, workspace.
+std::string describe(const Plan& plan);
+
+}  // namespace upconv3d

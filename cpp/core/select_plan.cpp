@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "core/cpu_conv_layout.hpp"
+#include "core/errors.hpp"
+#include "core/index_math.hpp"
+#include "core/plan.hpp"
+#include "core/text.hpp"
+
+namespace upconv3d {
+namespace {
+
+// TMA im2col in 3-D: signed 5-bit box corners, 5-bit filter offsets, and channel strides in units of 16
+// bytes.
+constexpr std::int64_t kIm2colMinCorner = -16;
+constexpr std::int64_t kIm2colMaxCorner = 15;
+constexpr std::int64_t kIm2colMaxOffset = 30;
+constexpr std::int64_t kChannelMultiple = 8;
+
+// TMA coordinates and the kernel's tile counters are 32-bit.
+constexpr std::int64_t kMax32Bit = std::numeric_limits<std::int32_t>::max();
+
+/// The variant family that a dtype runs on: what is multiplied, in how many products, and what is stored.
+struct Family {
+  DType operand;
+  int products;
+  DType activation;
+};
+
+/// float16 carries TF32's 10-bit mantissa at twice its rate; float32's accuracy takes the hi/lo split.
+Family family_of(const Problem& p) {
+  if (p.dtype == DType::kBFloat16) return {DType::kBFloat16, 1, DType::kBFloat16};
+  if (p.dtype == DType::kFloat16) return {DType::kFloat16, 1, DType::kFloat16};
+  return {DType::kFloat16, p.precision == Precision::kTF32 ? 1 : 3, DType::kFloat32};
+}
+
+std::string family_text(const Family& f) {
+  return concat(name(f.operand), " x ", f.products, " -> ", name(f.activation));
+}
+
+/// The first rule of the SM90 kernel on shape and dtype that the problem breaks, or "".
+std::string sm90_shape_obstacle(const Problem& p) {
+  constexpr Extent3 kOnes = {1, 1, 1};
+  constexpr Extent3 kZeros = {0, 0, 0};
+  if (p.dtype == DType::kFloat64) return "float64 has no tensor-core kernel";
+  if (p.stride != kOnes) return concat("stride ", triple_text(p.stride), " is not 1");
+  if (p.dilation != kOnes) return concat("dilation ", triple_text(p.dilation), " is not 1");
+  if (p.groups != 1) return concat("groups ", p.groups, " is not 1");
+  if (p.output_padding != kZeros)
+    return concat("output_padding ", triple_text(p.output_padding), " is not 0");
+  if (p.c % kChannelMultiple != 0) return concat("input channels ", p.c, " are not a multiple of 8");
+  if (p.k % kChannelMultiple != 0) return concat("output channels ", p.k, " are not a multiple of 8");
+  for (int axis = 0; axis < 3; ++axis) {
+    const std::int64_t lower = p.padding[axis] - (p.kernel[axis] - 1);
+    const std::int64_t upper = -p.padding[axis];
+    if (p.kernel[axis] - 1 > kIm2colMaxOffset || lower < kIm2colMinCorner || lower > kIm2colMaxCorner ||
+        upper < kIm2colMinCorner) {
+      return concat("kernel ", extent_text(p.kernel), " with padding ", triple_text(p.padding),
+                    " is beyond TMA's im2col limits (kernel - 1 <= 30, padding <= 16, -16 <= padding - "
+                    "(kernel - 1) <= 15)");
+    }
+  }
+  const Extent3 out = p.out();
+  const std::int64_t largest = std::max({p.n, p.c, p.k, p.in[0], p.in[1], p.in[2], out[0], out[1], out[2]});
+  if (largest > kMax32Bit || p.positions() > kMax32Bit || volume(p.in) > kMax32Bit) {
+    return concat("an extent or the positions of a sample exceed 2^31 - 1, the kernel's 32-bit coordinates");
+  }
+  return "";
+}
+
+std::int64_t tile_count(const Problem& p, const ConvInstance& instance) {
+  return saturating_product(p.n, ceil_div(p.positions(), instance.block_positions),
+                            ceil_div(p.k, instance.block_channels));
+}
+
+/// Estimated cycles of the whole convolution: waves of persistent blocks times the cycles of one tile. Within
+/// 6 % of what an H200 took for five variants at the headline shape (0.38 to 1.40 ms).
+double estimated_cycles(const Problem& p, const ConvInstance& instance, int sm_count) {
+  constexpr double kBlockK = 64;          // channels of one pipeline stage: a 128-byte swizzle row in 16 bit
+  constexpr double kMacsPerCycle = 2048;  // 16-bit tensor-core multiply-adds of one SM
+  constexpr double kSharedBytesPerCycle = 128;  // shared-memory bandwidth of one SM
+  // Filling the pipeline, and an epilogue that nothing overlaps: fitted to the same measurements.
+  constexpr double kTileCycles = 2500;
+  constexpr double kEpilogueCyclesPerValue = 0.07;
+  const double bc = instance.block_channels;
+  const double bp = instance.block_positions;
+  const double copies = instance.products == 1 ? 1 : 2;  // hi, or hi and lo
+  const double multiply = bc * bp * kBlockK * instance.products / kMacsPerCycle;
+  // TMA writes a k-block once; each of the two warpgroups reads its 64 channels and its positions per
+  // product.
+  const double row_bytes = kBlockK * 2;
+  const double written = (bc + bp) * row_bytes * copies;
+  const double read =
+      2 * (64 + static_cast<double>(moment_positions(instance))) * row_bytes * instance.products;
+  const double k_blocks = static_cast<double>(volume(p.kernel)) * static_cast<double>(ceil_div(p.c, 64));
+  const double mainloop = k_blocks * std::max(multiply, (written + read) / kSharedBytesPerCycle);
+  const double waves = static_cast<double>(ceil_div(tile_count(p, instance), std::max(sm_count, 1)));
+  return waves * (kTileCycles + mainloop + kEpilogueCyclesPerValue * bc * bp);
+}
+
+/// The compiled variant of the problem's family with the least estimated time; the first listed wins a tie.
+std::optional<ConvInstance> cheapest_instance(const Problem& p, const Device& device,
+                                              const std::vector<ConvInstance>& instances) {
+  const Family family = family_of(p);
+  std::optional<ConvInstance> best;
+  double best_cycles = std::numeric_limits<double>::infinity();
+  for (const ConvInstance& instance : instances) {
+    if (!instance.compiled || instance.operand != family.operand || instance.products != family.products ||
+        instance.activation != family.activation || tile_count(p, instance) > kMax32Bit) {
+      continue;
+    }
+    const double cycles = estimated_cycles(p, instance, device.sm_count);
+    if (cycles < best_cycles) {
+      best = instance;
+      best_cycles = cycles;
+    }
+  }
+  return best;
+}
+
+/// Why the SM90 kernel cannot run, or "" with `instance` set.
+std::string sm90_obstacle(const Problem& p, const Device& device, const std::vector<ConvInstance>& instances,
+                          std::optional<ConvInstance>& instance) {
+  constexpr int kHopper = 90;
+  if (device.compute_capability != kHopper) {
+    return concat("compute capability ", device.compute_capability / 10, '.', device.compute_capability % 10,
+                  " is not 9.0");
+  }
+  std::string obstacle = sm90_shape_obstacle(p);
+  if (!obstacle.empty()) return obstacle;
+  instance = cheapest_instance(p, device, instances);
+  if (!instance) return concat("this build has no kernel for ", family_text(family_of(p)), " on arch 90a");
+  return "";
+}
+
+Plan sm90_plan(const Problem& p, const ConvInstance& instance) {
+  Plan plan;
+  plan.algorithm = Algorithm::kSm90ImplicitGemm;
+  plan.reason =
+      concat("Hopper, stride 1, dilation 1, groups 1, channels in eights: ", family_text(family_of(p)));
+  plan.instance = instance;
+  plan.conv_layout = Layout::kNDHWC;
+  plan.activation = instance.activation;
+  plan.pack_x = p.x_layout != Layout::kNDHWC || p.dtype == DType::kFloat32 || !p.x_aligned;
+  plan.activation_in_y = p.y_layout == Layout::kNDHWC && plan.activation == p.dtype;
+  plan.tile_positions = moment_positions(instance);
+  plan.tiles = ceil_div(p.positions(), plan.tile_positions);
+  if (p.dtype == DType::kFloat32) {
+    plan.stages.insert(plan.stages.end(), {"absmax_input", "choose_input_exponents", "weight_reach"});
+  }
+  plan.stages.push_back("pack_weight");
+  if (plan.pack_x) plan.stages.push_back("pack_input");
+  plan.stages.push_back(instance.name);
+  plan.stages.push_back("group_norm_finalize");
+  plan.stages.push_back("group_norm_normalize");
+  return plan;
+}
+
+Plan cuda_library_plan(const Problem& p, const std::string& obstacle) {
+  Plan plan;
+  plan.algorithm = Algorithm::kCudaLibrary;
+  plan.reason = concat("not the SM90 kernel: ", obstacle);
+  plan.conv_layout = p.y_layout;  // what cuDNN keeps
+  plan.activation = p.dtype;
+  plan.activation_in_y = true;
+  plan.stages = {"aten::convolution", "relu_moments", "group_norm_finalize", "group_norm_normalize"};
+  return plan;
+}
+
+Plan cpu_library_plan(const Problem& p, const Device& device) {
+  Plan plan;
+  plan.algorithm = Algorithm::kCpuLibrary;
+  plan.conv_layout = cpu_conv_layout(p, device.max_threads);
+  plan.reason =
+      concat("input is on the CPU; PyTorch's convolution is expected quicker in ", name(plan.conv_layout),
+             " on ", device.max_threads, device.max_threads == 1 ? " thread" : " threads");
+  plan.activation = p.dtype;
+  plan.activation_in_y = plan.conv_layout == p.y_layout;
+  plan.stages = {"aten::convolution", "relu_group_norm"};
+  return plan;
+}
+
+}  // namespace
+
+Plan select_plan(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances) {
+  validate(problem);
+  if (!device.is_cuda) return cpu_library_plan(problem, device);
+  std::optional<ConvInstance> instance;
+  const std::string obstacle = sm90_obstacle(problem, device, instances, instance);
+  return instance ? sm90_plan(problem, *instance) : cuda_library_plan(problem, obstacle);
+}
+
+}  // namespace upconv3d

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// Runs a plan on a stream. No torch: pointers, extents and a cudaStream_t.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+
+namespace upconv3d::cuda {
+
+struct ForwardTensors {
+  const void* x = nullptr;         // SM90 plan: [N,C,D,H,W] or [N,D,H,W,C] dtype, dense, problem.x_layout
+  const void* w = nullptr;         // SM90 plan: [C,K,T,R,S] dtype
+  std::int64_t w_strides[5] = {};  // in elements
+  const void* conv = nullptr;      // library plan: PyTorch's convolution without bias, plan.conv_layout
+  const void* bias = nullptr;      // [K] dtype, or null
+  const void* gamma = nullptr;     // [K] dtype, or null
+  const void* beta = nullptr;      // [K] dtype, or null
+  void* y = nullptr;               // [N,K,Z,P,Q] or [N,Z,P,Q,K] dtype, problem.y_layout
+  void* workspace = nullptr;       // plan.workspace_bytes, 256-byte aligned
+};
+
+/// Launches every stage of a completed plan. Asynchronous; N = 0 launches nothing.
+/// \throws std::runtime_error that names problem and plan where CUDA refuses a launch.
+void run_forward(const Problem& problem, const Plan& plan, const Device& device,
+                 const ForwardTensors& tensors, cudaStream_t stream);
+
+/// Fills in what depends on the CUDA kernels: tile_positions and tiles of the library plan, and
+/// workspace_bytes. To be called on every plan of select_plan for a CUDA device, before run_forward.
+void complete_plan(const Problem& problem, const Device& device, Plan& plan);
+
+/// Compute capability and multiprocessors of CUDA device `index`, cached.
+/// \throws std::runtime_error with driver and runtime versions where the driver is missing or too old.
+Device query_device(int index);
+
+}  // namespace upconv3d::cuda

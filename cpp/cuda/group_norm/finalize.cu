@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// group_norm_finalize: forward stage 3 of 4.
+///
+///   part  [N,tiles,K,2]  stat   (mean, M2) per sample, tile and channel
+///   table [3,N,K]        stat   mean, scale, shift: y = (v - mean)*scale + shift
+///
+/// A group's moments are the merged moments of tiles*(K/G) partials, all in double: per thread in chunks that
+/// stay in registers, then across the block as one many-way merge, mean = sum(count*mean)/sum(count) first
+/// and M2 = sum(M2 + count*(mean_i - mean)^2) second. Counts follow from the tile's index. Each order is
+/// fixed.
+///
+/// One block per (sample, group) where that is quick; else a group's partials are cut into segments, one
+/// block each, and a second kernel merges the segments' moments, kept in `scratch`.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/group_norm/element.cuh"
+#include "cuda/group_norm/group_norm.hpp"
+
+namespace upconv3d::cuda {
+namespace {
+
+/// Threads of a block: a group of the headline shape (154 tiles x 16 channels) is one chunk of loads.
+constexpr int kThreadsLarge = 512;
+
+/// Threads where a group has few partials, as with one group per channel: small blocks share a
+/// multiprocessor.
+constexpr int kThreadsSmall = 128;
+
+/// Partials that a thread loads before it uses the first: one trip to memory instead of eight.
+constexpr int kChunk = 8;
+
+/// Partials worth a block of their own: one chunk per thread.
+constexpr std::int64_t kSegmentPartials = std::int64_t{kThreadsLarge} * kChunk;
+
+/// Blocks beyond which more segments gain nothing: four for each multiprocessor of a large card.
+constexpr std::int64_t kBlocksWanted = 512;
+
+template <class T>
+struct FinalizeArgs {
+  GroupNormShape shape;
+  std::int64_t channels;  // of a group, K/G
+  std::int64_t segments;  // per group
+  const Stat<T>* part;    // [N,tiles,K,2] stat
+  const T* gamma;         // [K] T, or null
+  const T* beta;          // [K] T, or null
+  double eps;             // activation units squared
+  double* scratch;        // [N,G,segments,2] double, or null where segments is 1
+  Stat<T>* table;         // [3,N,K] stat
+};
+
+struct DoubleMoments {
+  double count = 0;
+  double mean = 0;
+  double m2 = 0;
+};
+
+/// Segments of a group's partials; 1 where one block per group fills the card or the group is small.
+std::int64_t segments_of(const GroupNormShape& shape) {
+  const std::int64_t partials = shape.tiles * (shape.k / shape.num_groups);
+  const std::int64_t groups = std::max<std::int64_t>(shape.n * shape.num_groups, 1);
+  return std::clamp<std::int64_t>(kBlocksWanted / groups, 1, ceil_div(partials, kSegmentPartials));
+}
+
+/// First partial of a segment; partials are numbered tile*channels + channel within a group.
+template <class T>
+__device__ __forceinline__ std::int64_t segment_begin(const FinalizeArgs<T>& args, std::int64_t segment) {
+  const std::int64_t partials = args.shape.tiles * args.channels;
+  const std::int64_t share = partials / args.segments, extra = partials - share * args.segments;
+  return segment * share + min(segment, extra);
+}
+
+/// Activations that the partials before `partial` stand for. Only the last tile may be short.
+template <class T>
+__device__ __forceinline__ double count_before(const FinalizeArgs<T>& args, std::int64_t partial) {
+  const std::int64_t whole = (args.shape.tiles - 1) * args.channels;
+  const std::int64_t last = args.shape.positions - (args.shape.tiles - 1) * args.shape.tile_positions;
+  return static_cast<double>(min(partial, whole) * args.shape.tile_positions +
+                             max(partial - whole, std::int64_t{0}) * last);
+}
+
+/// This thread's share of the partials [begin, end) of a group.
+template <int kThreads, class T>
+__device__ DoubleMoments merge_partials(const FinalizeArgs<T>& args, std::int64_t sample, std::int64_t group,
+                                        std::int64_t begin, std::int64_t end) {
+  using Pair = std::conditional_t<std::is_same_v<Stat<T>, double>, double2, float2>;
+  const std::int64_t tiles = args.shape.tiles, k = args.shape.k;
+  const Pair* part = reinterpret_cast<const Pair*>(args.part) + sample * tiles * k + group * args.channels;
+  const double tile_count = static_cast<double>(args.shape.tile_positions);
+  const double last_count =
+      static_cast<double>(args.shape.positions - (tiles - 1) * args.shape.tile_positions);
+
+  // The quotient is taken once; from there on tile and channel advance together.
+  const std::int64_t step_tile = kThreads / args.channels,
+                     step_channel = kThreads - step_tile * args.channels;
+  std::int64_t partial = begin + threadIdx.x;
+  std::int64_t tile = partial / args.channels, channel = partial - tile * args.channels;
+
+  DoubleMoments own;
+  while (partial < end) {
+    Pair pair[kChunk];
+    double count[kChunk];
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i, partial += kThreads) {
+      const bool valid = partial < end;
+      pair[i] = valid ? part[tile * k + channel] : Pair{};
+      count[i] = valid ? (tile == tiles - 1 ? last_count : tile_count) : 0.0;
+      tile += step_tile;
+      channel += step_channel;
+      if (channel >= args.channels) {
+        channel -= args.channels;
+        ++tile;
+      }
+    }
+    DoubleMoments chunk;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      chunk.count += count[i];
+      chunk.mean += count[i] * pair[i].x;
+    }
+    chunk.mean /= chunk.count;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      const double delta = pair[i].x - chunk.mean;
+      chunk.m2 += pair[i].y + (count[i] * delta) * delta;
+    }
+    if (own.count == 0) {
+      own = chunk;
+      continue;
+    }
+    const double total = own.count + chunk.count, share = chunk.count / total, delta = chunk.mean - own.mean;
+    own.mean += delta * share;
+    own.m2 += chunk.m2 + (delta * own.count * share) * delta;
+    own.count = total;
+  }
+  return own;
+}
+
+/// Sum over the block, the same bits in every thread. `warp_sums` [kThreads/32] double, shared, used once.
+template <int kThreads>
+__device__ __forceinline__ double block_sum(double value, double* warp_sums) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffffu, value, lane);
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = threadIdx.x % 32 < kThreads / 32 ? warp_sums[threadIdx.x % 32] : 0.0;
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffffu, value, lane);
+  return value;
+}
+
+/// Merges the threads' moments; every thread gets the result.
+template <int kThreads>
+__device__ __forceinline__ DoubleMoments merge_block(const DoubleMoments& own, double count) {
+  __shared__ double mean_sums[kThreads / 32];
+  __shared__ double m2_sums[kThreads / 32];
+  DoubleMoments merged;
+  merged.count = count;
+  merged.mean = block_sum<kThreads>(own.count * own.mean, mean_sums) / count;
+  const double delta = own.mean - merged.mean;
+  merged.m2 = block_sum<kThreads>(own.m2 + (own.count * delta) * delta, m2_sums);
+  return merged;
+}
+
+/// Writes mean, scale and shift of the group's channels.
+template <int kThreads, class T>
+__device__ __forceinline__ void write_table(const FinalizeArgs<T>& args, std::int64_t sample,
+                                            std::int64_t group, const DoubleMoments& moments) {
+  using S = Stat<T>;
+  const double rstd = 1.0 / sqrt(moments.m2 / moments.count + args.eps);
+  const S mean = static_cast<S>(moments.mean);
+  const double mean_rest = moments.mean - static_cast<double>(mean);
+  const std::int64_t plane = args.shape.n * args.shape.k;
+  for (std::int64_t i = threadIdx.x; i < args.channels; i += kThreads) {
+    const std::int64_t channel = group * args.channels + i;
+    const double gamma = args.gamma != nullptr ? static_cast<double>(to_stat(args.gamma[channel])) : 1.0;
+    const double beta = args.beta != nullptr ? static_cast<double>(to_stat(args.beta[channel])) : 0.0;
+    const double scale = gamma * rstd;
+    S* to = args.table + sample * args.shape.k + channel;
+    to[0] = mean;
+    to[plane] = static_cast<S>(scale);
+    to[2 * plane] = static_cast<S>(beta - mean_rest * scale);
+  }
+}
+
+template <class T, int kThreads>
+__global__ void __launch_bounds__(kThreads) group_norm_finalize_groups(const FinalizeArgs<T> args) {
+  const std::int64_t sample = blockIdx.x / args.shape.num_groups,
+                     group = blockIdx.x - sample * args.shape.num_groups;
+  const std::int64_t partials = args.shape.tiles * args.channels;
+  const DoubleMoments own = merge_partials<kThreads>(args, sample, group, 0, partials);
+  write_table<kThreads>(args, sample, group, merge_block<kThreads>(own, count_before(args, partials)));
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreadsLarge) group_norm_merge_segments(const FinalizeArgs<T> args) {
+  const std::int64_t sample_group = blockIdx.x / args.segments,
+                     segment = blockIdx.x - sample_group * args.segments;
+  const std::int64_t sample = sample_group / args.shape.num_groups;
+  const std::int64_t begin = segment_begin(args, segment), end = segment_begin(args, segment + 1);
+  const DoubleMoments own =
+      merge_partials<kThreadsLarge>(args, sample, sample_group - sample * args.shape.num_groups, begin, end);
+  const DoubleMoments merged =
+      merge_block<kThreadsLarge>(own, count_before(args, end) - count_before(args, begin));
+  if (threadIdx.x != 0) return;
+  double* to = args.scratch + blockIdx.x * std::int64_t{2};
+  to[0] = merged.mean;
+  to[1] = merged.m2;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreadsLarge, 1) group_norm_finalize_segments(const FinalizeArgs<T> args) {
+  // segments_of never yields more segments than a block has threads.
+  static_assert(kBlocksWanted <= kThreadsLarge);
+  const std::int64_t sample = blockIdx.x / args.shape.num_groups,
+                     group = blockIdx.x - sample * args.shape.num_groups;
+  DoubleMoments own;
+  if (threadIdx.x < args.segments) {
+    const double* from = args.scratch + (blockIdx.x * args.segments + threadIdx.x) * 2;
+    own.count = count_before(args, segment_begin(args, threadIdx.x + 1)) -
+                count_before(args, segment_begin(args, threadIdx.x));
+    own.mean = from[0];
+    own.m2 = from[1];
+  }
+  write_table<kThreadsLarge>(
+      args, sample, group,
+      merge_block<kThreadsLarge>(own, count_before(args, args.shape.tiles * args.channels)));
+}
+
+}  // namespace
+
+std::int64_t finalize_scratch_bytes(const GroupNormShape& shape, DType) {
+  const std::int64_t segments = segments_of(shape);
+  if (segments == 1) return 0;
+  return shape.n * shape.num_groups * segments * 2 * static_cast<std::int64_t>(sizeof(double));
+}
+
+void launch_group_norm_finalize(const FinalizeParams& params, cudaStream_t stream) {
+  const GroupNormShape& shape = params.shape;
+  if (shape.n == 0) return;
+  with_element(params.dtype, [&](auto element) {
+    using T = typename decltype(element)::type;
+    FinalizeArgs<T> args;
+    args.shape = shape;
+    args.channels = shape.k / shape.num_groups;
+    args.segments = segments_of(shape);
+    args.part = static_cast<const Stat<T>*>(params.part);
+    args.gamma = static_cast<const T*>(params.gamma);
+    args.beta = static_cast<const T*>(params.beta);
+    args.eps = params.eps;
+    args.scratch = static_cast<double*>(params.scratch);
+    args.table = static_cast<Stat<T>*>(params.table);
+    const std::int64_t groups = shape.n * shape.num_groups;
+    if (args.segments == 1) {
+      const bool small = shape.tiles * args.channels <= kThreadsSmall * kChunk;
+      launch(
+          "group_norm_finalize_groups",
+          small ? group_norm_finalize_groups<T, kThreadsSmall> : group_norm_finalize_groups<T, kThreadsLarge>,
+          groups, dim3(small ? kThreadsSmall : kThreadsLarge), stream, args);
+      return;
+    }
+    launch("group_norm_merge_segments", group_norm_merge_segments<T>, groups * args.segments,
+           dim3(kThreadsLarge), stream, args);
+    launch("group_norm_finalize_segments", group_norm_finalize_segments<T>, groups, dim3(kThreadsLarge),
+           stream, args);
+  });
+}
+
+}  // namespace upconv3d::cuda

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// GroupNorm in three stages, each a launcher: partial moments, finalize, normalize.
+///
+/// Partial moments are (mean, M2) per (sample, tile, channel). Tile t covers the positions
+/// [t*tile_positions, min(positions, (t+1)*tile_positions)), so its count needs no storage. Merging follows
+/// Chan, Golub & LeVeque (1979) in a fixed order: the same bits on every run.
+///
+/// Statistics are kept in float, or in double where the activation is float64 ("stat" below).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/problem.hpp"
+
+namespace upconv3d::cuda {
+
+struct GroupNormShape {
+  std::int64_t n = 0;               // samples
+  std::int64_t k = 0;               // channels
+  std::int64_t positions = 0;       // Z*P*Q
+  std::int64_t num_groups = 1;      // divides k
+  std::int64_t tile_positions = 0;  // positions per partial moment
+  std::int64_t tiles = 0;           // ceil(positions / tile_positions)
+};
+
+/// relu_moments: partial moments of relu(c + bias), for convolutions whose epilogue is not ours.
+struct ReluMomentsParams {
+  GroupNormShape shape;
+  DType dtype = DType::kFloat32;  // of c and bias
+  Layout layout = Layout::kNCDHW;
+  const void* c = nullptr;     // [N,K,Z,P,Q] or [N,Z,P,Q,K] dtype, dense
+  const void* bias = nullptr;  // [K] dtype, or null
+  void* part = nullptr;        // [N,tiles,K,2] stat, written
+};
+void launch_relu_moments(const ReluMomentsParams& params, cudaStream_t stream);
+
+/// group_norm_finalize: partial moments to what normalize multiplies by,
+///   y = (a - mean)*scale + shift,  scale = gamma/sqrt(var + eps),
+/// with shift holding beta and the part of the mean that a float cannot.
+struct FinalizeParams {
+  GroupNormShape shape;
+  DType dtype = DType::kFloat32;  // of gamma and beta; kFloat64 makes stat double
+  const void* part = nullptr;     // [N,tiles,K,2] stat
+  const void* gamma = nullptr;    // [K] dtype, or null for 1
+  const void* beta = nullptr;     // [K] dtype, or null for 0
+  double eps = 0.0;               // activation units squared
+  void* scratch = nullptr;        // finalize_scratch_bytes(shape, dtype)
+  void* table = nullptr;          // [3,N,K] stat, written: mean, scale, shift
+};
+std::int64_t finalize_scratch_bytes(const GroupNormShape& shape, DType dtype);
+void launch_group_norm_finalize(const FinalizeParams& params, cudaStream_t stream);
+
+/// group_norm_normalize: y = (v - mean)*scale + shift, v = a or relu(a + bias).
+struct NormalizeParams {
+  GroupNormShape shape;
+  DType a_dtype = DType::kFloat32;  // also of bias
+  DType y_dtype = DType::kFloat32;
+  Layout a_layout = Layout::kNCDHW;
+  Layout y_layout = Layout::kNCDHW;
+  bool apply_relu = false;      // a is the raw convolution: bias and ReLU are still due
+  const void* a = nullptr;      // [N,K,Z,P,Q] or [N,Z,P,Q,K] a_dtype, dense
+  const void* bias = nullptr;   // [K] a_dtype, or null; read only with apply_relu
+  const void* table = nullptr;  // [3,N,K] stat
+  void* y = nullptr;            // y_layout, y_dtype; may be `a` where dtype and layout are equal
+};
+void launch_group_norm_normalize(const NormalizeParams& params, cudaStream_t stream);
+
+/// Positions per partial moment that the library plan uses: enough tiles to fill `sm_count`
+/// multiprocessors however few samples and channels there are, few enough that merging stays small.
+std::int64_t relu_moments_tile_positions(std::int64_t n, std::int64_t k, std::int64_t positions,
+                                         Layout layout, int sm_count);
+
+}  // namespace upconv3d::cuda

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// group_norm_normalize: forward stage 4 of 4, where a and y lie in the same layout.
+///
+///   a     [N,K,Z,P,Q] or [N,Z,P,Q,K]  relu(conv + bias), or conv where both are still due
+///   table [3,N,K]                     mean, scale, shift from finalize
+///   y     like a                      (v - mean)*scale + shift; may be a itself
+///
+/// A copy with three operations per element, so all that counts is bandwidth: 16-byte accesses, several in
+/// flight per thread, a thread's mean, scale and shift in registers, the last sample first. The mean is
+/// subtracted before it is scaled: folded into the shift it would cancel where |mean| >> std. a and y may be
+/// the same memory, which is safe because each thread reads an element before it writes it and no other
+/// thread touches it.
+#include "cuda/group_norm/normalize.cuh"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/group_norm/geometry.hpp"
+
+namespace upconv3d::cuda {
+namespace {
+
+/// Vectors per thread and block at most: 64 KB of reads per block, so that the table's rows cost little and a
+/// large tensor still makes several waves of blocks, which evens out their ends.
+constexpr std::int64_t kVectorsPerThread = 16;
+
+/// Blocks below which threads get fewer vectors: four blocks on each of the largest card's multiprocessors,
+/// twice.
+constexpr std::int64_t kBlocksWanted = 1024;
+
+std::int64_t vectors_per_thread(std::int64_t total_vectors) {
+  return std::clamp<std::int64_t>(total_vectors / (kBlocksWanted * kStreamThreads), kLoadsInFlight,
+                                  kVectorsPerThread);
+}
+
+/// Normalizes kLoads vectors that lie `step` elements apart, through lane_of(j) for the j-th element of each.
+template <int kLoads, int kVector, class A, class Y, class Map, class LaneOf>
+__device__ __forceinline__ void normalize_vectors(const A* from, Y* to, std::int64_t step, const Map& map,
+                                                  LaneOf lane_of) {
+  Vector<A, kVector> in[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) in[i] = load_once<kVector>(from + i * step);
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    Vector<Y, kVector> out;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) out.at[j] = from_stat<Y>(map(in[i].at[j], lane_of(j)));
+    store_once<kVector>(to + i * step, out);
+  }
+}
+
+/// A thread owns kVector channels and walks positions. Blocks: channel block fastest, then position block,
+/// then sample.
+template <class A, class Y, class Input, int kVector>
+__global__ void __launch_bounds__(kStreamThreads) group_norm_normalize_ndhwc(const NormalizeArgs<A, Y> args) {
+  const std::int64_t k = args.shape.k;
+  const std::int64_t block = reversed_block();
+  const std::int64_t sample_rows = block / args.channel_blocks;
+  const std::int64_t sample = sample_rows / args.position_blocks;
+  const std::int64_t begin = (sample_rows - sample * args.position_blocks) * args.position_steps;
+  const std::int64_t channel =
+      ((block - sample_rows * args.channel_blocks) * blockDim.x + threadIdx.x) * kVector;
+  if (channel >= k) return;
+
+  ChannelMap<A, Input, kVector> map;
+  map.load_vectors(args, sample, channel);
+
+  const auto lane_of = [](int j) { return j; };
+  const std::int64_t end = min(begin + args.position_steps, args.shape.positions);
+  const std::int64_t step = blockDim.y * k;
+  std::int64_t position = begin + threadIdx.y;
+  std::int64_t at = (sample * args.shape.positions + position) * k + channel;
+  for (; position + (kLoadsInFlight - 1) * blockDim.y < end; position += kLoadsInFlight * blockDim.y) {
+    normalize_vectors<kLoadsInFlight, kVector>(args.a + at, args.y + at, step, map, lane_of);
+    at += kLoadsInFlight * step;
+  }
+  for (; position < end; position += blockDim.y, at += step) {
+    normalize_vectors<1, kVector>(args.a + at, args.y + at, step, map, lane_of);
+  }
+}
+
+/// The threads of a row share one channel. Blocks: position block fastest, then blockDim.y rows of [N*K,
+/// positions]. Rows start anywhere, at the same place in a and in y; the vectors between `first` and `last`
+/// are aligned.
+template <class A, class Y, class Input, int kVector>
+__global__ void __launch_bounds__(kStreamThreads) group_norm_normalize_ncdhw(const NormalizeArgs<A, Y> args) {
+  const std::int64_t block = reversed_block();
+  const std::int64_t row_block = block / args.position_blocks;
+  const std::int64_t row = row_block * blockDim.y + threadIdx.y;
+  if (row >= args.shape.n * args.shape.k) return;
+  const std::int64_t sample = row / args.shape.k;
+
+  ChannelMap<A, Input, 1> map;
+  map.load(args, sample, row - sample * args.shape.k, 0);
+
+  const std::int64_t begin =
+      row * args.shape.positions + (block - row_block * args.position_blocks) * args.position_steps;
+  const std::int64_t end = min(begin + args.position_steps, (row + 1) * args.shape.positions);
+  const std::int64_t first = min((begin + kVector - 1) / kVector * kVector, end);
+  const std::int64_t last = max(end / kVector * kVector, first);
+  const auto lane_of = [](int) { return 0; };
+
+  for (std::int64_t i = begin + threadIdx.x; i < first; i += blockDim.x) {
+    normalize_vectors<1, 1>(args.a + i, args.y + i, 1, map, lane_of);
+  }
+  const std::int64_t step = static_cast<std::int64_t>(blockDim.x) * kVector;
+  std::int64_t at = first + static_cast<std::int64_t>(threadIdx.x) * kVector;
+  for (; at + (kLoadsInFlight - 1) * step < last; at += kLoadsInFlight * step) {
+    normalize_vectors<kLoadsInFlight, kVector>(args.a + at, args.y + at, step, map, lane_of);
+  }
+  for (; at < last; at += step) normalize_vectors<1, kVector>(args.a + at, args.y + at, step, map, lane_of);
+  for (std::int64_t i = last + threadIdx.x; i < end; i += blockDim.x) {
+    normalize_vectors<1, 1>(args.a + i, args.y + i, 1, map, lane_of);
+  }
+}
+
+template <class A, class Y, class Input, int kVector>
+void launch_vectorized(const NormalizeParams& params, cudaStream_t stream) {
+  const GroupNormShape& shape = params.shape;
+  NormalizeArgs<A, Y> args{};
+  args.shape = shape;
+  args.a = static_cast<const A*>(params.a);
+  args.bias = static_cast<const A*>(params.bias);
+  args.table = static_cast<const Stat<A>*>(params.table);
+  args.y = static_cast<Y*>(params.y);
+  const std::int64_t per_thread = vectors_per_thread(shape.n * shape.k * shape.positions / kVector);
+  if (params.a_layout == Layout::kNDHWC) {
+    const BlockShape block = channel_block_shape(shape.k, kVector, kStreamThreads);
+    args.channel_blocks = block.blocks;
+    args.position_steps = block.y * per_thread;
+    args.position_blocks = ceil_div(shape.positions, args.position_steps);
+    launch("group_norm_normalize_ndhwc", group_norm_normalize_ndhwc<A, Y, Input, kVector>,
+           shape.n * args.position_blocks * args.channel_blocks, dim3(block.x, block.y), stream, args);
+  } else {
+    const BlockShape block = row_block_shape(shape.positions, kVector, kStreamThreads);
+    args.position_steps = block.x * per_thread * kVector;
+    args.position_blocks = ceil_div(shape.positions, args.position_steps);
+    launch("group_norm_normalize_ncdhw", group_norm_normalize_ncdhw<A, Y, Input, kVector>,
+           args.position_blocks * ceil_div(shape.n * shape.k, block.y), dim3(block.x, block.y), stream, args);
+  }
+}
+
+}  // namespace
+
+void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stream) {
+  with_normalize_types(params, [&](auto a, auto y, auto input) {
+    using A = typename decltype(a)::type;
+    using Y = typename decltype(y)::type;
+    using Input = typename decltype(input)::type;
+    // 16 bytes of the narrower type, a's; y takes two stores where it is float32.
+    constexpr int kVector = kAccessBytes / sizeof(A);
+    const bool whole = params.a_layout == Layout::kNCDHW || params.shape.k % kVector == 0;
+    if (whole && is_aligned(params.a) && is_aligned(params.y) && is_aligned(params.table)) {
+      launch_vectorized<A, Y, Input, kVector>(params, stream);
+    } else {
+      launch_vectorized<A, Y, Input, 1>(params, stream);
+    }
+  });
+}
+
+void launch_group_norm_normalize(const NormalizeParams& params, cudaStream_t stream) {
+  if (params.shape.n == 0) return;
+  if (params.a_layout == params.y_layout) {
+    launch_normalize_in_layout(params, stream);
+  } else {
+    launch_normalize_transpose(params, stream);
+  }
+}
+
+}  // namespace upconv3d::cuda

@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// group_norm_normalize: forward stage 4 of 4, where y wants the other layout than a has.
+///
+///   a     [rows, columns] per sample   columns contiguous: NDHWC is [positions, K], NCDHW is [K, positions]
+///   table [3,N,K]                      mean, scale, shift from finalize
+///   y     [columns, rows] per sample   rows contiguous
+///
+/// A block carries tiles of 128 rows x 128 bytes of columns through shared memory: it reads a in 16-byte
+/// vectors along the columns, normalizes in registers, stores the elements column by column, and writes y in
+/// 16-byte vectors along the rows. The next tile's loads are issued before this tile's stores. A thread's
+/// channels are the same for all of the block's tiles, which follow each other along the positions.
+///
+/// Shared memory is [columns][rows] with the 16-byte chunks of a column permuted: chunk' = chunk ^ (column
+/// vector). A warp writes eight column vectors at four rows, into eight different groups of four banks; and
+/// it reads eight consecutive chunks at a time, a permutation of all banks. Neither conflicts.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/group_norm/normalize.cuh"
+
+namespace upconv3d::cuda {
+namespace {
+
+/// Rows of a tile, contiguous in y: 256 bytes or more of each of y's rows.
+constexpr int kRows = 128;
+
+/// Vectors of a tile along the columns, contiguous in a: one 128-byte line.
+constexpr int kColumnVectors = 8;
+
+/// Rows that the block's threads load at once, and vectors per thread that this makes.
+constexpr int kRowSlots = kStreamThreads / kColumnVectors;
+constexpr int kLoads = kRows / kRowSlots;
+
+/// Tiles per block: enough that the table's rows and the first, unhidden load cost little.
+constexpr std::int64_t kTilesPerBlock = 4;
+
+/// Tiles below which each gets a block of its own, so that small tensors use the whole card.
+constexpr std::int64_t kTilesToShare = 4096;
+
+/// One tile on its way through registers and shared memory.
+///
+/// Thread t holds kLoads vectors, all of column vector t % 8; its i-th one is of tile row row0() +
+/// row_step(i). Both steps, along i and along a vector's elements j, move by constants in shared memory, so
+/// one address serves them all.
+template <class A, class Y, bool kVectorIn>
+struct TransposeTile {
+  static constexpr int kVector = kAccessBytes / sizeof(A);
+  static constexpr int kVectorOut = kAccessBytes / sizeof(Y);
+  static constexpr int kColumns = kColumnVectors * kVector;
+  static constexpr int kChunks = kRows / kVectorOut;
+  static constexpr int kElements = kColumns * kRows;
+
+  Vector<A, kVector> in[kLoads];
+
+  /// Eight-row chunks leave the i-th row two of its bits: within the chunk, and above the eight chunks
+  /// permuted.
+  static __device__ __forceinline__ int row0() {
+    const int slot = threadIdx.x / kColumnVectors;
+    return kVectorOut == 8 ? slot % 4 + slot / 4 * 8 : slot;
+  }
+  static constexpr __device__ __forceinline__ int row_step(int i) {
+    return kVectorOut == 8 ? i % 2 * 4 + i / 2 * 64 : i * kRowSlots;
+  }
+
+  /// Column of the tile that column `s` of shared memory stands for. Where a cannot take 16-byte loads, the
+  /// eight threads of a row load neighbouring elements, and the j-th of thread v is column j*8 + v.
+  static __device__ __forceinline__ int tile_column(int s) {
+    return kVectorIn ? s : s % kVector * kColumnVectors + s / kVector;
+  }
+
+  /// Column of the tile of the j-th element of this thread.
+  static __device__ __forceinline__ int column(int j) {
+    return tile_column(threadIdx.x % kColumnVectors * kVector + j);
+  }
+
+  /// Where column s, row r lies in shared memory.
+  static __device__ __forceinline__ int offset(int s, int r) {
+    const int chunk = (r / kVectorOut) ^ (s / kVector % kColumnVectors);
+    return s * kRows + chunk * kVectorOut + r % kVectorOut;
+  }
+
+  /// \param a [rows,columns] A of this sample
+  __device__ __forceinline__ void load(const A* a, std::int64_t tile_row, std::int64_t tile_column0,
+                                       std::int64_t rows, std::int64_t columns) {
+    const std::int64_t rows_left = rows - tile_row - row0(), columns_left = columns - tile_column0;
+    const A* from = a + (tile_row + row0()) * columns + tile_column0;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      in[i] = {};
+      if (row_step(i) >= rows_left) continue;
+      const A* row = from + row_step(i) * columns;
+      if constexpr (kVectorIn) {
+        if (column(0) < columns_left) in[i] = load_once<kVector>(row + column(0));
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          if (column(j) < columns_left) in[i].at[j] = load_once<1>(row + column(j)).at[0];
+        }
+      }
+    }
+  }
+
+  /// \param shared [kColumns,kRows] Y, chunks permuted
+  /// \param map what normalizes element (i, j), through lane_of(i, j)
+  template <class Map, class LaneOf>
+  __device__ __forceinline__ void normalize(Y* shared, const Map& map, LaneOf lane_of) const {
+    Y* to = shared + offset(threadIdx.x % kColumnVectors * kVector, row0());
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j)
+        to[j * kRows + row_step(i)] = from_stat<Y>(map(in[i].at[j], lane_of(i, j)));
+    }
+  }
+
+  /// \param shared [kColumns,kRows] Y, chunks permuted
+  /// \param y [columns,rows] Y of this sample
+  static __device__ __forceinline__ void store(const Y* shared, Y* y, std::int64_t tile_row,
+                                               std::int64_t tile_column0, std::int64_t rows,
+                                               std::int64_t columns) {
+    const std::int64_t columns_left = columns - tile_column0;
+    const int row = threadIdx.x % kChunks * kVectorOut;
+    if (tile_row + row >= rows) return;
+    Y* to = y + tile_column0 * rows + tile_row + row;
+#pragma unroll 4
+    for (int s = threadIdx.x / kChunks; s < kColumns; s += kStreamThreads / kChunks) {
+      const int column = tile_column(s);
+      if (column >= columns_left) continue;
+      __stcs(reinterpret_cast<uint4*>(to + column * rows),
+             *reinterpret_cast<const uint4*>(shared + offset(s, row)));
+    }
+  }
+
+  /// store where y cannot take 16-byte accesses: neighbouring threads write neighbouring elements.
+  static __device__ __forceinline__ void store_scalar(const Y* shared, Y* y, std::int64_t tile_row,
+                                                      std::int64_t tile_column0, std::int64_t rows,
+                                                      std::int64_t columns) {
+    const std::int64_t columns_left = columns - tile_column0;
+    const int row = threadIdx.x % kRows;
+    if (tile_row + row >= rows) return;
+    Y* to = y + tile_column0 * rows + tile_row + row;
+#pragma unroll 4
+    for (int s = threadIdx.x / kRows; s < kColumns; s += kStreamThreads / kRows) {
+      const int column = tile_column(s);
+      if (column < columns_left) to[column * rows] = shared[offset(s, row)];
+    }
+  }
+};
+
+/// Blocks: channel block fastest, then position block, then sample. kChannelsLast says how a lies.
+template <class A, class Y, class Input, bool kChannelsLast, bool kVectorIn>
+__global__ void __launch_bounds__(kStreamThreads, 2)
+    group_norm_normalize_transpose(const NormalizeArgs<A, Y> args) {
+  using Tile = TransposeTile<A, Y, kVectorIn>;
+  constexpr int kTilePositions = kChannelsLast ? kRows : Tile::kColumns;
+  constexpr int kTileChannels = kChannelsLast ? Tile::kColumns : kRows;
+  constexpr int kLanes = kChannelsLast ? Tile::kVector : kLoads;
+  alignas(kAccessBytes) __shared__ unsigned char memory[Tile::kElements * sizeof(Y)];
+  Y* shared = reinterpret_cast<Y*>(memory);  // [kColumns,kRows] Y, chunks permuted
+
+  const std::int64_t k = args.shape.k, positions = args.shape.positions;
+  const std::int64_t block = reversed_block();
+  const std::int64_t sample_positions = block / args.channel_blocks;
+  const std::int64_t channel0 = (block - sample_positions * args.channel_blocks) * kTileChannels;
+  const std::int64_t sample = sample_positions / args.position_blocks;
+  const std::int64_t position_block = sample_positions - sample * args.position_blocks;
+  const std::int64_t begin = position_block * args.position_steps * kTilePositions;
+  const std::int64_t end = min(begin + args.position_steps * kTilePositions, positions);
+  const std::int64_t rows = kChannelsLast ? positions : k, columns = kChannelsLast ? k : positions;
+  const A* a = args.a + sample * k * positions;
+  Y* y = args.y + sample * k * positions;
+
+  ChannelMap<A, Input, kLanes> map = {};
+  if constexpr (kChannelsLast && kVectorIn) {
+    const std::int64_t channel = channel0 + Tile::column(0);
+    if (channel < k) map.load_vectors(args, sample, channel);
+  } else {
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const std::int64_t channel =
+          channel0 + (kChannelsLast ? Tile::column(lane) : Tile::row0() + Tile::row_step(lane));
+      if (channel < k) map.load(args, sample, channel, lane);
+    }
+  }
+
+  const auto lane_of = [](int i, int j) { return kChannelsLast ? j : i; };
+  Tile tile;
+  tile.load(a, kChannelsLast ? begin : channel0, kChannelsLast ? channel0 : begin, rows, columns);
+  for (std::int64_t position = begin; position < end; position += kTilePositions) {
+    tile.normalize(shared, map, lane_of);
+    __syncthreads();
+    const std::int64_t next = position + kTilePositions;
+    if (next < end) {
+      tile.load(a, kChannelsLast ? next : channel0, kChannelsLast ? channel0 : next, rows, columns);
+    }
+    const std::int64_t tile_row = kChannelsLast ? position : channel0;
+    const std::int64_t tile_column0 = kChannelsLast ? channel0 : position;
+    if (args.vector_out) {
+      Tile::store(shared, y, tile_row, tile_column0, rows, columns);
+    } else {
+      Tile::store_scalar(shared, y, tile_row, tile_column0, rows, columns);
+    }
+    __syncthreads();
+  }
+}
+
+template <class A, class Y, class Input, bool kChannelsLast>
+void launch_from_layout(const NormalizeParams& params, cudaStream_t stream) {
+  using Tile = TransposeTile<A, Y, true>;
+  const GroupNormShape& shape = params.shape;
+  const std::int64_t rows = kChannelsLast ? shape.positions : shape.k;
+  const std::int64_t columns = kChannelsLast ? shape.k : shape.positions;
+  const std::int64_t tiles = ceil_div(shape.positions, kChannelsLast ? kRows : Tile::kColumns);
+
+  NormalizeArgs<A, Y> args{};
+  args.shape = shape;
+  args.a = static_cast<const A*>(params.a);
+  args.bias = static_cast<const A*>(params.bias);
+  args.table = static_cast<const Stat<A>*>(params.table);
+  args.y = static_cast<Y*>(params.y);
+  args.channel_blocks = ceil_div(shape.k, kChannelsLast ? Tile::kColumns : kRows);
+  args.position_steps = shape.n * args.channel_blocks * tiles < kTilesToShare ? 1 : kTilesPerBlock;
+  args.position_blocks = ceil_div(tiles, args.position_steps);
+  args.vector_out = is_aligned(params.y) && rows % Tile::kVectorOut == 0;
+
+  const std::int64_t blocks = shape.n * args.position_blocks * args.channel_blocks;
+  const bool vector_in = is_aligned(params.a) && is_aligned(params.table) && columns % Tile::kVector == 0;
+  launch("group_norm_normalize_transpose",
+         vector_in ? group_norm_normalize_transpose<A, Y, Input, kChannelsLast, true>
+                   : group_norm_normalize_transpose<A, Y, Input, kChannelsLast, false>,
+         blocks, dim3(kStreamThreads), stream, args);
+}
+
+}  // namespace
+
+void launch_normalize_transpose(const NormalizeParams& params, cudaStream_t stream) {
+  with_normalize_types(params, [&](auto a, auto y, auto input) {
+    using A = typename decltype(a)::type;
+    using Y = typename decltype(y)::type;
+    using Input = typename decltype(input)::type;
+    if (params.a_layout == Layout::kNDHWC) {
+      launch_from_layout<A, Y, Input, true>(params, stream);
+    } else {
+      launch_from_layout<A, Y, Input, false>(params, stream);
+    }
+  });
+}
+
+}  // namespace upconv3d::cuda

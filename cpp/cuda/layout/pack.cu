@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// launch_pack: which stages run, and in which order; and the memory of the scales.
+
+#include "cuda/layout/pack.hpp"
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/check.hpp"
+#include "cuda/layout/pack_stages.hpp"
+
+namespace upconv3d::cuda {
+namespace {
+
+/// Each array begins where a 16-byte load and a memset may, and shares no L2 line with its neighbour.
+constexpr std::int64_t kAlignment = 256;
+
+std::int64_t padded_bytes(std::int64_t count) {
+  return ceil_div(count * static_cast<std::int64_t>(sizeof(std::int32_t)), kAlignment) * kAlignment;
+}
+
+bool is_scaled(const Problem& problem) {
+  return problem.dtype == DType::kFloat32;
+}
+
+void require_packable(const PackParams& params) {
+  const DType dtype = params.problem.dtype;
+  if (dtype == DType::kFloat32) {
+    const bool known = params.operand == DType::kFloat16 && (params.products == 1 || params.products == 3);
+    if (known && params.x_hi != nullptr) return;
+    throw std::invalid_argument(
+        std::string("upconv3d: float32 is packed to float16 operands with 1 or 3 products; got ") +
+        name(params.operand) + " with " + std::to_string(params.products) + " products and " +
+        (params.x_hi == nullptr ? "no" : "a") + " destination for x. Choose another plan.");
+  }
+  const bool is_16_bit = dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+  if (is_16_bit && params.operand == dtype && params.products == 1) return;
+  throw std::invalid_argument(std::string("upconv3d: 16-bit input is packed as it is, with 1 product; got ") +
+                              name(dtype) + " to " + name(params.operand) + " with " +
+                              std::to_string(params.products) + " products. Choose another plan.");
+}
+
+/// x_absmax and w_reach are neighbours (see carve_operand_scales), so one memset clears both.
+void clear_maxima(const PackParams& params, cudaStream_t stream) {
+  const Problem& problem = params.problem;
+  const std::int64_t bytes = padded_bytes(problem.n * problem.c) + padded_bytes(problem.k);
+  check(cudaMemsetAsync(params.scales.x_absmax, 0, static_cast<std::size_t>(bytes), stream),
+        "clearing the maxima of x and w");
+}
+
+}  // namespace
+
+std::int64_t operand_scales_bytes(const Problem& problem) {
+  if (!is_scaled(problem)) return 0;
+  return padded_bytes(problem.n * problem.c) + 2 * padded_bytes(problem.k) + 2 * padded_bytes(problem.n) +
+         padded_bytes(problem.c);
+}
+
+OperandScales carve_operand_scales(const Problem& problem, void* memory) {
+  OperandScales scales;
+  if (!is_scaled(problem)) return scales;
+  auto* next = static_cast<std::byte*>(memory);
+  const auto take = [&next](std::int64_t count) {
+    std::byte* const begin = next;
+    next += padded_bytes(count);
+    return static_cast<void*>(begin);
+  };
+  scales.x_absmax = static_cast<std::uint32_t*>(take(problem.n * problem.c));
+  scales.w_reach = static_cast<std::uint32_t*>(take(problem.k));
+  scales.sample = static_cast<std::int32_t*>(take(problem.n));
+  scales.channel = static_cast<std::int32_t*>(take(problem.c));
+  scales.unscale_sample = static_cast<std::int32_t*>(take(problem.n));
+  scales.unscale_column = static_cast<std::int32_t*>(take(problem.k));
+  return scales;
+}
+
+void launch_pack(const PackParams& params, cudaStream_t stream) {
+  require_packable(params);
+  if (params.problem.n == 0) return;
+  if (is_scaled(params.problem)) {
+    clear_maxima(params, stream);
+    launch_absmax_input(params, stream);
+    launch_choose_input_exponents(params, stream);
+    launch_weight_reach(params, stream);
+  }
+  launch_pack_weight(params, stream);
+  if (params.x_hi != nullptr) launch_pack_input(params, stream);  // last: the convolution finds x in L2
+}
+
+}  // namespace upconv3d::cuda

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times, errors and the environment of a benchmark run."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Four times an H200's L2 would flush it; sixteen times keeps the GPU busy for 0.25 ms, which also hides
+# what Python needs to launch the timed call.
+FLUSH_BYTES = 1 << 30
+ROUNDS = 3  # every implementation is visited this often, so that clocks drifting over seconds meet all alike
+
+
+def cuda_times_ms(call: Callable[[], object], repeats: int, flush: torch.Tensor) -> list[float]:
+    """GPU times of `repeats` calls in ms.
+
+    Before each, `flush` is read: that evicts what L2 held, and leaves no dirty line behind.
+    """
+    pairs = []
+    for _ in range(repeats):
+        torch.sum(flush)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in pairs]
+
+
+def cpu_times_ms(call: Callable[[], object], repeats: int) -> list[float]:
+    """Wall-clock times of `repeats` calls in ms."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return times
+
+
+def medians_ms(
+    calls: dict[str, Callable[[], object]], device: torch.device, budget_s: float
+) -> dict[str, float]:
+    """Median time of each call in ms.
+
+    Calls take turns in ROUNDS rounds. Each gets as many repeats as fit into its share of `budget_s` seconds,
+    at least three a round.
+    """
+    flush = torch.zeros(FLUSH_BYTES // 4, device=device) if device.type == "cuda" else None
+
+    def run(call: Callable[[], object], repeats: int) -> list[float]:
+        return cpu_times_ms(call, repeats) if flush is None else cuda_times_ms(call, repeats, flush)
+
+    repeats: dict[str, int] = {}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for name, call in calls.items():
+        run(call, 2)
+        begin = time.perf_counter()
+        run(call, 2)
+        each_s = (time.perf_counter() - begin) / 2
+        repeats[name] = max(3, min(50, int(budget_s / len(calls) / ROUNDS / max(each_s, 1e-6))))
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            times[name] += run(call, repeats[name])
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def errors(y: torch.Tensor, y64: torch.Tensor) -> tuple[float, float]:
+    """Largest and root-mean-square absolute error of `y` against float64; values are of order one."""
+    difference = y.double() - y64
+    return difference.abs().max().item(), difference.square().mean().sqrt().item()
+
+
+def poison(size: torch.Size, dtype: torch.dtype, device: torch.device, workspace_bytes: int) -> None:
+    """Leaves NaN in the cached blocks that the next output and workspace will come from.
+
+    An element that a kernel fails to write then shows as NaN, not as yesterday's right answer.
+    """
+    blocks = [torch.full(size, float("nan"), dtype=dtype, device=device)]
+    if workspace_bytes > 0:
+        blocks.append(torch.full((workspace_bytes,), 0xFF, dtype=torch.uint8, device=device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    blocks.clear()
+
+
+def _output(command: list[str], cwd: Path | None = None) -> str | None:
+    """What `command` prints; None, which the record then shows, where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def cpu_name() -> str:
+    """The processor's model name, else its architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a figure must be quoted with: date, device, driver, versions, commit, command."""
+    import upconv3d
+
+    here = Path(__file__).resolve().parent
+    commit = _output(["git", "rev-parse", "HEAD"], cwd=here)
+    changed = _output(["git", "status", "--porcelain", "--untracked-files=no"], cwd=here) if commit else None
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", "perf/bench.py", *sys.argv[1:]]),
+        "upconv3d": upconv3d.__version__,
+        "commit": f"{commit} with local changes" if changed else commit,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        query = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+        found |= {
+            "gpu": torch.cuda.get_device_name(device),
+            "driver": query.splitlines()[0] if query else None,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return found

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a result file of bench.py into the README's table, and keeps the two equal.
+
+    python perf/report.py RESULT.json             prints the Markdown of the shapes tagged readme
+    python perf/report.py --all RESULT.json       of every shape
+    python perf/report.py --write README.md       fills every block between the markers
+    python perf/report.py --check README.md       exit status 1 where a block differs from its result file
+
+A block in a Markdown file stands between these two lines; the path is relative to that file, the tag one of
+shapes.json's (readme, if left out):
+
+    <!-- results: perf/results/NAME.json TAG -->
+    <!-- /results -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from block import Shape, load_shapes
+
+BLOCK = re.compile(
+    r"(?P<open><!-- results: (?P<path>\S+?)(?: (?P<tag>\w+))? -->\n).*?(?P<close><!-- /results -->)",
+    re.DOTALL,
+)
+LAYOUT_NAMES = {"ncdhw": "NCDHW", "ndhwc": "channels_last_3d"}
+COLUMNS = [
+    ("time, ms", "ms", "{:.3f}"),
+    ("x floor", "x_floor", "{:.2f}"),
+    ("x eager", "x_eager", "{:.2f}"),
+    ("x torch.compile", "x_compile", "{:.2f}"),
+    ("x convolution alone", "x_conv", "{:.2f}"),
+    ("TFLOP/s", "tflops", "{:.3g}"),
+    ("GB/s", "gbs", "{:.3g}"),
+    ("rms error", "err_rms", "{:.1e}"),
+    ("eager's", "eager_err_rms", "{:.1e}"),
+]
+
+
+def describe_shape(shape: Shape) -> str:
+    """ "16x64x32x32x32 > 128, k3 s1 p0", extents that are alike on all axes written once."""
+
+    def axes(values: tuple[int, ...]) -> str:
+        return str(values[0]) if len(set(values)) == 1 else ",".join(map(str, values))
+
+    extent = "x".join(map(str, (shape.n, shape.c, *shape.input)))
+    text = f"{extent} > {shape.k}, k{axes(shape.kernel)} s{axes(shape.stride)} p{axes(shape.padding)}"
+    if any(shape.output_padding):
+        text += f" op{axes(shape.output_padding)}"
+    if shape.groups > 1:
+        text += f" groups {shape.groups}"
+    return f"{text}, {shape.num_groups} norm groups"
+
+
+def environment_line(env: dict[str, Any]) -> str:
+    """Date, device and versions, one sentence."""
+    device = (
+        f"{env['gpu']}, driver {env['driver']}"
+        if env.get("gpu")
+        else f"{env['cpu']}, {env['threads']} threads"
+    )
+    parts = [f"{env['date']}", device, f"torch {env['torch']}"]
+    if env.get("gpu"):
+        parts += [f"CUDA {env['cuda']}", f"cuDNN {env['cudnn']}"]
+    parts.append(f"upconv3d {env['upconv3d']}")
+    if env.get("commit"):
+        parts.append(f"commit {env['commit'][:12]}{' with local changes' if ' ' in env['commit'] else ''}")
+    return "; ".join(parts)
+
+
+def report(result: dict[str, Any], shapes: dict[str, Shape], tag: str | None = "readme") -> str:
+    """The Markdown of a result file: where it was measured, the command, the table of shapes tagged `tag`."""
+    env = result["environment"]
+    rows = [row for row in result["rows"] if tag is None or tag in shapes[row["name"]].tags]
+    if not rows:
+        raise SystemExit(
+            f"report: the result has no shape tagged {tag!r}; give --all, or run bench.py on those"
+        )
+    columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in rows)]
+    lines = [f"Measured {environment_line(env)}, by", "", "```console", env["command"], "```", ""]
+    lines.append("| shape | input | " + " | ".join(title for title, _, _ in columns) + " | plan |")
+    lines.append("|---|---|" + "---:|" * len(columns) + "---|")
+    for row in rows:
+        if row["check"] != "ok":
+            raise SystemExit(
+                f"report: {row['name']} {row['dtype']} {row['layout']} failed its check; not quotable"
+            )
+        kind = row["dtype"] if row["precision"] == "native" else f"{row['dtype']} {row['precision']}"
+        cells = [
+            f"`{row['name']}` {describe_shape(shapes[row['name']])}",
+            f"{kind} {LAYOUT_NAMES[row['layout']]}",
+        ]
+        cells += ["-" if row[key] is None else form.format(row[key]) for _, key, form in columns]
+        lines.append("| " + " | ".join([*cells, row["plan"]]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def fill(path: Path, shapes: dict[str, Shape]) -> str:
+    """The text of `path` with every block replaced by the report of its result file."""
+
+    def body(match: re.Match[str]) -> str:
+        source = path.parent / match["path"]
+        if not source.is_file():
+            raise SystemExit(
+                f"report: {path.name} quotes {match['path']}, which is missing; run perf/bench.py --json"
+            )
+        table = report(json.loads(source.read_text()), shapes, match["tag"] or "readme")
+        return match["open"] + table + match["close"]
+
+    text = path.read_text()
+    if BLOCK.search(text) is None:
+        raise SystemExit(
+            f"report: {path.name} has no results block; add the two marker lines of {Path(__file__).name}"
+        )
+    return BLOCK.sub(body, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", type=Path, help="a result file, or with --write or --check a Markdown file")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--write", action="store_true", help="fill the blocks of a Markdown file")
+    action.add_argument("--check", action="store_true", help="compare the blocks of a Markdown file")
+    parser.add_argument("--all", action="store_true", help="print every shape, not only those tagged readme")
+    args = parser.parse_args()
+    shapes = {shape.name: shape for shape in load_shapes()}
+    if not (args.write or args.check):
+        tag = None if args.all else "readme"
+        print(report(json.loads(args.path.read_text()), shapes, tag), end="")
+        return 0
+    filled = fill(args.path, shapes)
+    if args.check and filled != args.path.read_text():
+        print(f"report: {args.path} differs from its result file; run perf/report.py --write {args.path}")
+        return 1
+    args.path.write_text(filled)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

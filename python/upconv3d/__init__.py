@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One fused block for PyTorch: group_norm(relu(conv_transpose3d(x, w, bias)))."""
+
+from ._extension import load_extension, require_torch
+
+require_torch()
+_C = load_extension()
+
+from . import _autograd, _fake  # noqa: E402  (they register with the operator that _C has just defined)
+from .explain import Plan, build_config, explain  # noqa: E402
+from .functional import conv_transpose3d_relu_group_norm  # noqa: E402
+from .module import ConvTranspose3dReLUGroupNorm  # noqa: E402
+
+__version__: str = build_config()["version"]
+
+__all__ = [
+    "ConvTranspose3dReLUGroupNorm",
+    "Plan",
+    "__version__",
+    "build_config",
+    "conv_transpose3d_relu_group_norm",
+    "explain",
+]
+
+_autograd.register()
+_fake.register()

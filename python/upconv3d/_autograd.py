@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward of the block, from PyTorch's own operators, and the block under autocast.
+
+The forward keeps its inputs only. The backward computes conv, ReLU and the statistics again, then
+
+    grad_a      = native_group_norm_backward(grad_y, a, mean, rstd, gamma),      a = relu(c)
+    grad_c      = grad_a where a > 0
+    grad_x, ... = convolution_backward(grad_c, x, w)
+
+It is one operator of its own, upconv3d::conv_transpose3d_relu_group_norm_backward, so that torch.compile runs
+it as it stands, with the precision that was asked for. With create_graph=True the same gradient is written in
+operators that PyTorch can differentiate again; what differentiates those follows PyTorch's precision setting.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._geometry import batched, memory_format_of
+
+_aten = torch.ops.aten
+_library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
+
+
+class BlockArguments(NamedTuple):
+    """What the forward takes beside tensors."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    output_padding: Sequence[int]
+    groups: int
+    dilation: Sequence[int]
+    num_groups: int
+    eps: float  # activation units squared
+    precision: str  # "ieee" or "tf32"
+
+
+def _precision_matters(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device.type == "cuda"
+
+
+@contextmanager
+def _conv_precision(tensor: Tensor, precision: str) -> Iterator[None]:
+    """PyTorch's setting for float32 convolutions, for as long as one convolution_backward takes.
+
+    convolution_backward has no argument for it. The setting is touched only where it says something else, and
+    the value that was read is written back. It is one for the process: a convolution that another thread starts
+    meanwhile sees it too.
+    """
+    before = torch._C._get_fp32_precision_getter("cuda", "conv")
+    if not _precision_matters(tensor) or (before == "tf32") == (precision == "tf32"):
+        yield
+        return
+    torch._C._set_fp32_precision_setter("cuda", "conv", precision)
+    try:
+        yield
+    finally:
+        torch._C._set_fp32_precision_setter("cuda", "conv", before)
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, args: BlockArguments) -> Tensor:
+    """c = conv_transpose3d(x, weight, bias) in the requested precision; [N, K, Z, P, Q]."""
+    with _conv_precision(x, args.precision):
+        c: Tensor = _aten.convolution.default(
+            x,
+            weight,
+            bias,
+            args.stride,
+            args.padding,
+            args.dilation,
+            True,
+            args.output_padding,
+            args.groups,
+        )
+        return c
+
+
+def _convolution_backward(
+    grad_c: Tensor, x: Tensor, weight: Tensor, args: BlockArguments, mask: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    """grad_x, grad_w and grad_bias, those that `mask` asks for."""
+    if not any(mask):
+        return None, None, None
+    grads: Sequence[Tensor | None]
+    with _conv_precision(x, args.precision):
+        grads = _aten.convolution_backward.default(
+            grad_c,
+            x,
+            weight,
+            [grad_c.shape[1]],
+            args.stride,
+            args.padding,
+            args.dilation,
+            True,
+            args.output_padding,
+            args.groups,
+            mask,
+        )
+    return grads
+
+
+def _native_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    args: BlockArguments,
+    mask: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of x, weight, bias, norm_weight, norm_bias; x and grad_y are batched."""
+    a = _aten.relu.default(_convolution(x, weight, bias, args))
+    # On the GPU native_group_norm and its backward read contiguous tensors only; on the CPU both formats.
+    norm_format = memory_format_of(a) if a.device.type == "cpu" else torch.contiguous_format
+    a = a.contiguous(memory_format=norm_format)
+    grad_y = grad_y.contiguous(memory_format=norm_format)
+    gamma = None if norm_weight is None else norm_weight.contiguous()
+    n, k, positions = a.shape[0], a.shape[1], a.shape[2] * a.shape[3] * a.shape[4]
+    _, mean, rstd = _aten.native_group_norm.default(
+        a, gamma, None, n, k, positions, args.num_groups, args.eps
+    )
+    conv_mask = list(mask[:3])
+    norm_mask = [any(conv_mask), mask[3], mask[4]]
+    grad_a, grad_norm_weight, grad_norm_bias = _aten.native_group_norm_backward.default(
+        grad_y, a, mean, rstd, gamma, n, k, positions, args.num_groups, norm_mask
+    )
+    if not any(conv_mask):
+        return [None, None, None, grad_norm_weight, grad_norm_bias]
+    grad_c = _aten.threshold_backward.default(grad_a, a, 0)
+    return [*_convolution_backward(grad_c, x, weight, args, conv_mask), grad_norm_weight, grad_norm_bias]
+
+
+def _differentiable_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    args: BlockArguments,
+    mask: Sequence[bool],
+) -> list[Tensor | None]:
+    """The same gradients, in operators that autograd can differentiate.
+
+    With xhat = (a - mean)*rstd and g = grad_y*gamma, over each norm group of m values:
+        grad_a = rstd * (g - sum(g)/m - xhat*sum(g*xhat)/m)
+    """
+    c = _convolution(x, weight, bias, args)
+    grouped = (c.shape[0], args.num_groups, c.shape[1] // args.num_groups * c.shape[2:].numel())
+    a = torch.relu(c)
+    var, mean = torch.var_mean(a.reshape(grouped), dim=-1, correction=0, keepdim=True)
+    rstd = torch.rsqrt(var + args.eps)
+    xhat = (a.reshape(grouped) - mean) * rstd
+    per_channel = (0, 2, 3, 4)
+    g = grad_y if norm_weight is None else grad_y * norm_weight.view(1, -1, 1, 1, 1)
+    g = g.reshape(grouped)
+    grad_a = rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    grad_c = grad_a.reshape(c.shape) * (c > 0)
+    grad_norm_weight = (grad_y * xhat.reshape(c.shape)).sum(per_channel) if mask[3] else None
+    grad_norm_bias = grad_y.sum(per_channel) if mask[4] else None
+    return [*_convolution_backward(grad_c, x, weight, args, mask[:3]), grad_norm_weight, grad_norm_bias]
+
+
+def _backward_kernel(
+    grad_y: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int,
+    dilation: Sequence[int],
+    num_groups: int,
+    norm_weight: Tensor | None,
+    eps: float,
+    precision: str,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """The backward operator: each gradient in the sizes and the memory format of what it belongs to."""
+    args = BlockArguments(stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
+    x = batched(input)
+    gradients = _native_backward(batched(grad_y), x, weight, bias, norm_weight, args, output_mask)
+    outputs = []
+    for gradient, owner in zip(gradients, (x, weight), strict=False):
+        if gradient is not None:
+            gradient = gradient.contiguous(memory_format=memory_format_of(owner))
+        outputs.append(gradient)
+    if outputs[0] is not None and input.dim() == 4:
+        outputs[0] = outputs[0].squeeze(0)
+    outputs += gradients[2:]
+    return tuple(
+        gradient if wanted and gradient is not None else input.new_empty(0)
+        for gradient, wanted in zip(outputs, output_mask, strict=True)
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, weight, bias, stride, padding, output_padding, groups, dilation = inputs[:8]
+    num_groups, norm_weight, _, eps, precision = inputs[8:]
+    ctx.save_for_backward(input, weight, bias, norm_weight)
+    ctx.block = BlockArguments(stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
+
+
+def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight, bias, norm_weight = ctx.saved_tensors
+    args: BlockArguments = ctx.block
+    needs = ctx.needs_input_grad
+    mask = [needs[0], needs[1], needs[2], needs[9], needs[10]]
+    if torch.is_grad_enabled():
+        gradients = _differentiable_backward(
+            batched(grad_y), batched(input), weight, bias, norm_weight, args, mask
+        )
+        if gradients[0] is not None:
+            gradients[0] = gradients[0].reshape(input.shape)
+    else:
+        op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_backward.default
+        gradients = list(
+            op(grad_y, input, weight, bias, *args[:6], norm_weight, args.eps, args.precision, mask)
+        )
+    grad_x, grad_w, grad_bias, grad_norm_weight, grad_norm_bias = (
+        gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True)
+    )
+    unused = (None,) * 6  # stride, padding, output_padding, groups, dilation, num_groups
+    return (grad_x, grad_w, grad_bias, *unused, grad_norm_weight, grad_norm_bias, None, None)
+
+
+def _autocast_kernel(device_type: str) -> Callable[..., Tensor]:
+    key = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}[device_type]
+    autocast = torch._C.DispatchKeySet(key)
+
+    def kernel(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        output_padding: Sequence[int],
+        groups: int,
+        dilation: Sequence[int],
+        num_groups: int,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        eps: float,
+        precision: str,
+    ) -> Tensor:
+        """As autocast runs the three calls: conv_transpose3d in 16 bit; group_norm gives float32 on CUDA."""
+        numbers = (stride, padding, output_padding, groups, dilation, num_groups)
+        tensors: Sequence[Tensor | None] = (input, weight, bias, norm_weight, norm_bias)
+        op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
+        with torch._C._ExcludeDispatchKeyGuard(autocast):
+            casts = input.dtype != torch.float64 and input.device.type == device_type
+            if casts:
+                low = torch.get_autocast_dtype(device_type)
+                tensors = [t if t is None else t.to(low) for t in tensors]
+            x, w, b, gamma, beta = tensors
+            y: Tensor = op(x, w, b, *numbers, gamma, beta, eps, precision)
+            return y.float() if casts and device_type == "cuda" else y
+
+    return kernel
+
+
+def register() -> None:
+    """Defines the backward operator and ties it, and autocast, to the forward; the package calls it once."""
+    _library.define(  # type: ignore[no-untyped-call]
+        "conv_transpose3d_relu_group_norm_backward(Tensor grad_y, Tensor input, Tensor weight, Tensor? bias, "
+        "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation, "
+        "SymInt num_groups, "
+        "Tensor? norm_weight, float eps, str precision, bool[] output_mask) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    )
+    for key in ("CPU", "CUDA"):
+        _library.impl(  # type: ignore[no-untyped-call]
+            "conv_transpose3d_relu_group_norm_backward", _backward_kernel, key
+        )
+    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        _library.impl(  # type: ignore[no-untyped-call]
+            "conv_transpose3d_relu_group_norm", _autocast_kernel(device_type), key
+        )
+    torch.library.register_autograd(
+        "upconv3d::conv_transpose3d_relu_group_norm", _backward, setup_context=_setup_context
+    )

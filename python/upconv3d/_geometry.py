@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes and memory formats, for concrete and for symbolic shapes alike."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def batched(input: Tensor) -> Tensor:
+    """[N, C, D, H, W], where a [C, D, H, W] input counts as one sample."""
+    return input.unsqueeze(0) if input.dim() == 4 else input
+
+
+def output_extent(
+    input: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[int]:
+    """Z, P, Q: (in-1)*stride - 2*padding + dilation*(kernel-1) + output_padding + 1, per axis."""
+    return [
+        (input.shape[axis - 3] - 1) * stride[axis]
+        - 2 * padding[axis]
+        + dilation[axis] * (weight.shape[axis - 3] - 1)
+        + output_padding[axis]
+        + 1
+        for axis in range(3)
+    ]
+
+
+def suggests_channels_last_3d(tensor: Tensor) -> bool:
+    """Whether the strides of a [N, C, D, H, W] tensor are those of channels_last_3d, by PyTorch's own rule.
+
+    Source: is_channels_last_strides_3d_s5 in PyTorch's c10/core/MemoryFormat.h, which
+    Tensor.suggest_memory_format asks and which Python cannot call.
+    """
+    if tensor.dim() != 5 or tensor.layout != torch.strided:
+        return False
+    sizes, strides = tensor.shape, tensor.stride()
+    if strides[1] == 0:
+        return False
+    least: Any = 0
+    for axis in (1, 4, 3, 2, 0):
+        if sizes[axis] == 0 or strides[axis] < least:
+            return False
+        # N111 and NCDHW with C = 1 satisfy both formats; they count as contiguous.
+        if axis == 0 and least == strides[1]:
+            return False
+        least = strides[axis]
+        if sizes[axis] > 1:
+            least = least * sizes[axis]
+    return True
+
+
+def memory_format_of(*tensors: Tensor) -> torch.memory_format:
+    """channels_last_3d where any of the [N, C, D, H, W] tensors suggests it, else contiguous."""
+    if any(suggests_channels_last_3d(tensor) for tensor in tensors):
+        return torch.channels_last_3d
+    return torch.contiguous_format
+
+
+def empty_in_format_of(tensor: Tensor) -> Tensor:
+    """A dense tensor of the sizes, dtype and format of `tensor`, [N, C, D, H, W] or [C, D, H, W]."""
+    whole = batched(tensor)
+    out = torch.empty(
+        whole.shape, dtype=tensor.dtype, device=tensor.device, memory_format=memory_format_of(whole)
+    )
+    return out.squeeze(0) if tensor.dim() == 4 else out

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What would run, and what was built."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from . import _C
+from ._facts import block_facts
+from .functional import IntOrTriple, resolve_precision, triple
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan that a call would run, as data; str() of it is for people.
+
+    Attributes:
+        algorithm: which of the plans; `reason` says why this one and not a quicker one.
+        kernel: name of the compiled variant, None for the library plans.
+        tile: output channels and output positions of one tile of that kernel.
+        conv_layout: memory order in which the convolution runs and stores.
+        activation: dtype of relu(conv) between convolution and normalize.
+        pack_x: whether input is copied into operand form first.
+        activation_in_y: whether relu(conv) is stored in the result's memory and normalized in place.
+        tile_positions, tiles: positions that one partial moment covers, and how many there are per sample and
+            channel.
+        stages: in launch order.
+        workspace_bytes: scratch memory beside the result.
+        flops: multiplications and additions that touch an input value.
+        problem: the block in the letters of the design: n, c, k, in, kernel, ...
+        description: the plan in a few lines of text.
+    """
+
+    algorithm: str
+    reason: str
+    kernel: str | None
+    tile: tuple[int, int] | None
+    conv_layout: str
+    activation: str
+    pack_x: bool
+    activation_in_y: bool
+    tile_positions: int
+    tiles: int
+    stages: tuple[str, ...]
+    workspace_bytes: int
+    flops: float
+    problem: Mapping[str, Any]
+    description: str
+
+    def __str__(self) -> str:
+        return self.description.rstrip()
+
+
+def plan_from_dict(result: Mapping[str, Any]) -> Plan:
+    """Plan from what _C.explain returns."""
+    plan = result["plan"]
+    return Plan(
+        algorithm=plan["algorithm"],
+        reason=plan["reason"],
+        kernel=plan["kernel"],
+        tile=None if plan["tile"] is None else (plan["tile"][0], plan["tile"][1]),
+        conv_layout=plan["conv_layout"],
+        activation=plan["activation"],
+        pack_x=plan["pack_x"],
+        activation_in_y=plan["activation_in_y"],
+        tile_positions=plan["tile_positions"],
+        tiles=plan["tiles"],
+        stages=tuple(plan["stages"]),
+        workspace_bytes=plan["workspace_bytes"],
+        flops=result["flops"],
+        problem=dict(result["problem"]),
+        description=result["description"],
+    )
+
+
+def explain(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: IntOrTriple = 1,
+    padding: IntOrTriple = 0,
+    output_padding: IntOrTriple = 0,
+    groups: int = 1,
+    dilation: IntOrTriple = 1,
+    *,
+    num_groups: int,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    precision: str | None = None,
+) -> Plan:
+    """The plan that conv_transpose3d_relu_group_norm would run for the same arguments; computes nothing.
+
+    Args and Raises: those of conv_transpose3d_relu_group_norm; only sizes, strides, dtypes, devices and the
+    alignment of input are read.
+    """
+    facts = block_facts(
+        input,
+        weight,
+        bias,
+        triple(stride, "stride"),
+        triple(padding, "padding"),
+        triple(output_padding, "output_padding"),
+        groups,
+        triple(dilation, "dilation"),
+        num_groups,
+        norm_weight,
+        norm_bias,
+        eps,
+        resolve_precision(input, precision),
+    )
+    return plan_from_dict(_C.explain(facts))
+
+
+def build_config() -> dict[str, Any]:
+    """What the compiled module was built from: versions, CUDA architectures, and every kernel variant."""
+    return dict(_C.build_config())

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block as a module, in the place of nn.ConvTranspose3d, nn.ReLU and nn.GroupNorm."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .functional import IntOrTriple, conv_transpose3d_relu_group_norm
+
+_PRECISIONS = (None, "ieee", "tf32")
+
+
+def _check_precision(precision: str | None) -> None:
+    if precision not in _PRECISIONS:
+        raise ValueError(f"upconv3d: precision must be 'ieee', 'tf32' or None; got precision={precision!r}.")
+
+
+class ConvTranspose3dReLUGroupNorm(nn.Module):
+    """group_norm(relu(conv_transpose3d(x))) with the parameters of the two PyTorch modules.
+
+    The submodules `conv_transpose` (nn.ConvTranspose3d) and `group_norm` (nn.GroupNorm) hold the parameters and
+    the numbers, so state dict keys are conv_transpose.weight|bias and group_norm.weight|bias, and the same seed
+    gives the initial values of the two modules made in that order. Their own forward does not run: forward hooks
+    on them are not called. Hooks on this module are.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation: as in
+            nn.ConvTranspose3d.
+        num_groups, eps, affine: as in nn.GroupNorm; eps in activation units squared.
+        precision: as in conv_transpose3d_relu_group_norm.
+        device, dtype: of the parameters.
+
+    Shape: [N, C, D, H, W] to [N, K, Z, P, Q], or [C, D, H, W] to [K, Z, P, Q].
+
+    Raises:
+        ValueError: out_channels not divisible by num_groups or groups, or an unknown precision.
+
+    Source: GroupNorm, Wu & He, arXiv:1803.08494.
+    """
+
+    conv_transpose: nn.ConvTranspose3d
+    group_norm: nn.GroupNorm
+    precision: str | None
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntOrTriple,
+        num_groups: int,
+        stride: IntOrTriple = 1,
+        padding: IntOrTriple = 0,
+        output_padding: IntOrTriple = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: IntOrTriple = 1,
+        eps: float = 1e-5,
+        affine: bool = True,
+        precision: str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_precision(precision)
+        if num_groups < 1:
+            raise ValueError(f"upconv3d: num_groups must be at least 1; got num_groups={num_groups}.")
+        self.conv_transpose = nn.ConvTranspose3d(
+            in_channels,
+            out_channels,
+            kernel_size,  # type: ignore[arg-type]
+            stride,  # type: ignore[arg-type]
+            padding,  # type: ignore[arg-type]
+            output_padding,  # type: ignore[arg-type]
+            groups,
+            bias,
+            dilation,  # type: ignore[arg-type]
+            device=device,
+            dtype=dtype,
+        )
+        self.group_norm = nn.GroupNorm(num_groups, out_channels, eps, affine, device=device, dtype=dtype)
+        self.precision = precision
+
+    @classmethod
+    def from_modules(
+        cls, conv_transpose: nn.ConvTranspose3d, group_norm: nn.GroupNorm, precision: str | None = None
+    ) -> "ConvTranspose3dReLUGroupNorm":
+        """The block of two modules that exist. It holds these very modules, so their parameters are shared.
+
+        Raises:
+            TypeError: another type of module, one with a forward of its own, or one not yet initialized.
+            ValueError: channels of the two differ, padding_mode is not "zeros", or an unknown precision.
+        """
+        for name, module, expected in (
+            ("conv_transpose", conv_transpose, nn.ConvTranspose3d),
+            ("group_norm", group_norm, nn.GroupNorm),
+        ):
+            if not isinstance(module, expected):
+                raise TypeError(
+                    f"upconv3d: {name} must be a torch.nn.{expected.__name__}; got {type(module).__name__}."
+                )
+            if type(module).forward is not expected.forward:
+                raise TypeError(
+                    f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
+                    f"torch.nn.{expected.__name__}, and the block would not run it."
+                )
+        if is_lazy(conv_transpose.weight):
+            raise TypeError(
+                "upconv3d: conv_transpose has uninitialized parameters; run it once, or give in_channels, "
+                "before from_modules."
+            )
+        if conv_transpose.padding_mode != "zeros":
+            raise ValueError(
+                f"upconv3d: only padding_mode='zeros' is defined for a transposed convolution; got "
+                f"padding_mode={conv_transpose.padding_mode!r}."
+            )
+        if conv_transpose.out_channels != group_norm.num_channels:
+            raise ValueError(
+                f"upconv3d: group_norm must normalize the channels that conv_transpose produces; got "
+                f"out_channels={conv_transpose.out_channels} and num_channels={group_norm.num_channels}."
+            )
+        _check_precision(precision)
+        block = cls.__new__(cls)
+        nn.Module.__init__(block)
+        block.conv_transpose = conv_transpose
+        block.group_norm = group_norm
+        block.precision = precision
+        block.training = conv_transpose.training
+        return block
+
+    def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        """The block on [N, C, D, H, W] or [C, D, H, W].
+
+        Args:
+            output_size: chooses output_padding among the sizes that the stride allows, as in nn.ConvTranspose3d.
+
+        Raises: as conv_transpose3d_relu_group_norm; ValueError where output_size cannot be had.
+        """
+        conv = self.conv_transpose
+        norm = self.group_norm
+        output_padding: Any = conv.output_padding
+        if output_size is not None:
+            output_padding = conv._output_padding(
+                input,
+                list(output_size),
+                conv.stride,  # type: ignore[arg-type]
+                conv.padding,  # type: ignore[arg-type]
+                conv.kernel_size,  # type: ignore[arg-type]
+                3,
+                conv.dilation,  # type: ignore[arg-type]
+            )
+        return conv_transpose3d_relu_group_norm(
+            input,
+            conv.weight,
+            conv.bias,
+            conv.stride,
+            conv.padding,  # type: ignore[arg-type]
+            output_padding,
+            conv.groups,
+            conv.dilation,
+            num_groups=norm.num_groups,
+            norm_weight=norm.weight,
+            norm_bias=norm.bias,
+            eps=norm.eps,
+            precision=self.precision,
+        )
+
+    def extra_repr(self) -> str:
+        return "" if self.precision is None else f"precision={self.precision!r}"

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices, the seed of randomized cases, and hypothesis' profile."""
+
+import os
+import secrets
+
+import pytest
+import torch
+from hypothesis import settings
+
+# PyTorch's samples need this module, whose import freezes torch.backends; the tests set it as users do.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(torch.backends, "disable_global_flags", lambda: None)
+    import torch.testing._internal.common_utils
+
+# The shapes are so small that threads would only wait for one another; test_values.py has a case for them.
+torch.set_num_threads(1)
+
+SEED = int(os.environ.get("UPCONV3D_SEED", secrets.randbelow(2**31)))
+RANDOM_CASES = int(os.environ.get("UPCONV3D_RANDOM_CASES", "24"))
+
+settings.register_profile("upconv3d", deadline=None, max_examples=25, print_blob=True)
+settings.load_profile("upconv3d")
+
+
+def pytest_report_header(config):
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    versions = f"torch {torch.__version__}, {cuda}"
+    return f"upconv3d: UPCONV3D_SEED={SEED} UPCONV3D_RANDOM_CASES={RANDOM_CASES}, {versions}"
+
+
+def _need_cuda(name):
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request):
+    _need_cuda(request.param)
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def cuda():
+    _need_cuda("cuda")
+    return torch.device("cuda")
+
+
+@pytest.fixture
+def hopper(cuda):
+    """A CUDA device of compute capability 9.0, in a build that has kernels for it."""
+    import upconv3d
+
+    if torch.cuda.get_device_capability(cuda) != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    if not any(kernel["compiled"] for kernel in upconv3d.build_config()["kernels"]):
+        pytest.skip("needs a build with the SM90 kernels")
+    return cuda
+
+
+@pytest.fixture(autouse=True)
+def _repeatable():
+    """Every test starts from one seed and leaves PyTorch's precision and cuDNN settings as they were."""
+    torch.manual_seed(1234)
+    precision = torch.backends.cudnn.conv.fp32_precision
+    benchmark = torch.backends.cudnn.benchmark
+    yield
+    if torch.backends.cudnn.conv.fp32_precision != precision:
+        torch.backends.cudnn.conv.fp32_precision = precision
+    torch.backends.cudnn.benchmark = benchmark

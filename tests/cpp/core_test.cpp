@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// cpp/core without torch, CUDA or a test framework: problems, rules and plan selection.
+
+#include <exception>
+#include <functional>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "core/arguments.hpp"
+#include "core/errors.hpp"
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+
+namespace upconv3d {
+namespace {
+
+int failures = 0;
+
+void expect(bool condition, const std::string& what) {
+  if (condition) return;
+  ++failures;
+  std::cerr << "FAILED: " << what << '\n';
+}
+
+template <typename Violation>
+void expect_violation(const std::function<void()>& call, const std::string& part, const std::string& what) {
+  try {
+    call();
+    expect(false, what + ": nothing was thrown");
+  } catch (const Violation& error) {
+    expect(std::string(error.what()).find(part) != std::string::npos, what + ": message is " + error.what());
+  }
+}
+
+/// KernelBench level 2, problem 61: the headline shape.
+Problem headline(DType dtype = DType::kBFloat16, Layout layout = Layout::kNDHWC) {
+  Problem p;
+  p.n = 16;
+  p.c = 64;
+  p.k = 128;
+  p.in = {32, 32, 32};
+  p.kernel = {3, 3, 3};
+  p.num_groups = 8;
+  p.dtype = dtype;
+  p.x_layout = layout;
+  p.y_layout = layout;
+  return p;
+}
+
+Device hopper() {
+  return {.is_cuda = true, .compute_capability = 90, .sm_count = 132, .max_threads = 1};
+}
+
+std::vector<ConvInstance> all_compiled() {
+  std::vector<ConvInstance> instances = conv_instances();
+  for (ConvInstance& instance : instances) instance.compiled = true;
+  return instances;
+}
+
+TensorDesc tensor(const std::vector<std::int64_t>& sizes) {
+  TensorDesc desc;
+  desc.sizes = sizes;
+  desc.strides.resize(sizes.size());
+  std::int64_t next = 1;
+  for (std::size_t axis = sizes.size(); axis-- > 0; next *= sizes[axis]) desc.strides[axis] = next;
+  desc.dtype = "float32";
+  desc.device = "cpu";
+  return desc;
+}
+
+Arguments arguments() {
+  Arguments a;
+  a.input = tensor({2, 4, 3, 3, 3});
+  a.weight = tensor({4, 6, 3, 3, 3});
+  a.stride = a.dilation = {1, 1, 1};
+  a.padding = a.output_padding = {0, 0, 0};
+  a.num_groups = 2;
+  return a;
+}
+
+/// Taps counted one by one, for the closed form of useful_flops.
+double counted_flops(const Problem& p) {
+  double taps = 1.0;
+  for (int axis = 0; axis < 3; ++axis) {
+    std::int64_t hits = 0;
+    for (std::int64_t i = 0; i < p.in[axis]; ++i) {
+      for (std::int64_t t = 0; t < p.kernel[axis]; ++t) {
+        const std::int64_t z = i * p.stride[axis] - p.padding[axis] + t * p.dilation[axis];
+        if (z >= 0 && z < p.out()[axis]) ++hits;
+      }
+    }
+    taps *= static_cast<double>(hits);
+  }
+  return 2.0 * static_cast<double>(p.n * (p.c / p.groups) * p.k) * taps;
+}
+
+void test_problem() {
+  expect(headline().out() == Extent3{34, 34, 34}, "output of the headline shape");
+  expect(headline().useful_flops() == 231928233984.0, "useful work of the headline shape, 231.9 GFLOP");
+  for (std::int64_t stride = 1; stride <= 3; ++stride) {
+    for (std::int64_t padding = 0; padding <= 4; ++padding) {
+      Problem p = headline();
+      p.in = {4, 5, 7};
+      p.kernel = {1, 3, 4};
+      p.stride = {stride, 1, stride};
+      p.padding = {0, padding, 1};
+      p.dilation = {1, 2, 2};
+      p.output_padding = {0, 1, stride - 1};
+      if (p.out()[1] > 0) expect(p.useful_flops() == counted_flops(p), "useful work: " + describe(p));
+    }
+  }
+}
+
+void test_rules() {
+  const auto with = [](const std::function<void(Arguments&)>& change) {
+    return [change] {
+      Arguments a = arguments();
+      change(a);
+      make_problem(a);
+    };
+  };
+  make_problem(arguments());
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.input = tensor({4, 3, 3}); }),
+                                  "input.shape=[4, 3, 3]", "rank");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.input = tensor({2, 5, 3, 3, 3}); }),
+                                  "weight.size(0)", "channel mismatch");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.num_groups = 4; }), "Divisors: 1, 2, 3, 6.",
+                                  "divisors");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.num_groups = 0; }), "num_groups=0",
+                                  "num_groups 0");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.groups = 3; }), "groups=3", "groups");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.stride = {1, 0, 1}; }), "stride=(1, 0, 1)",
+                                  "stride 0");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.dilation = {1, 1, -1}; }), "dilation",
+                                  "dilation");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.padding = {-1, 0, 0}; }), "padding", "padding");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.output_padding = {0, 1, 0}; }),
+                                  "output_padding=(0, 1, 0)", "output_padding");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.padding = {3, 0, 0}; }), "must be positive",
+                                  "output size");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.weight = tensor({4, 6, 0, 3, 3}); }),
+                                  "kernel size", "kernel");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.bias = tensor({5}); }), "bias.shape=[5]", "bias");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.norm_weight = tensor({6, 1}); }), "norm_weight",
+                                  "norm_weight");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.weight.dtype = "float64"; }),
+                                  "weight.dtype=float64", "dtypes");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.weight.device = "cuda:1"; }), "cuda:1",
+                                  "devices");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.weight.layout = "sparse_coo"; }), "to_dense",
+                                  "sparse");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.input.sizes[0] = std::int64_t{1} << 58; }),
+                                  "2^59", "indices");
+  expect_violation<UnsupportedViolation>(with([](Arguments& a) { a.input.dtype = a.weight.dtype = "int32"; }),
+                                         "int32", "integers");
+  expect_violation<ValueViolation>(with([](Arguments& a) { a.precision = "fast"; }), "\"fast\"", "precision");
+  expect_violation<ValueViolation>(with([](Arguments& a) { a.eps = 1.0 / 0.0; }), "eps", "eps");
+}
+
+void test_formats() {
+  Arguments a = arguments();
+  expect(make_problem(a).y_layout == Layout::kNCDHW, "contiguous in, contiguous out");
+  a.weight.strides = dense_strides(a.weight.sizes, Layout::kNDHWC);
+  expect(make_problem(a).y_layout == Layout::kNDHWC, "a channels_last_3d weight decides too");
+  expect(make_problem(a).x_layout == Layout::kNCDHW, "but says nothing of x");
+  a = arguments();
+  a.input.strides = dense_strides(a.input.sizes, Layout::kNDHWC);
+  a.input.data_ptr_mod16 = 4;
+  const Problem p = make_problem(a);
+  expect(p.x_layout == Layout::kNDHWC && p.y_layout == Layout::kNDHWC && !p.x_aligned,
+         "channels_last_3d, misaligned");
+  expect(!suggests_channels_last_3d({2, 4, 1, 1, 1}, {4, 1, 1, 1, 1}),
+         "[N,C,1,1,1] contiguous stays contiguous");
+  expect(!suggests_channels_last_3d({0, 4, 3, 3, 3}, {108, 1, 36, 12, 4}),
+         "an empty tensor suggests nothing");
+}
+
+void test_sm90_selection() {
+  const Plan bf16 = select_plan(headline(), hopper(), all_compiled());
+  expect(bf16.algorithm == Algorithm::kSm90ImplicitGemm && !bf16.pack_x && bf16.activation_in_y,
+         "headline, bf16");
+  expect(bf16.tiles == (34 * 34 * 34 + bf16.tile_positions - 1) / bf16.tile_positions,
+         "tiles of the headline shape");
+  Problem p = headline(DType::kFloat32, Layout::kNCDHW);
+  const Plan ieee = select_plan(p, hopper(), all_compiled());
+  expect(ieee.instance && ieee.instance->products == 3 && ieee.pack_x && !ieee.activation_in_y,
+         "headline, float32 ieee");
+  p.precision = Precision::kTF32;
+  expect(select_plan(p, hopper(), all_compiled()).instance->products == 1, "headline, float32 tf32");
+  p = headline();
+  p.x_aligned = false;
+  expect(select_plan(p, hopper(), all_compiled()).pack_x, "misaligned x is packed");
+  p = headline();
+  p.n = 0;
+  select_plan(p, hopper(), all_compiled());
+}
+
+void test_library_selection() {
+  const auto reason = [](const std::function<void(Problem&, Device&)>& change) {
+    Problem p = headline();
+    Device device = hopper();
+    change(p, device);
+    const Plan plan = select_plan(p, device, all_compiled());
+    return plan.algorithm == Algorithm::kCudaLibrary ? plan.reason : std::string("not the library");
+  };
+  const auto has = [](const std::string& text, const char* part) {
+    return text.find(part) != std::string::npos;
+  };
+  expect(has(reason([](Problem& p, Device&) { p.stride = {2, 2, 2}; }), "stride (2, 2, 2) is not 1"),
+         "stride");
+  expect(has(reason([](Problem& p, Device&) { p.groups = 2; }), "groups 2 is not 1"), "groups");
+  expect(has(reason([](Problem& p, Device&) { p.c = 60; }), "input channels 60"), "channels");
+  expect(has(reason([](Problem& p, Device&) { p.dtype = DType::kFloat64; }), "float64"), "float64");
+  expect(has(reason([](Problem&, Device& d) { d.compute_capability = 100; }), "10.0 is not 9.0"),
+         "Blackwell");
+  expect(has(reason([](Problem& p, Device&) { p.kernel = {18, 3, 3}; }), "im2col"), "lower corner -17");
+  expect(!has(reason([](Problem& p, Device&) { p.kernel = {17, 3, 3}; }), "im2col"), "lower corner -16");
+  expect(has(reason([](Problem& p, Device&) { p.padding = {17, 0, 0}, p.in = {64, 32, 32}; }), "im2col"),
+         "padding 17");
+  expect(has(select_plan(headline(), hopper(), {}).reason, "no kernel"), "nothing compiled");
+  const Plan cpu = select_plan(headline(), Device{.max_threads = 2});
+  expect(cpu.algorithm == Algorithm::kCpuLibrary && !cpu.instance, "CPU");
+}
+
+}  // namespace
+}  // namespace upconv3d
+
+int main() {
+  try {
+    upconv3d::test_problem();
+    upconv3d::test_rules();
+    upconv3d::test_formats();
+    upconv3d::test_sm90_selection();
+    upconv3d::test_library_selection();
+  } catch (const std::exception& error) {
+    upconv3d::expect(false, error.what());
+  }
+  if (upconv3d::failures == 0) std::cout << "core: all passed\n";
+  return upconv3d::failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator as PyTorch's compiler sees it: opcheck, fake tensors, torch.compile."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import upconv3d
+from oracles import make_block
+from test_values import SHAPES, shape_block
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+OP_NAME = "upconv3d::conv_transpose3d_relu_group_norm"
+
+
+def _op_arguments(block):
+    def triple(value):
+        return [value] * 3 if isinstance(value, int) else list(value)
+
+    return (
+        block.input,
+        block.weight,
+        block.bias,
+        triple(block.stride),
+        triple(block.padding),
+        triple(block.output_padding),
+        block.groups,
+        triple(block.dilation),
+        block.num_groups,
+        block.norm_weight,
+        block.norm_bias,
+        block.eps,
+        block.precision,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+@pytest.mark.parametrize("shape", ["padding", "monai-unet", "unbatched", "grouped"])
+def test_opcheck(device, shape, layout, dtype):
+    block = shape_block(shape, device=device, dtype=dtype)
+    block = block.channels_last() if layout == "NDHWC" else block
+    op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, _op_arguments(block.requires_grad()), test_utils=tests, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+def test_opcheck_of_the_backward_operator(device, layout):
+    block = shape_block("padding", device=device)
+    block = block.channels_last() if layout == "NDHWC" else block
+    args = _op_arguments(block)
+    args = (torch.randn_like(block.ours()), *args[:10], *args[11:], [True, True, False, True, False])
+    op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_backward.default
+    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("x_format", ["NCDHW", "NDHWC", "odd"])
+@pytest.mark.parametrize("w_format", ["NCDHW", "NDHWC"])
+def test_fake_sizes_and_strides_are_those_of_the_real_kernel(device, shape, x_format, w_format):
+    block = shape_block(shape, device=device)
+    both = block.channels_last()
+    block = replace(block, weight=both.weight if w_format == "NDHWC" else block.weight)
+    if x_format == "NDHWC":
+        block = replace(block, input=both.input)
+    elif x_format == "odd":
+        block = replace(block, input=block.input.transpose(-1, -2).contiguous().transpose(-1, -2))
+    y = block.ours()
+    with FakeTensorMode() as mode:
+        fake = block.map(mode.from_tensor).ours()
+    assert fake.shape == y.shape and fake.stride() == y.stride() and fake.dtype == y.dtype
+    meta = block.map(lambda tensor: tensor.to("meta")).ours()
+    assert meta.is_meta and meta.shape == y.shape
+
+
+def test_fake_tensors_are_checked_too():
+    block = make_block(2, 4, 8, 3, 3, num_groups=3)
+    with FakeTensorMode() as mode, pytest.raises(RuntimeError, match="num_groups must divide"):
+        block.map(mode.from_tensor).ours()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+def test_compile_without_graph_breaks(device, dynamic, layout):
+    torch._dynamo.reset()
+
+    def function(x, w, bias, gamma, beta):
+        y = upconv3d.conv_transpose3d_relu_group_norm(
+            x * 2, w, bias, 2, (1,), [0, 1, 0], num_groups=2, norm_weight=gamma, norm_bias=beta
+        )
+        return y + 1
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for n, extent in ((2, 4), (3, 5)):
+        block = make_block(n, 4, 6, extent, 3, num_groups=2, device=device)
+        block = block.channels_last() if layout == "NDHWC" else block
+        results = []
+        for call in (function, compiled):
+            leaf = block.requires_grad()
+            y = call(*leaf.tensors().values())
+            y.square().sum().backward()
+            results.append((y, [tensor.grad for tensor in leaf.tensors().values()]))
+        (y, grads), (y_compiled, grads_compiled) = results
+        assert y_compiled.stride() == y.stride()
+        torch.testing.assert_close(y_compiled, y, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(grads_compiled, grads, rtol=1e-3, atol=1e-3)
+
+
+def test_compile_module_with_inductor(device):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = upconv3d.ConvTranspose3dReLUGroupNorm(4, 8, 3, 2, device=device, precision="ieee")
+    compiled = torch.compile(block, fullgraph=True)
+    x = torch.randn(2, 4, 3, 4, 5, device=device, requires_grad=True)
+    expected = block(x)
+    (grad,) = torch.autograd.grad(expected.square().sum(), x)
+    y = compiled(x)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], grad, rtol=1e-3, atol=1e-3)
+
+
+def test_precision_resolution_traces():
+    """The CUDA branch of precision=None, which a CPU tensor does not take, breaks no graph either."""
+    from upconv3d.functional import _torch_conv_precision
+
+    torch._dynamo.reset()
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def function(x):
+        return x + (1 if _torch_conv_precision() == "ieee" else 2)
+
+    assert function(torch.zeros(())) == 1
+
+
+def test_export(device):
+    block = upconv3d.ConvTranspose3dReLUGroupNorm(4, 8, 3, 2, device=device, precision="ieee").eval()
+    x = torch.randn(2, 4, 3, 3, 3, device=device)
+    program = torch.export.export(block, (x,))
+    assert any(OP_NAME.replace("::", ".") in str(node.target) for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(x), block(x))

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input: the class of PyTorch's exception where it raises, and a message with rule, value and remedy."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import upconv3d
+from oracles import Block, make_block
+
+
+def good(device="cpu", **overrides) -> Block:
+    return replace(make_block(2, 4, 8, 3, 3, num_groups=4, device=device), **overrides)
+
+
+def _zeros(*sizes, **kwargs):
+    return torch.zeros(sizes, **kwargs)
+
+
+# name: (what is wrong, exception class, fragments of the message, does PyTorch raise for it)
+CASES = {
+    "rank-3": (lambda b: {"input": _zeros(4, 3, 3)}, RuntimeError, ["input must be", "[4, 3, 3]"], True),
+    "rank-6": (lambda b: {"input": _zeros(1, 2, 4, 3, 3, 3)}, RuntimeError, ["input must be"], True),
+    "weight-rank": (lambda b: {"weight": _zeros(4, 8, 3, 3)}, RuntimeError, ["weight must be"], True),
+    "channels": (
+        lambda b: {"input": _zeros(2, 5, 3, 3, 3)},
+        RuntimeError,
+        ["weight.size(0)", "[2, 5, 3, 3, 3]"],
+        True,
+    ),
+    "groups": (lambda b: {"groups": 3}, RuntimeError, ["groups=3"], True),
+    "groups-0": (lambda b: {"groups": 0}, RuntimeError, ["groups=0"], True),
+    "groups-negative": (lambda b: {"groups": -1}, RuntimeError, ["groups=-1"], True),
+    "num_groups-0": (lambda b: {"num_groups": 0}, RuntimeError, ["num_groups=0"], False),
+    "num_groups-negative": (lambda b: {"num_groups": -4}, RuntimeError, ["num_groups=-4"], True),
+    "num_groups-3": (
+        lambda b: {"num_groups": 3},
+        RuntimeError,
+        ["num_groups=3", "Divisors", "1, 2, 4, 8"],
+        True,
+    ),
+    "output_padding": (
+        lambda b: {"output_padding": 1},
+        RuntimeError,
+        ["output_padding must be smaller than stride or dilation", "1"],
+        True,
+    ),
+    "output_padding-negative": (
+        lambda b: {"output_padding": -1},
+        RuntimeError,
+        ["output_padding", "-1"],
+        True,
+    ),
+    "stride-0": (lambda b: {"stride": 0}, RuntimeError, ["stride", "0"], True),
+    "stride-negative": (lambda b: {"stride": (1, -2, 1)}, RuntimeError, ["stride", "-2", "height"], True),
+    "dilation-0": (lambda b: {"dilation": 0}, RuntimeError, ["dilation", "0"], True),
+    "dilation-negative": (lambda b: {"dilation": -1}, RuntimeError, ["dilation", "-1"], True),
+    "padding-negative": (lambda b: {"padding": -1}, RuntimeError, ["padding", "-1"], True),
+    "kernel-0": (lambda b: {"weight": _zeros(4, 8, 3, 0, 3)}, RuntimeError, ["kernel size"], True),
+    "empty-extent": (lambda b: {"input": _zeros(2, 4, 3, 0, 3)}, RuntimeError, ["input size"], True),
+    "no-output-channels": (lambda b: {"weight": _zeros(4, 0, 3, 3, 3)}, RuntimeError, ["channel"], True),
+    "no-output": (lambda b: {"padding": 4}, RuntimeError, ["output size must be positive"], True),
+    "stride-length": (lambda b: {"stride": (1, 1)}, RuntimeError, ["stride", "[1, 1]"], True),
+    "padding-length": (lambda b: {"padding": (1, 1, 1, 1)}, RuntimeError, ["padding"], True),
+    "stride-type": (lambda b: {"stride": 1.5}, TypeError, ["stride", "1.5"], True),
+    "stride-none": (lambda b: {"stride": None}, TypeError, ["stride", "None"], True),
+    "input-type": (lambda b: {"input": [1.0]}, TypeError, ["must be tensors", "list"], False),
+    "bias-length": (lambda b: {"bias": _zeros(7)}, RuntimeError, ["bias", "[7]", "[8]"], True),
+    "bias-rank": (lambda b: {"bias": _zeros(8, 1)}, RuntimeError, ["bias", "[8, 1]"], True),
+    "norm_weight-length": (lambda b: {"norm_weight": _zeros(4)}, RuntimeError, ["norm_weight", "[4]"], True),
+    "norm_bias-length": (lambda b: {"norm_bias": _zeros(9)}, RuntimeError, ["norm_bias", "[9]"], True),
+    "weight-dtype": (lambda b: {"weight": b.weight.double()}, RuntimeError, ["dtype", "float64"], True),
+    "input-dtype": (lambda b: {"input": b.input.half()}, RuntimeError, ["dtype", "float16"], True),
+    "bias-dtype": (lambda b: {"bias": b.bias.bfloat16()}, RuntimeError, ["dtype", "bfloat16"], True),
+    "norm-dtype": (
+        lambda b: {"norm_weight": b.norm_weight.double()},
+        RuntimeError,
+        ["dtype", "float64"],
+        True,
+    ),
+    "complex": (lambda b: b.to(torch.complex64).tensors(), RuntimeError, ["complex64"], True),
+    "integer": (lambda b: b.to(torch.int64).tensors(), RuntimeError, ["int64"], True),
+    "bool": (lambda b: b.to(torch.bool).tensors(), RuntimeError, ["bool"], True),
+    "precision": (lambda b: {"precision": "fp16"}, ValueError, ["precision", "fp16", "tf32"], False),
+    "eps-nan": (lambda b: {"eps": math.nan}, ValueError, ["eps", "nan"], False),
+    "eps-inf": (lambda b: {"eps": math.inf}, ValueError, ["eps", "inf"], False),
+    "eps-type": (lambda b: {"eps": "small"}, TypeError, [], True),
+    "one-value-per-group": (
+        lambda b: {"input": _zeros(1, 4, 1, 1, 1), "weight": _zeros(4, 8, 1, 1, 1), "num_groups": 8},
+        ValueError,
+        ["more than one value", "num_groups=8"],
+        True,
+    ),
+    "meta-weight": (lambda b: {"weight": b.weight.to("meta")}, RuntimeError, ["device", "meta"], False),
+    "meta-input": (lambda b: {"input": b.input.to("meta")}, RuntimeError, ["device", "meta"], False),
+    "sparse-input": (lambda b: {"input": b.input.to_sparse()}, RuntimeError, [], True),
+    "sparse-weight": (lambda b: {"weight": b.weight.to_sparse()}, RuntimeError, [], True),
+    "sparse-bias": (lambda b: {"bias": b.bias.to_sparse()}, RuntimeError, [], True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(device, name):
+    wrong, exception, fragments, pytorch_raises = CASES[name]
+    block = good()
+    block = replace(block, **wrong(block))
+    if device.type == "cuda":
+        if "meta" in name:
+            pytest.skip("the same on every device")
+        moved = {
+            key: value.to(device) for key, value in block.tensors().items() if isinstance(value, torch.Tensor)
+        }
+        block = replace(block, **moved)
+    before = {key: value.clone() for key, value in block.tensors().items() if _has_values(value)}
+    with pytest.raises(exception) as ours:
+        block.ours()
+    for fragment in fragments:
+        assert fragment in str(ours.value)
+    if fragments:
+        assert str(ours.value).startswith("upconv3d: ") or "upconv3d: " in str(ours.value)
+    if pytorch_raises and device.type == "cpu":
+        with pytest.raises(Exception) as theirs:
+            block.eager()
+        assert isinstance(ours.value, type(theirs.value)) or isinstance(theirs.value, type(ours.value))
+    for key, value in before.items():
+        assert torch.equal(getattr(block, key), value)
+
+
+def _has_values(tensor) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def test_process_is_usable_afterwards(device):
+    block = good(device)
+    expected = block.ours()
+    with pytest.raises(RuntimeError):
+        replace(block, num_groups=3).ours()
+    assert torch.equal(block.ours(), expected)
+
+
+def test_explain_raises_as_the_call_does():
+    block = good(num_groups=3)
+    with pytest.raises(RuntimeError, match="num_groups must divide"):
+        block.plan()
+    with pytest.raises(ValueError, match="precision"):
+        good(precision="fp16").plan()
+
+
+def _facts(block: Block, **overrides):
+    from upconv3d._facts import block_facts
+
+    def triple(value):
+        return [value] * 3 if isinstance(value, int) else list(value)
+
+    facts = block_facts(
+        block.input,
+        block.weight,
+        block.bias,
+        triple(block.stride),
+        triple(block.padding),
+        triple(block.output_padding),
+        block.groups,
+        triple(block.dilation),
+        block.num_groups,
+        block.norm_weight,
+        block.norm_bias,
+        block.eps,
+        block.precision,
+    )
+    return facts | overrides
+
+
+def test_more_elements_than_can_be_indexed():
+    facts = _facts(good())
+    facts["input"] = facts["input"] | {"sizes": [2**20, 4, 2**20, 2**20, 2**20], "strides": [0, 0, 0, 0, 0]}
+    with pytest.raises(RuntimeError, match=r"2\^59 elements"):
+        upconv3d._C.validate(facts)
+
+
+def test_huge_stride_does_not_overflow():
+    facts = _facts(good(), stride=[2**62, 1, 1])
+    with pytest.raises(RuntimeError, match="stride"):
+        upconv3d._C.validate(facts)
+
+
+def test_validate_raises_value_errors():
+    for overrides in ({"eps": math.nan}, {"precision": "fp16"}):
+        with pytest.raises(ValueError):
+            upconv3d._C.validate(_facts(good(), **overrides))
+    assert upconv3d._C.validate(_facts(good())) is None
+
+
+@pytest.mark.parametrize("value", [1, (1,), [1], (1, 1, 1), [1, 1, 1], torch.Size([1, 1, 1])])
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
+def test_ints_and_lists_that_pytorch_takes(name, value):
+    block = good(**{name: value})
+    torch.testing.assert_close(block.ours(), block.eager(), rtol=1e-4, atol=1e-4)
+
+
+def test_mixed_devices(cuda):
+    block = good(cuda)
+    for name, tensor in block.tensors().items():
+        with pytest.raises(RuntimeError, match="device"):
+            replace(block, **{name: tensor.cpu()}).ours()

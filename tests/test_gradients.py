@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients: the oracles, gradcheck and gradgradcheck, layouts, partial requests."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import upconv3d
+from oracles import Block, check_gradients_like_eager, make_block
+from test_values import OPINFO_COUNT, SHAPES, opinfo_block, shape_block
+from torch.autograd import gradcheck, gradgradcheck
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+def test_like_eager(device, shape, dtype, layout):
+    block = shape_block(shape, device=device, dtype=dtype)
+    check_gradients_like_eager(block.channels_last() if layout == "NDHWC" else block)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("which", ["one", "all"])
+@pytest.mark.parametrize("index", range(OPINFO_COUNT))
+def test_opinfo_samples(device, index, which, affine):
+    check_gradients_like_eager(opinfo_block(index, which, affine, device))
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("setting", ["ieee", "tf32"])
+def test_requested_precision_holds_in_the_backward(device, precision, setting):
+    torch.backends.cudnn.conv.fp32_precision = setting
+    check_gradients_like_eager(replace(shape_block("padding", device=device), precision=precision))
+    assert torch.backends.cudnn.conv.fp32_precision == setting
+
+
+def _function_of(block: Block):
+    names = list(block.tensors())
+
+    def function(*tensors):
+        return replace(block, **dict(zip(names, tensors, strict=True))).ours()
+
+    return function, tuple(block.requires_grad().tensors().values())
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"num_groups": 2},
+        {"num_groups": 4, "bias": False},
+        {"num_groups": 1, "affine": False, "stride": 2, "padding": 1, "output_padding": 1},
+        {"num_groups": 2, "groups": 2, "dilation": (1, 2, 1)},
+    ],
+)
+@pytest.mark.parametrize("n", [None, 1, 2])
+def test_gradcheck_and_gradgradcheck(device, n, numbers):
+    block = make_block(n, 2, 4, 2, 2, device=device, dtype=torch.float64, **numbers)
+    function, tensors = _function_of(block)
+    # cuDNN's gradients may differ in the last bits from call to call.
+    assert gradcheck(function, tensors, nondet_tol=1e-10)
+    assert gradgradcheck(function, tensors, nondet_tol=1e-10, fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    "wanted", [["input"], ["weight"], ["bias"], ["norm_weight"], ["norm_bias"], ["input", "norm_bias"]]
+)
+def test_only_what_is_asked_for(device, wanted):
+    block = shape_block("padding", device=device)
+    expected = {}
+    for call in ("eager", "ours"):
+        tensors = {name: getattr(block, name).detach().clone().requires_grad_() for name in wanted}
+        y = getattr(replace(block, **tensors), call)()
+        assert y.requires_grad
+        y.square().sum().backward()
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(
+                tensor.grad, expected.setdefault(name, tensor.grad), rtol=1e-3, atol=1e-3
+            )
+
+
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_layout_of_gradients(device, layout, dtype):
+    """Each in the memory format of what it belongs to, whatever the format of grad_y."""
+    block = shape_block("kernelbench-small", device=device, dtype=dtype)
+    block = block.channels_last() if layout == "NDHWC" else block
+    block = block.requires_grad()
+    y = block.ours()
+    for memory_format in (torch.contiguous_format, torch.channels_last_3d):
+        grad_y = torch.randn(y.shape, device=device).to(dtype).contiguous(memory_format=memory_format)
+        grads = torch.autograd.grad(y, [block.input, block.weight], grad_y, retain_graph=True)
+        for grad, owner in zip(grads, (block.input, block.weight), strict=True):
+            assert grad.stride() == owner.stride()
+
+
+def test_expanded_and_strided_grad_y(device):
+    block = shape_block("padding", device=device).requires_grad()
+    y = block.ours()
+    ones = torch.autograd.grad(
+        y, block.weight, torch.ones((), device=device).expand(y.shape), retain_graph=True
+    )
+    dense = torch.autograd.grad(y, block.weight, torch.ones_like(y), retain_graph=True)
+    torch.testing.assert_close(ones, dense)
+
+
+def test_empty_batch(device):
+    block = shape_block("padding", device=device)
+    block = replace(block, input=block.input[:0]).requires_grad()
+    block.ours().sum().backward()
+    assert block.input.grad.shape == block.input.shape
+    for name in ("weight", "bias", "norm_weight", "norm_bias"):
+        grad = getattr(block, name).grad
+        assert grad.shape == getattr(block, name).shape and not grad.any()
+
+
+def test_empty_batch_twice_differentiable(device):
+    block = shape_block("padding", device=device)
+    block = replace(block, input=block.input[:0]).requires_grad()
+    (grad,) = torch.autograd.grad(block.ours().sum(), block.weight, create_graph=True)
+    assert not grad.any()
+
+
+def test_gradient_penalty_like_eager(device):
+    """A second derivative through all five tensors, in float32."""
+    block = shape_block("monai-unet", device=device)
+    results = []
+    for call in ("ours", "eager"):
+        leaf = block.requires_grad()
+        (grad,) = torch.autograd.grad(getattr(leaf, call)().square().sum(), leaf.input, create_graph=True)
+        grad.square().sum().backward()
+        # norm_bias does not reach grad_x other than through grad_y = 2y, which it does.
+        results.append([tensor.grad for tensor in leaf.tensors().values()])
+    for ours, eager in zip(*results, strict=True):
+        scale = float(eager.abs().max())
+        torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3 * scale)
+
+
+def test_no_graph_without_grad(device):
+    block = shape_block("padding", device=device).requires_grad()
+    with torch.no_grad():
+        assert not block.ours().requires_grad
+    with torch.inference_mode():
+        assert block.ours().is_inference()
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(device, low):
+    """dtypes and values of the three calls: 16-bit convolution, float32 result on CUDA, float32 gradients."""
+    block = shape_block("kernelbench-small", device=device)
+    results = []
+    for call in ("eager", "ours"):
+        leaf = block.requires_grad()
+        with torch.autocast(device.type, dtype=low):
+            mixed = replace(leaf, input=leaf.input.to(low))
+            y = getattr(mixed, call)()
+        assert y.dtype == (torch.float32 if device.type == "cuda" else low)
+        y.float().square().sum().backward()
+        assert leaf.weight.grad.dtype == torch.float32
+        results.append((y.float(), leaf.weight.grad))
+    for ours, eager in zip(*reversed(results), strict=True):
+        assert float((ours - eager).norm() / eager.norm()) < 8 * torch.finfo(low).eps
+
+
+def test_autocast_leaves_float64_alone(device):
+    block = shape_block("kernelbench-small", device=device, dtype=torch.float64)
+    expected = block.ours()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert torch.equal(block.ours(), expected)
+
+
+def test_module_trains(device):
+    """A few steps of SGD take the same path as PyTorch's modules."""
+    torch.manual_seed(0)
+    conv = torch.nn.ConvTranspose3d(4, 8, 3, device=device)
+    norm = torch.nn.GroupNorm(2, 8, device=device)
+    block = upconv3d.ConvTranspose3dReLUGroupNorm(4, 8, 3, 2, device=device, precision="ieee")
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    block.conv_transpose.load_state_dict(conv.state_dict())
+    x = torch.randn(2, 4, 3, 3, 3, device=device)
+    target = torch.randn(2, 8, 5, 5, 5, device=device)
+    eager = torch.nn.Sequential(conv, torch.nn.ReLU(), norm)
+    losses = []
+    for model in (block, eager):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        history = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x), target)
+            loss.backward()
+            optimizer.step()
+            history.append(loss.item())
+        losses.append(history)
+    assert losses[0][-1] < losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

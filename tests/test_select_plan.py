@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selection without a GPU: select_plan through _C.explain, for devices given as numbers."""
+
+import pytest
+import torch
+import upconv3d
+from oracles import make_block
+from test_values import SHAPES, shape_block
+from upconv3d.explain import plan_from_dict
+
+HOPPER = {
+    "is_cuda": True,
+    "compute_capability": 90,
+    "sm_count": 132,
+    "max_threads": 16,
+    "assume_compiled": True,
+}
+
+
+def facts(
+    n=16, c=64, k=128, extent=(32, 32, 32), kernel=(3, 3, 3), dtype="bfloat16", layout="NDHWC", **overrides
+):
+    """The headline shape, and departures from it. Only numbers: no memory is allocated."""
+
+    def tensor(sizes, channels_last):
+        memory_format = torch.channels_last_3d if channels_last else torch.contiguous_format
+        strides = torch.empty(sizes, device="meta", memory_format=memory_format).stride()
+        return _tensor(sizes, strides, dtype)
+
+    groups = overrides.get("groups", 1)
+    base = {
+        "input": tensor([n, c, *extent], layout == "NDHWC"),
+        "weight": tensor([c, k // groups, *kernel], False),
+        "bias": None,
+        "norm_weight": None,
+        "norm_bias": None,
+        "stride": [1, 1, 1],
+        "padding": [0, 0, 0],
+        "output_padding": [0, 0, 0],
+        "dilation": [1, 1, 1],
+        "groups": 1,
+        "num_groups": 8,
+        "eps": 1e-5,
+        "precision": "ieee",
+    }
+    return base | overrides
+
+
+def _tensor(sizes, strides, dtype):
+    return {
+        "sizes": list(sizes),
+        "strides": list(strides),
+        "dtype": dtype,
+        "device": "cuda:0",
+        "layout": "strided",
+        "data_ptr_mod16": 0,
+    }
+
+
+def plan_of(arguments, **device):
+    return plan_from_dict(upconv3d._C.explain(arguments | {"device": HOPPER | device}))
+
+
+def test_headline_runs_on_the_sm90_kernel():
+    plan = plan_of(facts())
+    assert plan.algorithm == "sm90_implicit_gemm"
+    assert plan.kernel.startswith("conv_transpose_relu_moments_sm90_bf16x1_bf16")
+    assert plan.tile[1] == plan.tile_positions
+    assert plan.tiles == -(-(34**3) // plan.tile_positions)
+    assert plan.conv_layout == "NDHWC" and plan.activation == "bfloat16"
+    assert plan.activation_in_y and not plan.pack_x
+    assert plan.kernel in plan.stages
+    assert plan.stages[-2:] == ("group_norm_finalize", "group_norm_normalize")
+    assert plan.flops == 2 * 16 * 64 * 128 * 27 * 32**3
+    assert plan.reason and plan.kernel in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "family"),
+    [
+        ("bfloat16", "ieee", "bf16x1_bf16"),
+        ("float16", "ieee", "f16x1_f16"),
+        ("float32", "tf32", "f16x1_f32"),
+        ("float32", "ieee", "f16x3_f32"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+def test_family_per_dtype_and_precision(dtype, precision, family, layout):
+    plan = plan_of(facts(dtype=dtype, layout=layout, precision=precision))
+    assert f"_sm90_{family}_" in plan.kernel
+    assert plan.pack_x == (dtype == "float32" or layout == "NCDHW")
+    assert plan.activation_in_y == (layout == "NDHWC")
+
+
+ACCEPTED = {
+    "kernel-1": {"kernel": (1, 1, 1)},
+    "kernel-7": {"kernel": (7, 7, 7), "padding": [3, 3, 3]},
+    "anisotropic": {"kernel": (1, 3, 5), "padding": [0, 1, 2]},
+    "channels-8": {"c": 8, "k": 8},
+    "channels-24-40": {"c": 24, "k": 40},
+    "instance-norm": {"num_groups": 128},
+    "layer-norm": {"num_groups": 1},
+    "one-sample": {"n": 1},
+    "kernel-16": {"kernel": (16, 1, 1)},
+    "full-padding": {"kernel": (3, 3, 3), "padding": [2, 2, 2]},
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_sm90_accepts(name):
+    plan = plan_of(facts(**ACCEPTED[name]))
+    assert plan.algorithm == "sm90_implicit_gemm", plan.reason
+
+
+REFUSED = {
+    "float64": ({"dtype": "float64"}, "float64"),
+    "stride": ({"stride": [2, 2, 2]}, "stride"),
+    "stride-one-axis": ({"stride": [1, 1, 2]}, "stride"),
+    "dilation": ({"dilation": [1, 2, 1]}, "dilation"),
+    "groups": ({"groups": 2}, "groups"),
+    "input-channels": ({"c": 60}, "60"),
+    "output-channels": ({"k": 124, "num_groups": 4}, "124"),
+    "kernel-beyond-im2col": ({"kernel": (19, 1, 1)}, "im2col"),
+    "padding-beyond-im2col": ({"kernel": (33, 1, 1), "padding": [17, 0, 0]}, "im2col"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sm90_refuses_and_says_why(name):
+    overrides, fragment = REFUSED[name]
+    plan = plan_of(facts(**overrides))
+    assert plan.algorithm == "cuda_library"
+    assert fragment in plan.reason
+    assert plan.kernel is None and plan.tile is None
+    assert plan.stages[-2:] == ("group_norm_finalize", "group_norm_normalize")
+
+
+@pytest.mark.parametrize("capability", [70, 75, 80, 86, 89, 100, 120])
+def test_other_gpus_take_the_library_plan(capability):
+    plan = plan_of(facts(), compute_capability=capability)
+    assert plan.algorithm == "cuda_library"
+    assert f"{capability // 10}.{capability % 10}" in plan.reason
+
+
+def test_never_a_kernel_that_was_not_compiled():
+    compiled = {kernel["name"] for kernel in upconv3d.build_config()["kernels"] if kernel["compiled"]}
+    plan = plan_of(facts(), assume_compiled=False)
+    if compiled:
+        assert plan.kernel in compiled
+    else:
+        assert plan.algorithm == "cuda_library" and "no kernel" in plan.reason
+
+
+def test_cpu_plan():
+    plan = plan_of(facts(), is_cuda=False)
+    assert plan.algorithm == "cpu_library" and "CPU" in plan.reason
+
+
+def test_library_moments_fill_the_card_at_one_sample():
+    """eager's GroupNorm has one thread block per (sample, group); here tiles make up for few samples."""
+    plan = plan_of(facts(n=1, c=128, k=128, extent=(48, 48, 48), kernel=(2, 2, 2), stride=[2, 2, 2]))
+    if plan.tiles == 0:
+        pytest.skip("a build without CUDA sizes no CUDA workspace")
+    assert plan.tiles >= 132
+
+
+def test_misaligned_input_is_packed():
+    arguments = facts()
+    arguments["input"] = arguments["input"] | {"data_ptr_mod16": 2}
+    plan = plan_of(arguments)
+    assert plan.algorithm == "sm90_implicit_gemm" and plan.pack_x
+
+
+def test_small_problem_takes_a_smaller_tile_no_later_than_a_large_one():
+    small, large = plan_of(facts(n=1, extent=(6, 6, 6))), plan_of(facts())
+    assert small.tile[0] * small.tile[1] <= large.tile[0] * large.tile[1]
+
+
+def test_explain_is_pure():
+    arguments = facts()
+    assert plan_of(arguments) == plan_of(arguments)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_explain_of_tensors_on_this_machine(device, shape):
+    block = shape_block(shape, device=device)
+    plan = block.plan()
+    assert (plan.algorithm == "cpu_library") == (device.type == "cpu")
+    assert plan.reason and str(plan)
+    assert plan.workspace_bytes >= 0 and plan.flops > 0
+
+
+def test_explain_reads_the_precision_setting(cuda):
+    block = make_block(2, 16, 16, 4, 3, num_groups=2, device=cuda, precision=None)
+    for setting in ("ieee", "tf32"):
+        torch.backends.cudnn.conv.fp32_precision = setting
+        assert block.plan().problem["precision"] == setting
+
+
+def test_hopper_runs_the_sm90_plan(hopper):
+    block = make_block(2, 16, 32, 6, 3, num_groups=8, device=hopper)
+    for precision in ("ieee", "tf32"):
+        from dataclasses import replace
+
+        plan = replace(block, precision=precision).plan()
+        assert plan.algorithm == "sm90_implicit_gemm", plan.reason
