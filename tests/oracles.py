@@ -138,26 +138,33 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     """Root mean square of the error over that of the reference."""
     if reference.numel() == 0:
         return 0.0
+    value, reference = value.detach(), reference.detach()
     norm = float(reference.norm())
     return float((value.double() - reference).norm()) / (norm if norm > 0 else 1.0)
 
 
-def check_like_eager(block: Block) -> None:
-    """Shape, dtype, memory format, and oracle 2 on the values."""
+def error_floor(block: Block) -> float:
+    """An error that passes whatever PyTorch's is, for on a small shape that may be exact to the last bit."""
+    dtype = block.input.dtype
+    if block.input.is_cuda and dtype == torch.float32:
+        # Operands of a 10-bit mantissa, or float16 in three products (22 bits and their accumulation), where
+        # PyTorch may have taken a float32 kernel for the same shape.
+        return 2.0**-11 if block.precision == "tf32" else 4 * torch.finfo(dtype).eps
+    if dtype == torch.float64:
+        return 8 * torch.finfo(dtype).eps  # PyTorch's result is the reference itself
+    return torch.finfo(dtype).eps
+
+
+def check_like_eager(block: Block, floor_factor: float = 1) -> None:
+    """Shape, dtype, device, and oracle 2 on the values; floor_factor widens error_floor."""
     y, y_eager = block.ours(), block.eager()
     assert y.shape == y_eager.shape
     assert y.dtype == y_eager.dtype
     assert y.device == y_eager.device
     reference = block.to(torch.float64).eager()
     error, eager_error = relative_error(y, reference), relative_error(y_eager, reference)
-    # PyTorch may be exact to the last bit, and in float64 it is the reference itself.
-    floor = torch.finfo(y.dtype).eps * (8 if y.dtype == torch.float64 else 1)
-    limit = max(ERROR_FACTOR * eager_error, floor)
+    limit = max(ERROR_FACTOR * eager_error, floor_factor * error_floor(block))
     assert error <= limit, f"error {error:.3e}, PyTorch's {eager_error:.3e}, plan {block.plan()}"
-
-
-def _grouped(block: Block, value: Tensor) -> Tensor:
-    return value.reshape(value.shape[0], block.num_groups, -1)
 
 
 def reference_gradients(
@@ -245,4 +252,3 @@ def check_exact_relu_conv(block: Block) -> None:
     y = y.unsqueeze(0) if y.dim() == 4 else y
     recovered = y.double() * torch.sqrt(var + block.eps) + mean
     assert torch.equal(recovered.round(), exact)
-    assert _grouped(block, recovered).shape[1] == block.weight.shape[1] * block.groups

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection without a GPU: select_plan through _C.explain, for devices given as numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import upconv3d
@@ -200,7 +202,5 @@ def test_explain_reads_the_precision_setting(cuda):
 def test_hopper_runs_the_sm90_plan(hopper):
     block = make_block(2, 16, 32, 6, 3, num_groups=8, device=hopper)
     for precision in ("ieee", "tf32"):
-        from dataclasses import replace
-
         plan = replace(block, precision=precision).plan()
         assert plan.algorithm == "sm90_implicit_gemm", plan.reason

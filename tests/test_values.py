@@ -122,7 +122,7 @@ def random_block(generator: random.Random, device) -> Block:
         numbers["dilation"] = tuple(generator.randint(1, 2) for _ in range(3))
         limits = zip(numbers["stride"], numbers["dilation"], strict=True)
         numbers["output_padding"] = tuple(generator.randrange(max(pair)) for pair in limits)
-    # Keeps the output's extent at 2 or more: (extent-1)*stride >= 1, and padding takes no more than the kernel.
+    # Keeps the output's extent at 2 or more: (extent-1)*stride >= 1, and padding takes less than the kernel.
     dilation = numbers.get("dilation", (1, 1, 1))
     numbers["padding"] = tuple(
         generator.randint(0, (dilation[axis] * (kernel[axis] - 1)) // 2) for axis in range(3)
@@ -149,7 +149,9 @@ def random_block(generator: random.Random, device) -> Block:
 def test_random_shapes(device, case):
     """Half within the SM90 plan's reach, half anywhere."""
     print(f"repeat with UPCONV3D_SEED={SEED}")  # pytest shows it where the case fails
-    check_like_eager(random_block(random.Random(f"{SEED}-{case}"), device))
+    block = random_block(random.Random(f"{SEED}-{case}"), device)
+    # A few hundred values, most of them equal, share one rounding error instead of averaging many.
+    check_like_eager(block, floor_factor=8 if block.input.dtype == torch.float32 else 2)
 
 
 @given(
@@ -161,7 +163,9 @@ def test_random_shapes(device, case):
 def test_scales_and_shifts_of_the_activation(mean, scale, num_groups, eps):
     torch.manual_seed(5)
     block = make_block(2, 4, 8, 3, 2, num_groups=num_groups)
-    check_like_eager(replace(block, input=block.input * scale, bias=block.bias + mean, eps=eps))
+    check_like_eager(
+        replace(block, input=block.input * scale, bias=block.bias + mean, eps=eps), floor_factor=8
+    )
 
 
 def test_large_mean_keeps_the_variance(device):

@@ -47,8 +47,8 @@ def _conv_precision(tensor: Tensor, precision: str) -> Iterator[None]:
     """PyTorch's setting for float32 convolutions, for as long as one convolution_backward takes.
 
     convolution_backward has no argument for it. The setting is touched only where it says something else, and
-    the value that was read is written back. It is one for the process: a convolution that another thread starts
-    meanwhile sees it too.
+    the value that was read is written back. It is one for the process: a convolution that another thread
+    starts meanwhile sees it too.
     """
     before = torch._C._get_fp32_precision_getter("cuda", "conv")
     if not _precision_matters(tensor) or (before == "tf32") == (precision == "tf32"):
@@ -149,10 +149,10 @@ def _differentiable_backward(
     """
     c = _convolution(x, weight, bias, args)
     grouped = (c.shape[0], args.num_groups, c.shape[1] // args.num_groups * c.shape[2:].numel())
-    a = torch.relu(c)
-    var, mean = torch.var_mean(a.reshape(grouped), dim=-1, correction=0, keepdim=True)
-    rstd = torch.rsqrt(var + args.eps)
-    xhat = (a.reshape(grouped) - mean) * rstd
+    a = torch.relu(c).reshape(grouped)
+    centered = a - a.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + args.eps)
+    xhat = centered * rstd
     per_channel = (0, 2, 3, 4)
     g = grad_y if norm_weight is None else grad_y * norm_weight.view(1, -1, 1, 1, 1)
     g = g.reshape(grouped)

@@ -42,16 +42,17 @@ def load_extension() -> ModuleType:
         if error.name != "upconv3d._C":
             raise
         raise ImportError(
-            "upconv3d: the compiled module upconv3d._C is missing beside the Python files, so this is a source "
-            "tree that was not built for this Python. Remedy: run `pip install --no-build-isolation .` at the "
-            "root of the repository, with the Python that is to import it."
+            "upconv3d: the compiled module upconv3d._C is missing beside the Python files, so this is "
+            "a source tree that was not built for this Python. Remedy: run "
+            "`pip install --no-build-isolation .` at the root of the repository, with the Python that is to "
+            "import it."
         ) from error
     except ImportError as error:
         import torch
 
         raise ImportError(
             f"upconv3d: the compiled module upconv3d._C is there but cannot be loaded beside torch "
-            f"{torch.__version__}: {error}. Remedy: reinstall upconv3d with the Python and the torch that are to "
-            f"use it (`pip install --force-reinstall --no-deps --no-build-isolation .` at the root of the "
-            f"repository)."
+            f"{torch.__version__}: {error}. Remedy: reinstall upconv3d with the Python and the torch "
+            f"that are to use it (`pip install --force-reinstall --no-deps --no-build-isolation .` at the "
+            f"root of the repository)."
         ) from error

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -40,6 +41,10 @@ class Shape:
     num_groups: int
     bias: bool
 
+    def describe(self) -> str:
+        numbers = f"k{self.kernel} s{self.stride} p{self.padding} op{self.output_padding}"
+        return f"{self.n}x{self.c}x{self.extent}^3 to {self.k}, {numbers}, {self.num_groups} groups"
+
 
 @dataclass(frozen=True)
 class Mode:
@@ -47,10 +52,12 @@ class Mode:
     memory_format: torch.memory_format
     precision: str  # for float32 on CUDA
 
-    def label(self) -> str:
+    def label(self, plan: upconv3d.Plan | None = None) -> str:
+        """With a plan, the precision too, where it has a choice of precision."""
         layout = "NDHWC" if self.memory_format == torch.channels_last_3d else "NCDHW"
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype} {layout}" + (f" {self.precision}" if self.dtype == torch.float32 else "")
+        dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
+        chooses = plan is not None and plan.algorithm != "cpu_library" and self.dtype == torch.float32
+        return f"{dtype} {layout}" + (f" {self.precision}" if chooses else "")
 
 
 @dataclass(frozen=True)
@@ -190,19 +197,21 @@ def run_case(shape: Shape, mode: Mode, device: torch.device, seconds: float) -> 
     return Row(shape, mode, plan, ours_ms, eager_ms, *errors, difference)
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(shape: Shape, rows: list[Row]) -> Table:
+    """One block's rows; narrow enough for 80 columns."""
     table = Table(
-        title="group_norm(relu(conv_transpose3d(x, w, bias))), forward; medians in ms; errors against float64"
+        title=f"{shape.source}: {shape.describe()}",
+        box=SIMPLE_HEAD,
+        title_justify="left",
+        padding=(0, 1, 0, 0),
     )
-    for heading in ("block", "input"):
-        table.add_column(heading)
-    for heading in ("upconv3d", "PyTorch", "quicker", "error", "PyTorch's", "|difference|"):
+    table.add_column("input", no_wrap=True)
+    for heading in ("ms", "torch ms", "speed", "error", "torch's", "max diff"):
         table.add_column(heading, justify="right")
     table.add_column("check")
     for row in rows:
         table.add_row(
-            row.shape.source,
-            row.mode.label(),
+            row.mode.label(row.plan),
             f"{row.ours_ms:.3f}",
             f"{row.eager_ms:.3f}",
             f"{row.eager_ms / row.ours_ms:.2f}x",
@@ -212,6 +221,29 @@ def table_of(rows: list[Row]) -> Table:
             "[green]ok[/]" if row.passed() else "[red]FAILED[/]",
         )
     return table
+
+
+def report(console: Console, rows: list[Row]) -> int:
+    """Prints plans, tables and failures; returns the exit status."""
+    for shape in dict.fromkeys(row.shape for row in rows):
+        mine = [row for row in rows if row.shape == shape]
+        console.print(table_of(shape, mine))
+        for plan in {row.plan.stages: row.plan for row in mine}.values():
+            text = f"  {plan.algorithm}: {plan.reason}\n  stages: {' > '.join(plan.stages)}"
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        "\nForward, medians. error: against float64, root mean square, relative; max diff: |ours - torch|; "
+        f"check: error at most {ERROR_FACTOR:g} times torch's.",
+        highlight=False,
+    )
+    failed = [row for row in rows if not row.passed()]
+    for row in failed:
+        console.print(
+            f"check failed: {row.shape.source}, {row.mode.label(row.plan)}: error {row.ours_error:.2e} is "
+            f"more than {ERROR_FACTOR:g} times PyTorch's {row.eager_error:.2e}",
+            markup=False,
+        )
+    return 1 if failed else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -237,17 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
             progress.update(task, description=f"{shape.source}, {mode.label()}")
             rows.append(run_case(shape, mode, device, options.seconds))
             progress.advance(task)
-    for description in dict.fromkeys(str(row.plan) for row in rows):
-        console.print(description, highlight=False, markup=False)
-    console.print(table_of(rows))
-    failed = [row for row in rows if not row.passed()]
-    for row in failed:
-        console.print(
-            f"check failed: {row.shape.source}, {row.mode.label()}: error {row.ours_error:.2e} is more than "
-            f"{ERROR_FACTOR:g} times PyTorch's {row.eager_error:.2e}",
-            markup=False,
-        )
-    return 1 if failed else 0
+    return report(console, rows)
 
 
 if __name__ == "__main__":

@@ -120,18 +120,18 @@ def conv_transpose3d_relu_group_norm(
     """group_norm(relu(conv_transpose3d(input, weight, bias)), num_groups) as one differentiable op.
 
     Args:
-        input: [N, C, D, H, W] or [C, D, H, W] (one sample); float32, bfloat16, float16 or float64; any strides,
-            channels_last_3d is quickest.
+        input: [N, C, D, H, W] or [C, D, H, W] (one sample); float32, bfloat16, float16 or float64;
+            any strides, channels_last_3d is quickest.
         weight: [C, K/groups, T, R, S], dtype and device of input, any strides.
         bias: [K], or None; added before the ReLU.
-        stride, padding, output_padding, dilation: positions; one for all axes, or three: depth, height, width.
+        stride, padding, output_padding, dilation: positions; one, or three for depth, height, width.
         groups: of the convolution.
         num_groups: of the normalization; divides K.
         norm_weight, norm_bias: [K], or None for 1 and 0.
         eps: added to the variance (activation units squared).
         precision: concerns float32 input on CUDA. "ieee": float32's error; "tf32": at most TF32's error
-            (operands of a 10-bit mantissa); None: what torch.backends.cudnn.conv.fp32_precision says at the call
-            (under torch.compile: when the graph is compiled, for PyTorch has no guard on that setting).
+            (operands of a 10-bit mantissa); None: what torch.backends.cudnn.conv.fp32_precision says at the
+            call (under torch.compile: when the graph is compiled, for PyTorch has no guard on that setting).
 
     Returns:
         [N, K, Z, P, Q] or [K, Z, P, Q], dtype of input; Z = (D-1)*stride - 2*padding + dilation*(T-1)
@@ -142,7 +142,7 @@ def conv_transpose3d_relu_group_norm(
         ValueError: unknown precision, eps not finite, or a norm group of one single value.
         TypeError: an argument is of the wrong kind.
 
-    Under autocast all tensors are cast to its dtype, as it does for conv_transpose3d; the result is float32 on
+    Under autocast all tensors are cast to its dtype, as for conv_transpose3d alone; the result is float32 on
     CUDA and of that dtype on the CPU, as it is from the three calls.
 
     Source: GroupNorm, Wu & He, arXiv:1803.08494.

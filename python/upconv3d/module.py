@@ -21,10 +21,10 @@ def _check_precision(precision: str | None) -> None:
 class ConvTranspose3dReLUGroupNorm(nn.Module):
     """group_norm(relu(conv_transpose3d(x))) with the parameters of the two PyTorch modules.
 
-    The submodules `conv_transpose` (nn.ConvTranspose3d) and `group_norm` (nn.GroupNorm) hold the parameters and
-    the numbers, so state dict keys are conv_transpose.weight|bias and group_norm.weight|bias, and the same seed
-    gives the initial values of the two modules made in that order. Their own forward does not run: forward hooks
-    on them are not called. Hooks on this module are.
+    The submodules `conv_transpose` (nn.ConvTranspose3d) and `group_norm` (nn.GroupNorm) hold the
+    parameters and the numbers, so state dict keys are conv_transpose.weight|bias and group_norm.weight|bias,
+    and the same seed gives the initial values of the two modules made in that order. Their own forward does
+    not run: forward hooks on them are not called. Hooks on this module are.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation: as in
@@ -134,7 +134,7 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         """The block on [N, C, D, H, W] or [C, D, H, W].
 
         Args:
-            output_size: chooses output_padding among the sizes that the stride allows, as in nn.ConvTranspose3d.
+            output_size: chooses output_padding among what the stride allows, as in nn.ConvTranspose3d.
 
         Raises: as conv_transpose3d_relu_group_norm; ValueError where output_size cannot be had.
         """

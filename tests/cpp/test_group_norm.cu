@@ -245,23 +245,30 @@ void run_finalize(std::int64_t n, std::int64_t k, std::int64_t tiles, std::int64
 
   double worst = 0;
   for (std::int64_t ng = 0; ng < n * num_groups; ++ng) {
-    long double mean = 0, m2 = 0, total = static_cast<long double>(shape.positions) * channels;
-    for (int pass = 0; pass < 2; ++pass) {
+    // body(count, mean, M2) for every partial of the group
+    const auto for_each_partial = [&](auto&& body) {
       for (std::int64_t t = 0; t < tiles; ++t) {
-        const long double count = t == tiles - 1 ? last : tile_positions;
         for (std::int64_t i = 0; i < channels; ++i) {
-          const double* p =
-              partials.data() + ((ng / num_groups * tiles + t) * k + ng % num_groups * channels + i) * 2;
-          if (pass == 0) mean += count * p[0] / total;
-          if (pass == 1) m2 += p[1] + count * (p[0] - mean) * (p[0] - mean);
+          const std::int64_t at = (ng / num_groups * tiles + t) * k + ng % num_groups * channels + i;
+          body(static_cast<long double>(t == tiles - 1 ? last : tile_positions), partials[2 * at],
+               partials[2 * at + 1]);
         }
       }
-    }
+    };
+    const long double total = static_cast<long double>(shape.positions) * channels;
+    long double sum = 0, m2 = 0;
+    for_each_partial([&](long double count, double mean, double) { sum += count * mean; });
+    const long double mean = sum / total;
+    for_each_partial([&](long double count, double partial_mean, double partial_m2) {
+      const long double delta = partial_mean - mean;
+      m2 += partial_m2 + count * delta * delta;
+    });
     const long double scale = 1 / std::sqrt(m2 / total + eps);
     for (std::int64_t i = 0; i < channels; ++i) {
       const std::int64_t at = ng / num_groups * k + ng % num_groups * channels + i;
       const long double shift = -(mean - got[at]) * scale;
-      const double roundoff = 2 * unit_roundoff(stat);
+      // A double keeps what its own sums rounded away; a float is rounded once, at the end.
+      const double roundoff = (stat == DType::kFloat64 ? 8 : 2) * unit_roundoff(stat);
       // The shift carries what the mean lost by rounding, to the last bits of a double.
       worst = std::max({worst, std::fabs(static_cast<double>((got[at] - mean) / mean)) / roundoff,
                         std::fabs(static_cast<double>((got[n * k + at] - scale) / scale)) / (4 * roundoff),
