@@ -190,13 +190,13 @@ CudnnFlags read_cudnn_flags(bool allow_tf32) {
   return flags;
 }
 
-Tensor conv_transpose3d(const Tensor& x, const Tensor& w, const Problem& p,
+Tensor conv_transpose3d(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias, const Problem& p,
                         const std::optional<CudnnFlags>& flags) {
   using torch::stable::detail::from;
   const auto list = [](const Extent3& e) { return from(std::vector<std::int64_t>(e.begin(), e.end())); };
-  std::vector<StableIValue> stack = {
-      from(x),          from(w),    from(std::nullopt),     list(p.stride), list(p.padding),
-      list(p.dilation), from(true), list(p.output_padding), from(p.groups)};
+  std::vector<StableIValue> stack = {from(x),         from(w),          from(bias), list(p.stride),
+                                     list(p.padding), list(p.dilation), from(true), list(p.output_padding),
+                                     from(p.groups)};
   const char* op = "aten::convolution";
   if (flags) {
     op = "aten::_convolution";

@@ -58,11 +58,11 @@ struct CudnnFlags {
 /// torch.backends.cudnn's benchmark, deterministic and enabled as they are now, read through Python.
 CudnnFlags read_cudnn_flags(bool allow_tf32);
 
-/// conv_transpose3d(x, w) without bias, by PyTorch.
-///   x [N,C,D,H,W] dtype, w [C,K/groups,T,R,S] dtype, returns [N,K,Z,P,Q] dtype in a format of PyTorch's
-///   choice.
-Tensor conv_transpose3d(const Tensor& x, const Tensor& w, const Problem& problem,
-                        const std::optional<CudnnFlags>& flags);
+/// conv_transpose3d(x, w, bias), by PyTorch.
+///   x [N,C,D,H,W] dtype, w [C,K/groups,T,R,S] dtype, bias [K] dtype or none; returns [N,K,Z,P,Q] dtype in a
+///   format of PyTorch's choice.
+Tensor conv_transpose3d(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
+                        const Problem& problem, const std::optional<CudnnFlags>& flags);
 
 /// PyTorch's current stream on CUDA device `index`, a cudaStream_t.
 void* current_cuda_stream(std::int32_t index);
