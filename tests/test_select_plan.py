@@ -63,12 +63,23 @@ def plan_of(arguments, **device):
     return plan_from_dict(upconv3d._C.explain(arguments | {"device": HOPPER | device}))
 
 
+def test_borders_are_cut_off_only_where_it_pays():
+    """Small blocks and kernel 1 keep one slab."""
+    small = facts(input=_tensor([1, 64, 4, 4, 4], [4096, 64, 16, 4, 1], "bfloat16"))
+    assert plan_of(small).split_axes == 0
+    pointwise = facts(weight=_tensor([64, 128, 1, 1, 1], [128, 1, 1, 1, 1], "bfloat16"))
+    assert plan_of(pointwise).split_axes == 0
+
+
 def test_headline_runs_on_the_sm90_kernel():
     plan = plan_of(facts())
     assert plan.algorithm == "sm90_implicit_gemm"
     assert plan.kernel.startswith("conv_transpose_relu_moments_sm90_bf16x1_bf16")
     assert plan.tile[1] == plan.tile_positions
-    assert plan.tiles == -(-(34**3) // plan.tile_positions)
+    # 4 depth slabs of 34*34, 4 height slabs of 30*34, 4 width slabs of 30*30 positions, and 30^3 inside
+    slabs = 4 * [34 * 34] + 4 * [30 * 34] + 4 * [30 * 30] + [30**3]
+    assert plan.split_axes == 3
+    assert plan.tiles == sum(-(-positions // plan.tile_positions) for positions in slabs)
     assert plan.conv_layout == "NDHWC" and plan.activation == "bfloat16"
     assert plan.activation_in_y and not plan.pack_x
     assert plan.kernel in plan.stages

@@ -199,7 +199,9 @@ def test_nan_and_inf_flow_as_in_pytorch(device, value, where, layout):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_repeat_bit_for_bit(device, dtype):
-    torch.backends.cudnn.deterministic = True  # float64 takes the library plan, whose convolution is PyTorch's
+    torch.backends.cudnn.deterministic = (
+        True  # float64 takes the library plan, whose convolution is PyTorch's
+    )
     block = shape_block("monai-unet" if device.type == "cpu" else "padding", device=device, dtype=dtype)
     first = block.ours()
     assert all(torch.equal(block.ours(), first) for _ in range(3))

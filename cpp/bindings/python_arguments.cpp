@@ -123,6 +123,7 @@ py::dict to_dict(const Plan& plan) {
   dict["pack_x"] = plan.pack_x;
   dict["activation_in_y"] = plan.activation_in_y;
   dict["tile_positions"] = plan.tile_positions;
+  dict["split_axes"] = plan.split_axes;
   dict["tiles"] = plan.tiles;
   dict["stages"] = plan.stages;
   dict["workspace_bytes"] = plan.workspace_bytes;

@@ -28,9 +28,13 @@ std::string describe(const Plan& plan) {
   text += concat("\n  convolution: stores ", name(plan.activation), ' ', name(plan.conv_layout),
                  plan.activation_in_y ? " in y's memory" : " beside y",
                  plan.pack_x ? ", from a packed copy of x" : "");
+  if (plan.split_axes > 0) {
+    text += concat("\n  borders: cut off along ", plan.split_axes, plan.split_axes == 1 ? " axis" : " axes",
+                   ", so that taps which read only padding are skipped");
+  }
   if (plan.tiles > 0) {
     text += concat("\n  moments: ", plan.tiles, " per sample and channel, of ", plan.tile_positions,
-                   " positions each");
+                   " positions at most");
   }
   text += "\n  stages: ";
   const char* separator = "";

@@ -57,7 +57,8 @@ struct Plan {
   bool pack_x = false;                   // x is copied into operand form first (layout, dtype or alignment)
   bool activation_in_y = false;          // relu(conv) is stored in y's memory and normalized in place
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
-  std::int64_t tiles = 0;                // partial moments per (sample, channel): ceil(positions/tile)
+  int split_axes = 0;                    // axes along which the SM90 kernel cuts borders off (border_slabs)
+  std::int64_t tiles = 0;                // partial moments per (sample, channel)
   std::vector<std::string> stages;       // kernels in launch order, by name
   std::int64_t workspace_bytes = 0;      // scratch beside y
 };

@@ -45,6 +45,7 @@ struct Workspace {
   void* scales;      // operand_scales_bytes
   void* activation;  // [N,Z,P,Q,K] activation dtype, where it does not lie in y
   void* part;        // [N,tiles,K,2] stat
+  void* counts;      // [tiles] int32, SM90 plan only
   void* table;       // [3,N,K] stat
   void* finalize;    // finalize_scratch_bytes
   std::int64_t bytes;
@@ -64,6 +65,7 @@ struct Workspace {
     scales = carver.take(sm90 ? operand_scales_bytes(problem) : 0);
     activation = carver.take(sm90 && !plan.activation_in_y ? a_bytes : 0);
     part = carver.take(problem.n * plan.tiles * problem.k * 2 * stat_size(problem));
+    counts = carver.take(sm90 ? plan.tiles * static_cast<std::int64_t>(sizeof(std::int32_t)) : 0);
     table = carver.take(3 * problem.n * problem.k * stat_size(problem));
     finalize = carver.take(finalize_scratch_bytes(group_norm_shape(problem, plan), problem.dtype));
     bytes = carver.used();
@@ -100,6 +102,8 @@ const void* run_sm90_convolution(const Problem& problem, const Plan& plan, const
   conv.unscale_column = pack.scales.unscale_column;
   conv.a = plan.activation_in_y ? tensors.y : workspace.activation;
   conv.part = static_cast<float*>(workspace.part);
+  conv.counts = static_cast<std::int32_t*>(workspace.counts);
+  conv.split_axes = plan.split_axes;
   conv.sm_count = device.sm_count;
   find_conv_transpose_launcher(plan.instance->name)(conv, stream);
   return conv.a;
@@ -130,6 +134,7 @@ void run_group_norm(const Problem& problem, const Plan& plan, const ForwardTenso
   finalize.eps = problem.eps;
   finalize.scratch = workspace.finalize;
   finalize.table = workspace.table;
+  finalize.counts = static_cast<const std::int32_t*>(workspace.counts);
   launch_group_norm_finalize(finalize, stream);
 
   const bool raw_convolution = plan.algorithm == Algorithm::kCudaLibrary;

@@ -24,6 +24,8 @@ class Plan:
         activation: dtype of relu(conv) between convolution and normalize.
         pack_x: whether input is copied into operand form first.
         activation_in_y: whether relu(conv) is stored in the result's memory and normalized in place.
+        split_axes: axes, depth first, along which the kernel treats borders apart, to skip taps that would
+            read only padding.
         tile_positions, tiles: positions that one partial moment covers, and how many there are per sample and
             channel.
         stages: in launch order.
@@ -42,6 +44,7 @@ class Plan:
     pack_x: bool
     activation_in_y: bool
     tile_positions: int
+    split_axes: int
     tiles: int
     stages: tuple[str, ...]
     workspace_bytes: int
@@ -66,6 +69,7 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         pack_x=plan["pack_x"],
         activation_in_y=plan["activation_in_y"],
         tile_positions=plan["tile_positions"],
+        split_axes=plan["split_axes"],
         tiles=plan["tiles"],
         stages=tuple(plan["stages"]),
         workspace_bytes=plan["workspace_bytes"],

@@ -9,9 +9,11 @@
 #include <vector>
 
 #include "core/arguments.hpp"
+#include "core/border_slabs.hpp"
 #include "core/errors.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
+#include "core/text.hpp"
 
 namespace upconv3d {
 namespace {
@@ -181,7 +183,8 @@ void test_sm90_selection() {
   const Plan bf16 = select_plan(headline(), hopper(), all_compiled());
   expect(bf16.algorithm == Algorithm::kSm90ImplicitGemm && !bf16.pack_x && bf16.activation_in_y,
          "headline, bf16");
-  expect(bf16.tiles == (34 * 34 * 34 + bf16.tile_positions - 1) / bf16.tile_positions,
+  expect(bf16.split_axes == 3, "borders of the headline shape");
+  expect(bf16.tiles == slab_tiles(border_slabs(headline(), 3), bf16.tile_positions),
          "tiles of the headline shape");
   Problem p = headline(DType::kFloat32, Layout::kNCDHW);
   const Plan ieee = select_plan(p, hopper(), all_compiled());
@@ -195,6 +198,59 @@ void test_sm90_selection() {
   p = headline();
   p.n = 0;
   select_plan(p, hopper(), all_compiled());
+}
+
+/// Every position lies in one slab, and a tap that its slab leaves out reads padding.
+void test_slabs_of(const Problem& p, int split_axes) {
+  const std::vector<Slab> slabs = border_slabs(p, split_axes);
+  const Extent3 out = p.out();
+  std::vector<int> covered(static_cast<std::size_t>(volume(out)));
+  bool right = true;
+  std::int64_t previous = slabs.front().tap_count();
+  for (const Slab& slab : slabs) {
+    right = right && slab.tap_count() <= previous;
+    previous = slab.tap_count();
+    for (std::int64_t i = 0; i < slab.positions(); ++i) {
+      const Extent3 at = {slab.origin[0] + i / slab.extent[2] / slab.extent[1],
+                          slab.origin[1] + i / slab.extent[2] % slab.extent[1],
+                          slab.origin[2] + i % slab.extent[2]};
+      ++covered[static_cast<std::size_t>((at[0] * out[1] + at[1]) * out[2] + at[2])];
+      for (int axis = 0; axis < 3; ++axis) {
+        for (std::int64_t t = 0; t < p.kernel[axis]; ++t) {
+          const std::int64_t x = at[axis] + p.padding[axis] - (p.kernel[axis] - 1) + t;
+          const bool kept = t >= slab.tap_begin[axis] && t < slab.tap_begin[axis] + slab.taps[axis];
+          if (!kept && x >= 0 && x < p.in[axis]) right = false;
+          if (kept && axis < split_axes && slabs.size() > 1 && slab.taps[axis] < p.kernel[axis] &&
+              (x < 0 || x >= p.in[axis])) {
+            right = false;
+          }
+        }
+      }
+    }
+  }
+  for (const int times : covered) right = right && times == 1;
+  expect(right, concat("slabs, ", split_axes, " axes: ", describe(p)));
+}
+
+void test_border_slabs() {
+  Problem p = headline();
+  expect(border_slabs(p, 0).size() == 1 && border_slabs(p, 3).size() == 13, "slabs of the headline shape");
+  expect(border_slabs(p, 3).front().positions() == 27000, "the inside comes first");
+  for (int axes = 0; axes <= 3; ++axes) {
+    p = headline();
+    p.in = {5, 4, 7};
+    test_slabs_of(p, axes);
+    p.padding = {1, 2, 0};
+    test_slabs_of(p, axes);
+    p.in = {1, 2, 9};  // shorter than the kernel
+    p.kernel = {5, 3, 1};
+    p.padding = {2, 1, 0};
+    test_slabs_of(p, axes);
+    p.in = {6, 6, 6};  // padding beyond the kernel
+    p.kernel = {2, 2, 2};
+    p.padding = {2, 3, 1};
+    test_slabs_of(p, axes);
+  }
 }
 
 void test_library_selection() {
@@ -232,6 +288,7 @@ int main() {
     upconv3d::test_problem();
     upconv3d::test_rules();
     upconv3d::test_formats();
+    upconv3d::test_border_slabs();
     upconv3d::test_sm90_selection();
     upconv3d::test_library_selection();
   } catch (const std::exception& error) {

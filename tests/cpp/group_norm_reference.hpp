@@ -16,7 +16,8 @@
 
 namespace upconv3d::test {
 
-/// Rounds to `dtype`, in double. Not to be inlined: GCC 12 at -O3 was seen to leave the rounding out of loops.
+/// Rounds to `dtype`, in double. Not to be inlined: GCC 12 at -O3 was seen to leave the rounding out of
+/// loops.
 [[gnu::noinline]] inline double round_to(double value, DType dtype) {
   switch (dtype) {
     case DType::kFloat32:

@@ -4,14 +4,17 @@
 /// NaN where nothing may be left unwritten. Needs a GPU of compute capability 9.0. Exit code 0: all passed.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "core/border_slabs.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 #include "cuda/check.hpp"
@@ -21,10 +24,13 @@
 
 namespace {
 
+using upconv3d::border_slabs;
 using upconv3d::ConvInstance;
 using upconv3d::DType;
 using upconv3d::Extent3;
 using upconv3d::Problem;
+using upconv3d::Slab;
+using upconv3d::slab_tiles;
 using upconv3d::volume;
 using upconv3d::cuda::check;
 
@@ -126,14 +132,25 @@ const Case kCases[] = {
 constexpr int kSampleExponent = 3;
 constexpr int kColumnExponent = -2;
 
+/// Index in a [N,Z,P,Q,K] of position `p` of a slab.
+std::int64_t element(const Problem& problem, const Slab& slab, std::int64_t n, std::int64_t k,
+                     std::int64_t p) {
+  const Extent3 out = problem.out();
+  const std::int64_t q = slab.origin[2] + p % slab.extent[2];
+  const std::int64_t row = slab.origin[1] + p / slab.extent[2] % slab.extent[1];
+  const std::int64_t z = slab.origin[0] + p / slab.extent[2] / slab.extent[1];
+  return (((n * out[0] + z) * out[1] + row) * out[2] + q) * problem.k + k;
+}
+
 template <class Operand, class Activation>
-std::string run_case(const ConvInstance& instance, const Case& shape, std::uint64_t& state) {
+std::string run_case(const ConvInstance& instance, const Case& shape, int split_axes, std::uint64_t& state) {
   Problem problem;
   problem.n = shape.n, problem.c = shape.c, problem.k = shape.k;
   problem.in = shape.in, problem.kernel = shape.kernel, problem.padding = shape.padding;
   problem.dtype = instance.activation;
   problem.has_bias = true;
   const Extent3 out = problem.out();
+  const std::vector<Slab> slabs = border_slabs(problem, split_axes);
   const std::int64_t positions = problem.positions();
   // Small enough that every sum is exact in a 16-bit activation: at most 2^8 in bfloat16.
   const int magnitude = 1;
@@ -167,7 +184,7 @@ std::string run_case(const ConvInstance& instance, const Case& shape, std::uint6
   bias_device.upload(rounded<Activation>(bias));
   a.poison();
   const std::int64_t tile = moment_positions(instance);
-  const std::int64_t tiles = (positions + tile - 1) / tile;
+  const std::int64_t tiles = slab_tiles(slabs, tile);
   DeviceBuffer<float> part(problem.n * tiles * problem.k * 2);
   part.poison();
   DeviceBuffer<std::int32_t> unscale_sample(problem.n), unscale_column(problem.k);
@@ -179,7 +196,10 @@ std::string run_case(const ConvInstance& instance, const Case& shape, std::uint6
   params.x_hi = x_hi.get(), params.x_lo = x_lo.get(), params.w_hi = w_hi.get(), params.w_lo = w_lo.get();
   params.bias = bias_device.get();
   if (scaled) params.unscale_sample = unscale_sample.get(), params.unscale_column = unscale_column.get();
-  params.a = a.get(), params.part = part.get();
+  DeviceBuffer<std::int32_t> counts(tiles);
+  counts.poison();
+  params.a = a.get(), params.part = part.get(), params.counts = counts.get();
+  params.split_axes = split_axes;
   params.sm_count = 5;  // few blocks, so that each walks several tiles
   upconv3d::cuda::find_conv_transpose_launcher(instance.name)(params, nullptr);
   check(cudaDeviceSynchronize(), instance.name);
@@ -193,15 +213,21 @@ std::string run_case(const ConvInstance& instance, const Case& shape, std::uint6
     }
   }
   const auto moments = part.download();
-  for (std::int64_t n = 0; n < problem.n; ++n) {
-    for (std::int64_t t = 0; t < tiles; ++t) {
-      for (std::int64_t k = 0; k < problem.k; ++k) {
-        const std::int64_t begin = t * tile, end = std::min(positions, begin + tile);
+  const auto tile_counts = counts.download();
+  std::int64_t t = 0;
+  for (const Slab& slab : slabs) {
+    for (std::int64_t begin = 0; begin < slab.positions(); begin += tile, ++t) {
+      const std::int64_t count = std::min(tile, slab.positions() - begin);
+      if (tile_counts[t] != count)
+        return "counts[" + std::to_string(t) + "] is " + std::to_string(tile_counts[t]);
+      for (std::int64_t nk = 0; nk < problem.n * problem.k; ++nk) {
+        const std::int64_t n = nk / problem.k, k = nk % problem.k;
         double mean = 0, m2 = 0;
-        for (std::int64_t p = begin; p < end; ++p) mean += expected[(n * positions + p) * problem.k + k];
-        mean /= double(end - begin);
-        for (std::int64_t p = begin; p < end; ++p) {
-          const double delta = expected[(n * positions + p) * problem.k + k] - mean;
+        for (std::int64_t p = begin; p < begin + count; ++p)
+          mean += expected[element(problem, slab, n, k, p)];
+        mean /= double(count);
+        for (std::int64_t p = begin; p < begin + count; ++p) {
+          const double delta = expected[element(problem, slab, n, k, p)] - mean;
           m2 += delta * delta;
         }
         const float* pair = &moments[((n * tiles + t) * problem.k + k) * 2];
@@ -217,14 +243,14 @@ std::string run_case(const ConvInstance& instance, const Case& shape, std::uint6
   return "";
 }
 
-std::string run_case(const ConvInstance& instance, const Case& shape, std::uint64_t& state) {
+std::string run_case(const ConvInstance& instance, const Case& shape, int split_axes, std::uint64_t& state) {
   if (instance.operand == DType::kBFloat16) {
-    return run_case<cutlass::bfloat16_t, cutlass::bfloat16_t>(instance, shape, state);
+    return run_case<cutlass::bfloat16_t, cutlass::bfloat16_t>(instance, shape, split_axes, state);
   }
   if (instance.activation == DType::kFloat16) {
-    return run_case<cutlass::half_t, cutlass::half_t>(instance, shape, state);
+    return run_case<cutlass::half_t, cutlass::half_t>(instance, shape, split_axes, state);
   }
-  return run_case<cutlass::half_t, float>(instance, shape, state);
+  return run_case<cutlass::half_t, float>(instance, shape, split_axes, state);
 }
 
 }  // namespace
@@ -235,10 +261,12 @@ int main() {
   int passed = 0, failed = 0;
   for (const ConvInstance& instance : upconv3d::conv_instances()) {
     if (!instance.compiled) continue;
-    for (const Case& shape : kCases) {
+    for (int index = 0; index < 4 * int(std::size(kCases)); ++index) {
+      const Case& shape = kCases[index / 4];
+      const int split_axes = index % 4;
       std::string problem;
       try {
-        problem = run_case(instance, shape, state);
+        problem = run_case(instance, shape, split_axes, state);
       } catch (const std::exception& error) {
         problem = error.what();
       }

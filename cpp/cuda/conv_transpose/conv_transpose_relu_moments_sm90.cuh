@@ -10,6 +10,9 @@
 /// sample (gemm_n = Z*P*Q), reduced over taps and input channels (gemm_k = T*R*S*C). Channels are the rows
 /// because a channel's moments then lie in one quad's registers, whatever the number of norm groups.
 ///
+/// Tiles belong to slabs: boxes of positions that the same taps reach (core/border_slabs.hpp). Taps that
+/// would read only padding are thus not multiplied.
+///
 /// A tile never straddles two samples, so part needs no atomics and results repeat bit for bit.
 ///
 /// One block per multiprocessor walks the tiles: a producer warp keeps kPipeStages k-blocks in flight through
@@ -36,6 +39,8 @@
 #include "cutlass/gemm/collective/builders/sm90_common.inl"
 #include "cutlass/pipeline/pipeline.hpp"
 
+#include "core/border_slabs.hpp"
+#include "core/index_math.hpp"
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/conv_transpose/relu_moments_epilogue_sm90.cuh"
@@ -100,32 +105,61 @@ struct ConvTransposeTraitsSm90 {
 };
 
 template <class Traits>
-struct ConvTransposeKernelParams {
-  CUtensorMap x[Traits::SPLITS];  // hi, lo
-  CUtensorMap w[Traits::SPLITS];
-  EpilogueParams<typename Traits::Activation> epilogue;
-  int kernel[3];      // T,R,S
-  int out[3];         // Z,P,Q
-  int low_corner[3];  // padding - (kernel-1): where the first output's window begins
-  int c_blocks;       // ceil(C / BLK_C)
-  int k_tiles;        // ceil(K / BLK_K)
-  int pos_tiles;      // ceil(Z*P*Q / BLK_POS)
-  int num_tiles;      // N * pos_tiles * k_tiles
+struct KernelSlab {
+  CUtensorMap x[Traits::SPLITS];  // hi, lo; just the input that the slab reads
+  EpilogueSlab output;
+  int corner[3];     // first window's coordinates in x
+  int tap_begin[3];  // first flipped tap along T,R,S
+  int taps[3];       // flipped taps along T,R,S
+  int pos_tiles;     // ceil(positions / BLK_POS)
+  int first_tile;    // of the launch's tiles
 };
 
-/// Tiles in the order of memory: channel tiles innermost, so that neighbours share x in L2, then positions,
-/// then samples.
-struct TileCoord {
-  int n;
-  int position;
-  int channel;
+template <class Traits>
+struct ConvTransposeKernelParams {
+  KernelSlab<Traits> slabs[kMaxSlabs];
+  CUtensorMap w[Traits::SPLITS];
+  EpilogueParams<typename Traits::Activation> epilogue;
+  int num_slabs;
+  int kernel[3];  // T,R,S
+  int c_blocks;   // ceil(C / BLK_C)
+  int k_tiles;    // ceil(K / BLK_K)
+  int num_tiles;  // N * k_tiles * pos_tiles of all slabs
+};
 
-  template <class Traits>
-  CUTLASS_DEVICE static TileCoord of(ConvTransposeKernelParams<Traits> const& params, int tile) {
-    int const pos_tile = tile / params.k_tiles;
-    return {pos_tile / params.pos_tiles, pos_tile % params.pos_tiles * Traits::BLK_POS,
-            tile % params.k_tiles * Traits::BLK_K};
+/// The tiles of one block, in launch order: slab by slab, then by sample, positions, and channels innermost,
+/// so that neighbours share x in L2. Slabs come with the costliest first, so that the last wave is short.
+template <class Traits>
+class TileWalk {
+ public:
+  using Params = ConvTransposeKernelParams<Traits>;
+  using Slab = KernelSlab<Traits>;
+
+  CUTLASS_DEVICE explicit TileWalk(Params const& params) : params_(params), tile_(blockIdx.x) { find_slab(); }
+
+  CUTLASS_DEVICE bool valid() const { return tile_ < params_.num_tiles; }
+  CUTLASS_DEVICE void next() {
+    tile_ += gridDim.x;
+    find_slab();
   }
+
+  CUTLASS_DEVICE Slab const& slab() const { return params_.slabs[slab_]; }
+  /// First position within the slab, first channel, and sample of the tile.
+  CUTLASS_DEVICE EpilogueCoord coord() const {
+    int const local = tile_ - slab().first_tile;
+    int const pos_tile = local / params_.k_tiles;
+    return {pos_tile / slab().pos_tiles, local % params_.k_tiles * Traits::BLK_K,
+            pos_tile % slab().pos_tiles * Traits::BLK_POS};
+  }
+
+ private:
+  CUTLASS_DEVICE void find_slab() {
+    while (slab_ + 1 < params_.num_slabs && tile_ >= params_.slabs[slab_ + 1].first_tile) ++slab_;
+  }
+
+  Params const& params_;
+  int tile_;
+  int slab_ = 0;
 };
 
 /// Producer: one thread issues the loads of every k-block of every tile.
@@ -133,17 +167,20 @@ template <class Traits>
 CUTLASS_DEVICE void load_tiles(ConvTransposeKernelParams<Traits> const& params,
                                typename Traits::SharedStorage& shared, typename Traits::Pipeline& pipeline) {
   auto write = cutlass::make_producer_start_state<typename Traits::Pipeline>();
-  auto const [T, R, S] = cute::make_tuple(params.kernel[0], params.kernel[1], params.kernel[2]);
-  for (int tile = blockIdx.x; tile < params.num_tiles; tile += gridDim.x) {
-    TileCoord const coord = TileCoord::of<Traits>(params, tile);
-    int const row = coord.position / params.out[2];
-    int const d = row / params.out[1] + params.low_corner[0];
-    int const h = row % params.out[1] + params.low_corner[1];
-    int const w = coord.position % params.out[2] + params.low_corner[2];
-    for (int t = 0; t < T; ++t) {
-      for (int r = 0; r < R; ++r) {
-        for (int s = 0; s < S; ++s) {
-          int const tap = ((T - 1 - t) * R + (R - 1 - r)) * S + (S - 1 - s);  // w is not flipped in memory
+  for (TileWalk<Traits> walk(params); walk.valid(); walk.next()) {
+    EpilogueCoord const coord = walk.coord();
+    KernelSlab<Traits> const& slab = walk.slab();
+    int q, p;
+    int const z = slab.output.height.divmod(p, slab.output.width.divmod(q, coord.position));
+    int const d = z + slab.corner[0], h = p + slab.corner[1], w = q + slab.corner[2];
+    for (int t = 0; t < slab.taps[0]; ++t) {
+      for (int r = 0; r < slab.taps[1]; ++r) {
+        for (int s = 0; s < slab.taps[2]; ++s) {
+          // w is not flipped in memory: tap T-1-t'
+          int const tap_t = params.kernel[0] - 1 - slab.tap_begin[0] - t;
+          int const tap_r = params.kernel[1] - 1 - slab.tap_begin[1] - r;
+          int const tap_s = params.kernel[2] - 1 - slab.tap_begin[2] - s;
+          int const tap = (tap_t * params.kernel[1] + tap_r) * params.kernel[2] + tap_s;
           for (int c_block = 0; c_block < params.c_blocks; ++c_block) {
             pipeline.producer_acquire(write);
             std::uint64_t* const barrier = pipeline.producer_get_barrier(write);
@@ -152,7 +189,7 @@ CUTLASS_DEVICE void load_tiles(ConvTransposeKernelParams<Traits> const& params,
             for (int split = 0; split < Traits::SPLITS; ++split) {
               int const slot = write.index() * Traits::SPLITS + split;
               cute::SM90_TMA_LOAD_IM2COL_5D::copy(
-                  &params.x[split], barrier, shared.x + slot * (Traits::BLK_POS * Traits::BLK_C), c, w, h, d,
+                  &slab.x[split], barrier, shared.x + slot * (Traits::BLK_POS * Traits::BLK_C), c, w, h, d,
                   coord.n, std::uint16_t(s), std::uint16_t(r), std::uint16_t(t));
               // Every block reads all of w for every tile: it is what must stay in L2.
               cute::SM90_TMA_LOAD_3D::copy(
@@ -256,19 +293,20 @@ CUTLASS_DEVICE void multiply_tiles(ConvTransposeKernelParams<Traits> const& para
   Tensor acc =
       partition_fragment_C(mma, Shape<Int<Traits::BLK_K>, Int<Traits::BLK_POS>>{});  // ((2,2,WG_POS/8),1,1)
 
-  int const k_blocks = params.kernel[0] * params.kernel[1] * params.kernel[2] * params.c_blocks;
   char* const staging = shared.staging + warpgroup * Traits::Epilogue::kBytes;
   cutlass::PipelineState<Traits::PIPE> read;
-  for (int tile = blockIdx.x; tile < params.num_tiles; tile += gridDim.x) {
+  for (TileWalk<Traits> walk(params); walk.valid(); walk.next()) {
+    KernelSlab<Traits> const& slab = walk.slab();
+    int const k_blocks = slab.taps[0] * slab.taps[1] * slab.taps[2] * params.c_blocks;
     if constexpr (Traits::PRODUCTS == 1) {
       mma_one_product(pipeline, read, k_blocks, mma, tCrW, tCrX, acc);
     } else {
       mma_three_products(pipeline, read, k_blocks, mma, tCrW, tCrX, acc);
     }
-    TileCoord const coord = TileCoord::of<Traits>(params, tile);
-    EpilogueCoord const epilogue_coord{coord.n, coord.channel + warpgroup % Traits::WARPGROUPS_K * 64,
-                                       coord.position + warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS};
-    Traits::Epilogue::run(params.epilogue, epilogue_coord, acc, staging, 1 + warpgroup);
+    EpilogueCoord coord = walk.coord();
+    coord.channel += warpgroup % Traits::WARPGROUPS_K * 64;
+    coord.position += warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS;
+    Traits::Epilogue::run(params.epilogue, slab.output, coord, acc, staging, 1 + warpgroup);
   }
   cute::tma_store_wait<0>();  // shared memory must outlive the stores that read it
 }
@@ -303,56 +341,84 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
 #endif
 }
 
-/// Encodes the descriptors and launches one persistent block per multiprocessor.
-template <class Operand, int PRODUCTS, class Activation, int BLK_K, int BLK_POS>
-void launch_conv_transpose_relu_moments_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
-  using Traits = ConvTransposeTraitsSm90<Operand, PRODUCTS, Activation, BLK_K, BLK_POS>;
+/// Encodes the descriptors of all slabs.
+template <class Traits>
+ConvTransposeKernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType operand,
+                                                     DType activation) {
+  using Epilogue = typename Traits::Epilogue;
   const Problem& problem = params.problem;
-  const DType operand = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
-  const DType activation = std::is_same_v<Activation, float> ? DType::kFloat32 : operand;
-  const auto ceil_div = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
-  const std::int64_t positions = problem.positions();
-  const std::int64_t pos_tiles = ceil_div(positions, BLK_POS);
-  const std::int64_t k_tiles = ceil_div(problem.k, BLK_K);
-  const std::int64_t num_tiles = problem.n * pos_tiles * k_tiles;
-  if (std::max(num_tiles, positions) > std::numeric_limits<int>::max() - BLK_POS) {
+  const std::vector<Slab> slabs = border_slabs(problem, params.split_axes);
+  if (slabs.size() > kMaxSlabs) {
+    throw std::logic_error("upconv3d: the SM90 kernel takes at most " + std::to_string(kMaxSlabs) +
+                           " slabs; got " + std::to_string(slabs.size()) + " for " + describe(problem) +
+                           ". select_plan must cut fewer axes.");
+  }
+  ConvTransposeKernelParams<Traits> kernel_params{};
+  const void* const x[2] = {params.x_hi, params.x_lo};
+  const void* const w[2] = {params.w_hi, params.w_lo};
+  for (int split = 0; split < Traits::SPLITS; ++split) {
+    kernel_params.w[split] = encode_w(problem, operand, w[split], Traits::BLK_K, Traits::BLK_C);
+  }
+  const std::int64_t k_tiles = ceil_div(problem.k, Traits::BLK_K);
+  std::int64_t num_tiles = 0, moment_tiles = 0;
+  for (const Slab& slab : slabs) {
+    KernelSlab<Traits>& to = kernel_params.slabs[kernel_params.num_slabs++];
+    for (int split = 0; split < Traits::SPLITS; ++split) {
+      const SlabInput input =
+          encode_slab_input(problem, slab, operand, x[split], Traits::BLK_POS, Traits::BLK_C);
+      to.x[split] = input.x;
+      std::copy_n(input.corner, 3, to.corner);
+    }
+    to.output.a = encode_slab_output(problem, slab, activation, params.a, Epilogue::kStagePositions,
+                                     Epilogue::kPanelChannels);
+    to.output.width = cutlass::FastDivmod(static_cast<int>(slab.extent[2]));
+    to.output.height = cutlass::FastDivmod(static_cast<int>(slab.extent[1]));
+    to.output.positions = static_cast<int>(slab.positions());
+    to.output.first_tile = static_cast<int>(moment_tiles);
+    for (int axis = 0; axis < 3; ++axis) {
+      to.output.origin[axis] = static_cast<int>(slab.origin[axis]);
+      to.tap_begin[axis] = static_cast<int>(slab.tap_begin[axis]);
+      to.taps[axis] = static_cast<int>(slab.taps[axis]);
+      kernel_params.kernel[axis] = static_cast<int>(problem.kernel[axis]);
+    }
+    const std::int64_t pos_tiles = ceil_div(slab.positions(), Traits::BLK_POS);
+    to.pos_tiles = static_cast<int>(pos_tiles);
+    to.first_tile = static_cast<int>(num_tiles);
+    num_tiles += problem.n * pos_tiles * k_tiles;
+    moment_tiles += ceil_div(slab.positions(), Traits::WG_POS);
+  }
+  if (std::max(num_tiles, problem.positions()) > std::numeric_limits<int>::max() - Traits::BLK_POS) {
     throw std::logic_error("upconv3d: the SM90 plan counts tiles and positions in 32 bit; got " +
                            std::to_string(num_tiles) + " tiles for " + describe(problem) +
                            ". select_plan must choose another plan.");
   }
-
-  ConvTransposeKernelParams<Traits> kernel_params;
-  const void* const x[2] = {params.x_hi, params.x_lo};
-  const void* const w[2] = {params.w_hi, params.w_lo};
-  for (int split = 0; split < Traits::SPLITS; ++split) {
-    kernel_params.x[split] = encode_x_im2col(problem, operand, x[split], BLK_POS, Traits::BLK_C);
-    kernel_params.w[split] = encode_w(problem, operand, w[split], BLK_K, Traits::BLK_C);
-  }
-  using Epilogue = typename Traits::Epilogue;
-  kernel_params.epilogue = {
-      encode_a(problem, activation, params.a, Epilogue::kStagePositions, Epilogue::kPanelChannels),
-      static_cast<const Activation*>(params.bias),
-      params.unscale_sample,
-      params.unscale_column,
-      reinterpret_cast<float2*>(params.part),
-      static_cast<int>(problem.k),
-      static_cast<int>(positions),
-      static_cast<int>(ceil_div(positions, Traits::WG_POS))};
   const Extent3 out = problem.out();
-  for (int axis = 0; axis < 3; ++axis) {
-    kernel_params.kernel[axis] = static_cast<int>(problem.kernel[axis]);
-    kernel_params.out[axis] = static_cast<int>(out[axis]);
-    kernel_params.low_corner[axis] = static_cast<int>(problem.padding[axis] - (problem.kernel[axis] - 1));
-  }
+  kernel_params.epilogue = {static_cast<typename Traits::Activation*>(params.a),
+                            static_cast<const typename Traits::Activation*>(params.bias),
+                            params.unscale_sample,
+                            params.unscale_column,
+                            reinterpret_cast<float2*>(params.part),
+                            params.counts,
+                            {static_cast<int>(out[0]), static_cast<int>(out[1]), static_cast<int>(out[2])},
+                            static_cast<int>(problem.k),
+                            static_cast<int>(moment_tiles)};
   kernel_params.c_blocks = static_cast<int>(ceil_div(problem.c, Traits::BLK_C));
   kernel_params.k_tiles = static_cast<int>(k_tiles);
-  kernel_params.pos_tiles = static_cast<int>(pos_tiles);
   kernel_params.num_tiles = static_cast<int>(num_tiles);
+  return kernel_params;
+}
 
+/// Launches one persistent block per multiprocessor.
+template <class Operand, int PRODUCTS, class Activation, int BLK_K, int BLK_POS>
+void launch_conv_transpose_relu_moments_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
+  using Traits = ConvTransposeTraitsSm90<Operand, PRODUCTS, Activation, BLK_K, BLK_POS>;
+  const DType operand = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
+  const DType activation = std::is_same_v<Activation, float> ? DType::kFloat32 : operand;
+  const auto kernel_params = make_kernel_params<Traits>(params, operand, activation);
   const auto kernel = conv_transpose_relu_moments_sm90<Traits>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::SMEM_BYTES),
         "reserving shared memory for conv_transpose_relu_moments_sm90");
-  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(num_tiles, params.sm_count));
+  const int blocks = std::min(kernel_params.num_tiles, params.sm_count);
   kernel<<<blocks, Traits::THREADS, Traits::SMEM_BYTES, stream>>>(kernel_params);
   check_launch("conv_transpose_relu_moments_sm90");
 }

@@ -24,6 +24,8 @@ struct ConvTransposeParams {
   const std::int32_t* unscale_column = nullptr;  // [K] exponents, or null
   void* a = nullptr;                             // [N,Z,P,Q,K] activation dtype, written: relu(conv + bias)
   float* part = nullptr;                         // [N,tiles,K,2] written: (mean, M2) of a as stored
+  std::int32_t* counts = nullptr;                // [tiles] written: positions behind each partial moment
+  int split_axes = 0;                            // axes along which borders are cut off, see border_slabs
   int sm_count = 0;                              // blocks of the persistent grid
 };
 

@@ -16,6 +16,7 @@
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/epilogue/thread/activation.h"
+#include "cutlass/fast_math.h"
 #include "cutlass/numeric_conversion.h"
 
 namespace upconv3d::cuda {
@@ -62,21 +63,31 @@ CUTLASS_DEVICE float power_of_two(int e) {
 /// What the epilogue reads and writes besides the accumulators.
 template <class Activation>
 struct EpilogueParams {
-  CUtensorMap a;                       // [N,Z*P*Q,K] Activation, box 128 bytes of K x kStagePositions
+  Activation* a;                       // [N,Z,P,Q,K]
   Activation const* bias;              // [K] Activation, or null
   std::int32_t const* unscale_sample;  // [N] exponents, or null
   std::int32_t const* unscale_column;  // [K] exponents, or null
   float2* part;                        // [N,tiles,K] (mean, M2)
+  std::int32_t* counts;                // [tiles] positions behind each partial moment
+  int out[3];                          // Z,P,Q
   int k;                               // output channels
-  int positions;                       // Z*P*Q
-  int tiles;                           // ceil(positions / WG_POS)
+  int tiles;                           // of a sample: WG_POS positions of one slab each
+};
+
+/// The slab that a tile belongs to.
+struct EpilogueSlab {
+  CUtensorMap a;                      // [N,slab positions,K] Activation, box kPanelChannels x kStagePositions
+  cutlass::FastDivmod width, height;  // of the slab along Q and P
+  int origin[3];                      // its first z,p,q
+  int positions;                      // of the slab
+  int first_tile;                     // of the slab's partial moments
 };
 
 /// Origin of one warpgroup's accumulators.
 struct EpilogueCoord {
   int n;         // sample
   int channel;   // first of 64 output channels
-  int position;  // first of WG_POS positions; may lie beyond the sample
+  int position;  // first of WG_POS positions within the slab; may lie beyond it
 };
 
 template <class Activation_, int WG_POS_, class ActivationFn_ = ReluActivation>
@@ -100,16 +111,18 @@ struct ReluMomentsEpilogue {
   /// Consumes acc ((2,2,WG_POS/8),1,1); `staging` is this warpgroup's kBytes, 1024-byte aligned; `barrier_id`
   /// names a barrier of this warpgroup's 128 threads.
   template <class Accumulator>
-  CUTLASS_DEVICE static void run(EpilogueParams<Activation> const& params, EpilogueCoord const& coord,
-                                 Accumulator const& acc, char* staging, int barrier_id) {
+  CUTLASS_DEVICE static void run(EpilogueParams<Activation> const& params, EpilogueSlab const& slab,
+                                 EpilogueCoord const& coord, Accumulator const& acc, char* staging,
+                                 int barrier_id) {
     Pair values[2][kBlocks];
     activate(params, coord, acc, values);
-    store(params, coord, values, staging, barrier_id);
-    int const valid = min(WG_POS, params.positions - coord.position);
+    store(params, slab, coord, values, staging, barrier_id);
+    int const tile = slab.first_tile + coord.position / WG_POS;
+    int const valid = min(WG_POS, slab.positions - coord.position);
     if (valid == WG_POS) {
-      write_moments<false>(params, coord, values, valid);
+      write_moments<false>(params, coord, values, tile, valid);
     } else if (valid > 0) {
-      write_moments<true>(params, coord, values, valid);
+      write_moments<true>(params, coord, values, tile, valid);
     }
   }
 
@@ -155,8 +168,9 @@ struct ReluMomentsEpilogue {
 
   /// Transposes through shared memory to rows of channels and stores them by TMA, clipped at the sample's
   /// end.
-  CUTLASS_DEVICE static void store(EpilogueParams<Activation> const& params, EpilogueCoord const& coord,
-                                   Values const& values, char* staging, int barrier_id) {
+  CUTLASS_DEVICE static void store(EpilogueParams<Activation> const& params, EpilogueSlab const& slab,
+                                   EpilogueCoord const& coord, Values const& values, char* staging,
+                                   int barrier_id) {
     bool const leader = threadIdx.x % 128 == 0;
     CUTLASS_PRAGMA_UNROLL
     for (int stage = 0; stage < WG_POS / kStagePositions; ++stage) {
@@ -170,18 +184,42 @@ struct ReluMomentsEpilogue {
       }
       cute::tma_store_fence();
       cutlass::arch::NamedBarrier::sync(128, barrier_id);
-      if (leader) {
-        int const position = coord.position + stage * kStagePositions;
+      int const position = coord.position + stage * kStagePositions;
+      if (position + kStagePositions > slab.positions) {
+        store_tail(params, slab, coord, position, buffer);
+      } else if (leader) {
+        int w, h;
+        int const d = slab.height.divmod(h, slab.width.divmod(w, position));
         CUTLASS_PRAGMA_UNROLL
         for (int panel = 0; panel < kPanels; ++panel) {
           int const channel = coord.channel + panel * kPanelChannels;
-          if (position < params.positions && channel < params.k) {
-            cute::SM90_TMA_STORE_3D::copy(&params.a, buffer + panel * (kStageBytes / kPanels), channel,
-                                          position, coord.n);
+          if (channel < params.k) {
+            cute::SM90_TMA_STORE_IM2COL_5D::copy(&slab.a, buffer + panel * (kStageBytes / kPanels), channel,
+                                                 w, h, d, coord.n);
           }
         }
-        cute::tma_store_arrive();
       }
+      if (leader) cute::tma_store_arrive();  // a group per stage, empty or not: the wait above counts them
+    }
+  }
+
+  /// Stores the positions of a staging buffer that lie within the slab, 16 bytes of channels at a time.
+  CUTLASS_DEVICE static void store_tail(EpilogueParams<Activation> const& params, EpilogueSlab const& slab,
+                                        EpilogueCoord const& coord, int first_position, char const* buffer) {
+    constexpr int kVectorChannels = 16 / int(sizeof(Activation));
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = threadIdx.x % 128; i < kStageBytes / 16; i += 128) {
+      int const line = i / 8;  // of 128 bytes: one position of one panel
+      int const row = line % kStagePositions;
+      int const channel = coord.channel + line / kStagePositions * kPanelChannels + i % 8 * kVectorChannels;
+      if (first_position + row >= slab.positions || channel >= params.k) continue;
+      int q, p;
+      int const z = slab.height.divmod(p, slab.width.divmod(q, first_position + row)) + slab.origin[0];
+      std::int64_t const plane =
+          (std::int64_t(coord.n) * params.out[0] + z) * params.out[1] + p + slab.origin[1];
+      std::int64_t const pixel = plane * params.out[2] + q + slab.origin[2];
+      *reinterpret_cast<uint4*>(params.a + pixel * params.k + channel) =
+          *reinterpret_cast<uint4 const*>(buffer + line * 128 + ((i % 8) ^ (row % 8)) * 16);
     }
   }
 
@@ -232,7 +270,8 @@ struct ReluMomentsEpilogue {
   /// practice.
   template <bool kMasked>
   CUTLASS_DEVICE static void write_moments(EpilogueParams<Activation> const& params,
-                                           EpilogueCoord const& coord, Values const& values, int valid) {
+                                           EpilogueCoord const& coord, Values const& values, int tile,
+                                           int valid) {
     int const lane = threadIdx.x % 32;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
@@ -258,8 +297,10 @@ struct ReluMomentsEpilogue {
       moments.merge_quad();
       int const channel = coord.channel + row() + 8 * j;
       if (lane % 4 == 0 && channel < params.k) {
-        std::int64_t const tile = std::int64_t(coord.n) * params.tiles + coord.position / WG_POS;
-        params.part[tile * params.k + channel] = make_float2(moments.mean, moments.m2);
+        std::int64_t const row_of_part = std::int64_t(coord.n) * params.tiles + tile;
+        params.part[row_of_part * params.k + channel] = make_float2(moments.mean, moments.m2);
+        // The same in every sample and channel: one thread of the first ones says it.
+        if (coord.n == 0 && channel == 0) params.counts[tile] = valid;
       }
     }
   }

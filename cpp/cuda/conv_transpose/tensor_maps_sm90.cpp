@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -61,42 +62,42 @@ constexpr cuuint32_t kUnitStrides[5] = {1, 1, 1, 1, 1};
 
 }  // namespace
 
-CUtensorMap encode_x_im2col(const Problem& problem, DType operand, const void* x, int box_positions,
-                            int box_channels) {
-  static const auto encode = driver_function<EncodeIm2col>("cuTensorMapEncodeIm2col");
-  const auto [depth, height, width] = problem.in;
-  const cuuint64_t pixel = static_cast<cuuint64_t>(problem.c * size_of(operand));
-  // Innermost axis first, as TMA counts: C,W,H,D,N; the byte stride of C is implied.
-  const cuuint64_t extents[5] = {static_cast<cuuint64_t>(problem.c), static_cast<cuuint64_t>(width),
-                                 static_cast<cuuint64_t>(height), static_cast<cuuint64_t>(depth),
-                                 static_cast<cuuint64_t>(problem.n)};
-  const cuuint64_t strides[4] = {pixel, pixel * extents[1], pixel * extents[1] * extents[2],
-                                 pixel * extents[1] * extents[2] * extents[3]};
-  int lower[3], upper[3];
-  for (int axis = 0; axis < 3; ++axis) {
-    lower[axis] = static_cast<int>(problem.padding[2 - axis] - (problem.kernel[2 - axis] - 1));
-    upper[axis] = static_cast<int>(-problem.padding[2 - axis]);
-  }
-  CUtensorMap map;
-  check_encoded(encode(&map, tensor_map_type(operand), 5, const_cast<void*>(x), extents, strides, lower,
-                       upper, static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_positions),
-                       kUnitStrides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-                "x", problem);
-  return map;
-}
-
 namespace {
 
-CUtensorMap encode_tiled_3d(const char* tensor, const Problem& problem, DType dtype, void* data,
-                            const cuuint64_t (&extents)[3], const cuuint32_t (&box)[3],
-                            CUtensorMapL2promotion promotion) {
-  static const auto encode = driver_function<EncodeTiled>("cuTensorMapEncodeTiled");
-  const cuuint64_t row = extents[0] * static_cast<cuuint64_t>(size_of(dtype));
-  const cuuint64_t strides[2] = {row, row * extents[1]};
+/// An im2col descriptor over a box of a dense [N,D,H,W,C] tensor.
+struct Im2colBox {
+  Extent3 volume;         // D,H,W of the tensor
+  std::int64_t channels;  // C
+  Extent3 origin;         // of the box
+  Extent3 extent;
+  Extent3 lower, upper;  // corners of the bounding box, relative to the box
+};
+
+CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtype, void* data,
+                          const Im2colBox& box, int box_positions, int box_channels,
+                          CUtensorMapL2promotion promotion) {
+  static const auto encode = driver_function<EncodeIm2col>("cuTensorMapEncodeIm2col");
+  const auto& [depth, height, width] = box.volume;
+  const std::int64_t pixel = box.channels * size_of(dtype);
+  // Innermost axis first, as TMA counts: C,W,H,D,N; the byte stride of C is implied.
+  const cuuint64_t extents[5] = {static_cast<cuuint64_t>(box.channels),
+                                 static_cast<cuuint64_t>(box.extent[2]),
+                                 static_cast<cuuint64_t>(box.extent[1]),
+                                 static_cast<cuuint64_t>(box.extent[0]), static_cast<cuuint64_t>(problem.n)};
+  const cuuint64_t strides[4] = {static_cast<cuuint64_t>(pixel), static_cast<cuuint64_t>(pixel * width),
+                                 static_cast<cuuint64_t>(pixel * width * height),
+                                 static_cast<cuuint64_t>(pixel * width * height * depth)};
+  int lower[3], upper[3];
+  for (int axis = 0; axis < 3; ++axis) {
+    lower[axis] = static_cast<int>(box.lower[2 - axis]);
+    upper[axis] = static_cast<int>(box.upper[2 - axis]);
+  }
+  char* const first =
+      static_cast<char*>(data) + ((box.origin[0] * height + box.origin[1]) * width + box.origin[2]) * pixel;
   CUtensorMap map;
-  check_encoded(encode(&map, tensor_map_type(dtype), 3, data, extents, strides, box, kUnitStrides,
-                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+  check_encoded(encode(&map, tensor_map_type(dtype), 5, first, extents, strides, lower, upper,
+                       static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_positions),
+                       kUnitStrides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
                 tensor, problem);
   return map;
@@ -104,20 +105,46 @@ CUtensorMap encode_tiled_3d(const char* tensor, const Problem& problem, DType dt
 
 }  // namespace
 
-CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels) {
-  return encode_tiled_3d("w", problem, operand, const_cast<void*>(w),
-                         {static_cast<cuuint64_t>(problem.c), static_cast<cuuint64_t>(problem.k),
-                          static_cast<cuuint64_t>(volume(problem.kernel))},
-                         {static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_k), 1},
-                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+SlabInput encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
+                            int box_positions, int box_channels) {
+  Im2colBox box{problem.in, problem.c, {}, {}, {}, {}};
+  SlabInput input;
+  for (int axis = 0; axis < 3; ++axis) {
+    // first and last input coordinate that the slab's windows touch, and what of that is inside the volume
+    const std::int64_t first =
+        slab.origin[axis] + problem.padding[axis] - (problem.kernel[axis] - 1) + slab.tap_begin[axis];
+    const std::int64_t last = first + slab.extent[axis] - 1 + slab.taps[axis] - 1;
+    box.origin[axis] = std::max<std::int64_t>(first, 0);
+    box.extent[axis] = std::min(last, problem.in[axis] - 1) - box.origin[axis] + 1;
+    box.lower[axis] = first - box.origin[axis];
+    box.upper[axis] = box.lower[axis] + slab.extent[axis] - box.extent[axis];
+    input.corner[axis] = static_cast<int>(box.lower[axis]);
+  }
+  input.x = encode_im2col("x", problem, operand, const_cast<void*>(x), box, box_positions, box_channels,
+                          CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+  return input;
 }
 
-CUtensorMap encode_a(const Problem& problem, DType activation, void* a, int box_positions, int box_k) {
-  return encode_tiled_3d("relu(conv)", problem, activation, a,
-                         {static_cast<cuuint64_t>(problem.k), static_cast<cuuint64_t>(problem.positions()),
-                          static_cast<cuuint64_t>(problem.n)},
-                         {static_cast<cuuint32_t>(box_k), static_cast<cuuint32_t>(box_positions), 1},
-                         CU_TENSOR_MAP_L2_PROMOTION_NONE);
+CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType activation, void* a,
+                               int box_positions, int box_k) {
+  const Im2colBox box{problem.out(), problem.k, slab.origin, slab.extent, {}, {}};
+  return encode_im2col("relu(conv)", problem, activation, a, box, box_positions, box_k,
+                       CU_TENSOR_MAP_L2_PROMOTION_NONE);
+}
+
+CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels) {
+  static const auto encode = driver_function<EncodeTiled>("cuTensorMapEncodeTiled");
+  const cuuint64_t row = static_cast<cuuint64_t>(problem.c * size_of(operand));
+  const cuuint64_t extents[3] = {static_cast<cuuint64_t>(problem.c), static_cast<cuuint64_t>(problem.k),
+                                 static_cast<cuuint64_t>(volume(problem.kernel))};
+  const cuuint64_t strides[2] = {row, row * extents[1]};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_k), 1};
+  CUtensorMap map;
+  check_encoded(encode(&map, tensor_map_type(operand), 3, const_cast<void*>(w), extents, strides, box,
+                       kUnitStrides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+                "w", problem);
+  return map;
 }
 
 }  // namespace upconv3d::cuda

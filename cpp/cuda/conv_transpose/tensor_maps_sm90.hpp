@@ -9,23 +9,34 @@
 
 #include <cstdint>
 
+#include "core/border_slabs.hpp"
 #include "core/problem.hpp"
 
 namespace upconv3d::cuda {
 
-/// x [N,D,H,W,C] 16 bit, read by TMA im2col: `box_positions` output positions x `box_channels` channels.
+/// What a slab's producer needs beside the descriptor of x: where, in the descriptor's own coordinates, the
+/// window of the slab's first position begins along D,H,W (0 or, where padding is read, negative).
+struct SlabInput {
+  CUtensorMap x;
+  int corner[3];
+};
+
+/// The part of x [N,D,H,W,C] 16 bit that a slab reads, for TMA im2col: `box_positions` output positions x
+/// `box_channels` channels.
 ///
 /// At stride 1 a transposed convolution gathers x at z + padding - t. With the flipped tap t' = T-1-t that is
-/// a plain convolution whose first pixel lies at padding - (T-1), the lower corner; the upper corner is
-/// -padding, so that the bounding box holds Z*P*Q base pixels per sample.
-CUtensorMap encode_x_im2col(const Problem& problem, DType operand, const void* x, int box_positions,
-                            int box_channels);
+/// a plain convolution. The descriptor spans just the input inside the volume, so that a slab cut off at a
+/// border reads nothing out of bounds, which costs im2col extra cycles; its corners make the bounding box
+/// hold the slab's positions of every sample, which im2col walks one after the other.
+SlabInput encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
+                            int box_positions, int box_channels);
 
 /// w [T*R*S,K,C] 16 bit, read in tiles of one tap x `box_k` output channels x `box_channels`.
 CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels);
 
-/// a [N,Z*P*Q,K], stored in tiles of one sample x `box_positions` x `box_k`: a tile that hangs over the end
-/// of its sample is clipped, so it never writes into the next one.
-CUtensorMap encode_a(const Problem& problem, DType activation, void* a, int box_positions, int box_k);
+/// A slab of a [N,Z,P,Q,K], stored in tiles of `box_positions` consecutive positions x `box_k` channels. The
+/// walk goes on from one sample's slab to the next one's: whole tiles of one sample only.
+CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType activation, void* a,
+                               int box_positions, int box_k);
 
 }  // namespace upconv3d::cuda

@@ -7,8 +7,8 @@
 ///
 /// A group's moments are the merged moments of tiles*(K/G) partials, all in double: per thread in chunks that
 /// stay in registers, then across the block as one many-way merge, mean = sum(count*mean)/sum(count) first
-/// and M2 = sum(M2 + count*(mean_i - mean)^2) second. Counts follow from the tile's index. Each order is
-/// fixed.
+/// and M2 = sum(M2 + count*(mean_i - mean)^2) second. Counts follow from the tile's index or are given. Each
+/// order is fixed.
 ///
 /// One block per (sample, group) where that is quick; else a group's partials are cut into segments, one
 /// block each, and a second kernel merges the segments' moments, kept in `scratch`.
@@ -40,14 +40,15 @@ constexpr std::int64_t kBlocksWanted = 512;
 template <class T>
 struct FinalizeArgs {
   GroupNormShape shape;
-  std::int64_t channels;  // of a group, K/G
-  std::int64_t segments;  // per group
-  const Stat<T>* part;    // [N,tiles,K,2] stat
-  const T* gamma;         // [K] T, or null
-  const T* beta;          // [K] T, or null
-  double eps;             // activation units squared
-  double* scratch;        // [N,G,segments,2] double, or null where segments is 1
-  Stat<T>* table;         // [3,N,K] stat
+  std::int64_t channels;       // of a group, K/G
+  std::int64_t segments;       // per group
+  const Stat<T>* part;         // [N,tiles,K,2] stat
+  const std::int32_t* counts;  // [tiles] positions of each tile, or null: all full but the last
+  const T* gamma;              // [K] T, or null
+  const T* beta;               // [K] T, or null
+  double eps;                  // activation units squared
+  double* scratch;             // [N,G,segments,3] double, or null where segments is 1
+  Stat<T>* table;              // [3,N,K] stat
 };
 
 struct DoubleMoments {
@@ -69,15 +70,6 @@ __device__ __forceinline__ std::int64_t segment_begin(const FinalizeArgs<T>& arg
   const std::int64_t partials = args.shape.tiles * args.channels;
   const std::int64_t share = partials / args.segments, extra = partials - share * args.segments;
   return segment * share + min(segment, extra);
-}
-
-/// Activations that the partials before `partial` stand for. Only the last tile may be short.
-template <class T>
-__device__ __forceinline__ double count_before(const FinalizeArgs<T>& args, std::int64_t partial) {
-  const std::int64_t whole = (args.shape.tiles - 1) * args.channels;
-  const std::int64_t last = args.shape.positions - (args.shape.tiles - 1) * args.shape.tile_positions;
-  return static_cast<double>(min(partial, whole) * args.shape.tile_positions +
-                             max(partial - whole, std::int64_t{0}) * last);
 }
 
 /// This thread's share of the partials [begin, end) of a group.
@@ -105,7 +97,11 @@ __device__ DoubleMoments merge_partials(const FinalizeArgs<T>& args, std::int64_
     for (int i = 0; i < kChunk; ++i, partial += kThreads) {
       const bool valid = partial < end;
       pair[i] = valid ? part[tile * k + channel] : Pair{};
-      count[i] = valid ? (tile == tiles - 1 ? last_count : tile_count) : 0.0;
+      if (args.counts != nullptr) {
+        count[i] = valid ? static_cast<double>(args.counts[tile]) : 0.0;
+      } else {
+        count[i] = valid ? (tile == tiles - 1 ? last_count : tile_count) : 0.0;
+      }
       tile += step_tile;
       channel += step_channel;
       if (channel >= args.channels) {
@@ -152,12 +148,13 @@ __device__ __forceinline__ double block_sum(double value, double* warp_sums) {
 
 /// Merges the threads' moments; every thread gets the result.
 template <int kThreads>
-__device__ __forceinline__ DoubleMoments merge_block(const DoubleMoments& own, double count) {
+__device__ __forceinline__ DoubleMoments merge_block(const DoubleMoments& own) {
+  __shared__ double counts[kThreads / 32];
   __shared__ double mean_sums[kThreads / 32];
   __shared__ double m2_sums[kThreads / 32];
   DoubleMoments merged;
-  merged.count = count;
-  merged.mean = block_sum<kThreads>(own.count * own.mean, mean_sums) / count;
+  merged.count = block_sum<kThreads>(own.count, counts);
+  merged.mean = block_sum<kThreads>(own.count * own.mean, mean_sums) / merged.count;
   const double delta = own.mean - merged.mean;
   merged.m2 = block_sum<kThreads>(own.m2 + (own.count * delta) * delta, m2_sums);
   return merged;
@@ -190,7 +187,7 @@ __global__ void __launch_bounds__(kThreads) group_norm_finalize_groups(const Fin
                      group = blockIdx.x - sample * args.shape.num_groups;
   const std::int64_t partials = args.shape.tiles * args.channels;
   const DoubleMoments own = merge_partials<kThreads>(args, sample, group, 0, partials);
-  write_table<kThreads>(args, sample, group, merge_block<kThreads>(own, count_before(args, partials)));
+  write_table<kThreads>(args, sample, group, merge_block<kThreads>(own));
 }
 
 template <class T>
@@ -201,12 +198,12 @@ __global__ void __launch_bounds__(kThreadsLarge) group_norm_merge_segments(const
   const std::int64_t begin = segment_begin(args, segment), end = segment_begin(args, segment + 1);
   const DoubleMoments own =
       merge_partials<kThreadsLarge>(args, sample, sample_group - sample * args.shape.num_groups, begin, end);
-  const DoubleMoments merged =
-      merge_block<kThreadsLarge>(own, count_before(args, end) - count_before(args, begin));
+  const DoubleMoments merged = merge_block<kThreadsLarge>(own);
   if (threadIdx.x != 0) return;
-  double* to = args.scratch + blockIdx.x * std::int64_t{2};
-  to[0] = merged.mean;
-  to[1] = merged.m2;
+  double* to = args.scratch + blockIdx.x * std::int64_t{3};
+  to[0] = merged.count;
+  to[1] = merged.mean;
+  to[2] = merged.m2;
 }
 
 template <class T>
@@ -217,15 +214,12 @@ __global__ void __launch_bounds__(kThreadsLarge, 1) group_norm_finalize_segments
                      group = blockIdx.x - sample * args.shape.num_groups;
   DoubleMoments own;
   if (threadIdx.x < args.segments) {
-    const double* from = args.scratch + (blockIdx.x * args.segments + threadIdx.x) * 2;
-    own.count = count_before(args, segment_begin(args, threadIdx.x + 1)) -
-                count_before(args, segment_begin(args, threadIdx.x));
-    own.mean = from[0];
-    own.m2 = from[1];
+    const double* from = args.scratch + (blockIdx.x * args.segments + threadIdx.x) * 3;
+    own.count = from[0];
+    own.mean = from[1];
+    own.m2 = from[2];
   }
-  write_table<kThreadsLarge>(
-      args, sample, group,
-      merge_block<kThreadsLarge>(own, count_before(args, args.shape.tiles * args.channels)));
+  write_table<kThreadsLarge>(args, sample, group, merge_block<kThreadsLarge>(own));
 }
 
 }  // namespace
@@ -233,7 +227,7 @@ __global__ void __launch_bounds__(kThreadsLarge, 1) group_norm_finalize_segments
 std::int64_t finalize_scratch_bytes(const GroupNormShape& shape, DType) {
   const std::int64_t segments = segments_of(shape);
   if (segments == 1) return 0;
-  return shape.n * shape.num_groups * segments * 2 * static_cast<std::int64_t>(sizeof(double));
+  return shape.n * shape.num_groups * segments * 3 * static_cast<std::int64_t>(sizeof(double));
 }
 
 void launch_group_norm_finalize(const FinalizeParams& params, cudaStream_t stream) {
@@ -246,6 +240,7 @@ void launch_group_norm_finalize(const FinalizeParams& params, cudaStream_t strea
     args.channels = shape.k / shape.num_groups;
     args.segments = segments_of(shape);
     args.part = static_cast<const Stat<T>*>(params.part);
+    args.counts = params.counts;
     args.gamma = static_cast<const T*>(params.gamma);
     args.beta = static_cast<const T*>(params.beta);
     args.eps = params.eps;

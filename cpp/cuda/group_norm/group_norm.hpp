@@ -49,6 +49,8 @@ struct FinalizeParams {
   double eps = 0.0;               // activation units squared
   void* scratch = nullptr;        // finalize_scratch_bytes(shape, dtype)
   void* table = nullptr;          // [3,N,K] stat, written: mean, scale, shift
+  /// [tiles] positions behind each partial, where they do not follow from the tile's index; else null.
+  const std::int32_t* counts = nullptr;
 };
 std::int64_t finalize_scratch_bytes(const GroupNormShape& shape, DType dtype);
 void launch_group_norm_finalize(const FinalizeParams& params, cudaStream_t stream);

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/border_slabs.hpp"
+
+#include <algorithm>
+
+#include "core/index_math.hpp"
+
+namespace upconv3d {
+namespace {
+
+/// Neighbouring output coordinates of one axis that use the same flipped taps.
+struct Band {
+  std::int64_t origin, extent, tap_begin, taps;
+};
+
+std::vector<Band> bands_of(std::int64_t in, std::int64_t out, std::int64_t kernel, std::int64_t padding) {
+  std::vector<Band> bands;
+  for (std::int64_t o = 0; o < out; ++o) {
+    const std::int64_t window = o + padding - (kernel - 1);
+    const std::int64_t begin = std::max<std::int64_t>(0, -window);
+    const std::int64_t end = std::min(kernel, in - window);
+    if (!bands.empty() && bands.back().tap_begin == begin && bands.back().taps == end - begin) {
+      ++bands.back().extent;
+    } else {
+      bands.push_back({o, 1, begin, end - begin});
+    }
+  }
+  return bands;
+}
+
+}  // namespace
+
+std::vector<Slab> border_slabs(const Problem& problem, int split_axes) {
+  Slab rest;
+  rest.extent = problem.out();
+  rest.taps = problem.kernel;
+  std::vector<Slab> slabs;
+  for (int axis = 0; axis < split_axes; ++axis) {
+    const std::vector<Band> bands =
+        bands_of(problem.in[axis], rest.extent[axis], problem.kernel[axis], problem.padding[axis]);
+    const auto widest = std::max_element(bands.begin(), bands.end(),
+                                         [](const Band& a, const Band& b) { return a.extent < b.extent; });
+    const auto cut = [&](const Band& band) {
+      Slab slab = rest;
+      slab.origin[axis] = band.origin;
+      slab.extent[axis] = band.extent;
+      slab.tap_begin[axis] = band.tap_begin;
+      slab.taps[axis] = band.taps;
+      return slab;
+    };
+    for (auto band = bands.begin(); band != bands.end(); ++band) {
+      if (band != widest) slabs.push_back(cut(*band));
+    }
+    rest = cut(*widest);
+  }
+  slabs.push_back(rest);
+  std::stable_sort(slabs.begin(), slabs.end(),
+                   [](const Slab& a, const Slab& b) { return a.tap_count() > b.tap_count(); });
+  return slabs;
+}
+
+std::int64_t slab_tiles(const std::vector<Slab>& slabs, std::int64_t block_positions) {
+  std::int64_t tiles = 0;
+  for (const Slab& slab : slabs) tiles += ceil_div(slab.positions(), block_positions);
+  return tiles;
+}
+
+}  // namespace upconv3d

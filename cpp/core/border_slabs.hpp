@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// Output positions sorted by the taps that reach them.
+///
+/// Near a border, some taps of a transposed convolution read nothing but padding. A slab is a box of output
+/// positions that all use the same taps along the axes that were split, so that the others need not be
+/// multiplied at all.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/problem.hpp"
+
+namespace upconv3d {
+
+/// A box of output positions of one sample and the taps it needs. Taps are flipped, t' = T-1-t: position o
+/// reads input o + padding - (T-1) + t'.
+struct Slab {
+  Extent3 origin{};     // first z,p,q
+  Extent3 extent{};     // positions along z,p,q
+  Extent3 tap_begin{};  // first flipped tap along each axis
+  Extent3 taps{};       // flipped taps along each axis, at least 1
+
+  std::int64_t positions() const { return volume(extent); }
+  std::int64_t tap_count() const { return volume(taps); }
+};
+
+/// The slabs of a stride-1, dilation-1 problem; together they cover every output position once.
+///
+/// Borders are cut off along the first `split_axes` axes (0 to 3: none, depth, height, width), each from what
+/// the axis before left over: depth slabs span the whole height and width, height slabs the whole width.
+/// Sorted by falling tap count, so that tiles handed out in this order end with the cheap ones.
+std::vector<Slab> border_slabs(const Problem& problem, int split_axes);
+
+/// Slabs that one launch of the SM90 kernel takes, 12 KB of parameters: kernel 5 cut along all axes, kernel 7
+/// along two.
+inline constexpr int kMaxSlabs = 25;
+
+/// Tiles of `block_positions` that the slabs of one sample are cut into.
+std::int64_t slab_tiles(const std::vector<Slab>& slabs, std::int64_t block_positions);
+
+}  // namespace upconv3d
