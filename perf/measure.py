@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import shlex
 import statistics
@@ -120,8 +121,9 @@ def environment(device: torch.device) -> dict[str, Any]:
     import upconv3d
 
     here = Path(__file__).resolve().parent
-    commit = _output(["git", "rev-parse", "HEAD"], cwd=here)
-    changed = _output(["git", "status", "--porcelain", "--untracked-files=no"], cwd=here) if commit else None
+    # A copy without its history, as on a machine that only measures, is told its commit.
+    commit = os.environ.get("UPCONV3D_COMMIT") or _output(["git", "rev-parse", "HEAD"], cwd=here)
+    changed = _output(["git", "status", "--porcelain", "--untracked-files=no"], cwd=here)
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", "perf/bench.py", *sys.argv[1:]]),
