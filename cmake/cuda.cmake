@@ -3,7 +3,7 @@
 # Decides UPCONV3D_WITH_CUDA from UPCONV3D_CUDA, and how CUDA targets are compiled. Neither a GPU nor a CUDA
 # build of torch is needed; the CUDA runtime is linked statically and libcuda not at all.
 
-set(UPCONV3D_CUDA_MINIMUM 12.4)  # first nvcc with C++20 and CUTLASS 4.2's sm_90a code
+set(UPCONV3D_CUDA_MINIMUM 12.5)  # first with cudaGetDriverEntryPointByVersion
 
 if(NOT UPCONV3D_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "upconv3d: UPCONV3D_CUDA must be AUTO, ON or OFF; got ${UPCONV3D_CUDA}.")

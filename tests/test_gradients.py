@@ -193,3 +193,27 @@ def test_module_trains(device):
         losses.append(history)
     assert losses[0][-1] < losses[0][0]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_gradients_under_vmap_and_torch_function(device):
+    """requires_grad does not show there, and the shortcut past autograd must not be taken."""
+    block = shape_block("kernelbench-small", device=device, dtype=torch.float64)
+    torch.backends.cudnn.deterministic = True
+    xs = torch.stack([block.input, block.input * 0.5]).requires_grad_()
+    torch.func.vmap(lambda x: replace(block, input=x).ours())(xs).square().sum().backward()
+    apart = xs.detach().clone().requires_grad_()
+    sum(replace(block, input=x).ours().square().sum() for x in apart).backward()
+    torch.testing.assert_close(xs.grad, apart.grad)
+
+    scale = torch.ones((), device=device, dtype=torch.float64, requires_grad=True)
+
+    class Scaled(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            return (
+                result * scale if isinstance(result, torch.Tensor) and result.is_floating_point() else result
+            )
+
+    with Scaled():
+        y = block.ours()
+    assert y.requires_grad

@@ -197,3 +197,10 @@ def test_kernelbench_at_full_size(cuda):
 
 def test_build_config_is_what_the_module_reports():
     assert upconv3d.build_config()["kernels"]
+
+
+def test_from_modules_refuses_hooks():
+    """spectral_norm recomputes the weight in a hook that the block would not run."""
+    conv = torch.nn.utils.spectral_norm(torch.nn.ConvTranspose3d(4, 6, 2))
+    with pytest.raises(TypeError, match="forward hooks"):
+        upconv3d.ConvTranspose3dReLUGroupNorm.from_modules(conv, torch.nn.GroupNorm(2, 6))

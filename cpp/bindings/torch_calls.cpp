@@ -121,7 +121,7 @@ TensorDesc describe_tensor(const Tensor& tensor) {
   desc.dtype = dtype_text(options.dtype);
   desc.device = device_text(options.device_type, options.device_index);
   if (layout != aoti_torch_layout_strided()) {
-    desc.layout = "not strided";
+    desc.layout = concat("layout number ", layout);
     return desc;  // a sparse tensor has neither strides nor one data pointer
   }
   desc.strides = strides_of(tensor);

@@ -15,15 +15,15 @@ struct Band {
 
 std::vector<Band> bands_of(std::int64_t in, std::int64_t out, std::int64_t kernel, std::int64_t padding) {
   std::vector<Band> bands;
-  for (std::int64_t o = 0; o < out; ++o) {
+  for (std::int64_t o = 0; o < out;) {
     const std::int64_t window = o + padding - (kernel - 1);
     const std::int64_t begin = std::max<std::int64_t>(0, -window);
     const std::int64_t end = std::min(kernel, in - window);
-    if (!bands.empty() && bands.back().tap_begin == begin && bands.back().taps == end - begin) {
-      ++bands.back().extent;
-    } else {
-      bands.push_back({o, 1, begin, end - begin});
-    }
+    // A window inside the volume keeps all taps until its last one meets the far border.
+    const std::int64_t inside = window >= 0 ? in - kernel - window + 1 : 1;
+    const std::int64_t extent = std::clamp<std::int64_t>(inside, 1, out - o);
+    bands.push_back({o, extent, begin, end - begin});
+    o += extent;
   }
   return bands;
 }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "core/problem.hpp"
@@ -33,8 +34,13 @@ struct Slab {
 /// Sorted by falling tap count, so that tiles handed out in this order end with the cheap ones.
 std::vector<Slab> border_slabs(const Problem& problem, int split_axes);
 
-/// Slabs that one launch of the SM90 kernel takes, 12 KB of parameters: kernel 5 cut along all axes, kernel 7
-/// along two.
+/// The SM90 kernel's counters of tiles and positions are 32-bit; the margin is room for one step beyond the
+/// last tile.
+inline constexpr std::int64_t kMaxSm90Count =
+    std::numeric_limits<std::int32_t>::max() - (std::int64_t{1} << 16);
+
+/// Slabs that one launch of the SM90 kernel takes, 13 to 16 KB of parameters: kernel 5 cut along all axes,
+/// kernel 7 along two.
 inline constexpr int kMaxSlabs = 25;
 
 /// Tiles of `block_positions` that the slabs of one sample are cut into.

@@ -23,9 +23,6 @@ constexpr std::int64_t kIm2colMaxCorner = 15;
 constexpr std::int64_t kIm2colMaxOffset = 30;
 constexpr std::int64_t kChannelMultiple = 8;
 
-// TMA coordinates and the kernel's tile counters are 32-bit.
-constexpr std::int64_t kMax32Bit = std::numeric_limits<std::int32_t>::max();
-
 /// The variant family that a dtype runs on: what is multiplied, in how many products, and what is stored.
 struct Family {
   DType operand;
@@ -68,8 +65,8 @@ std::string sm90_shape_obstacle(const Problem& p) {
   }
   const Extent3 out = p.out();
   const std::int64_t largest = std::max({p.n, p.c, p.k, p.in[0], p.in[1], p.in[2], out[0], out[1], out[2]});
-  if (largest > kMax32Bit || p.positions() > kMax32Bit || volume(p.in) > kMax32Bit) {
-    return concat("an extent or the positions of a sample exceed 2^31 - 1, the kernel's 32-bit coordinates");
+  if (largest > kMaxSm90Count || p.positions() > kMaxSm90Count || volume(p.in) > kMaxSm90Count) {
+    return concat("an extent or the positions of a sample exceed the kernel's 32-bit coordinates");
   }
   return "";
 }
@@ -103,21 +100,24 @@ double tile_cycles(const Problem& p, const ConvInstance& instance, std::int64_t 
   return kTileCycles + mainloop + kEpilogueCyclesPerValue * bc * bp;
 }
 
-/// Estimated cycles of the convolution: whole waves of persistent blocks where all tiles cost the same; where
-/// they are handed out from the costliest to the cheapest, an even share and one tile of the cheapest kind.
+/// Estimated cycles of the convolution: those of block 0, which takes the first and costliest tile of every
+/// wave.
 double estimated_cycles(const Problem& p, const ConvInstance& instance, const std::vector<Slab>& slabs,
                         int sm_count) {
-  const double blocks = std::max(sm_count, 1);
+  const std::int64_t blocks = std::max(sm_count, 1);
   const std::int64_t k_tiles = ceil_div(p.k, instance.block_channels);
-  const auto tiles = [&](const Slab& slab) {
-    return static_cast<double>(
-        saturating_product(p.n, ceil_div(slab.positions(), instance.block_positions), k_tiles));
-  };
-  const double first = tile_cycles(p, instance, slabs.front().tap_count());
-  if (slabs.size() == 1) return std::ceil(tiles(slabs.front()) / blocks) * first;
-  double total = 0;
-  for (const Slab& slab : slabs) total += tiles(slab) * tile_cycles(p, instance, slab.tap_count());
-  return std::max(first, total / blocks + tile_cycles(p, instance, slabs.back().tap_count()));
+  double cycles = 0;
+  std::int64_t begin = 0;
+  for (const Slab& slab : slabs) {
+    const std::int64_t tiles =
+        saturating_product(p.n, ceil_div(slab.positions(), instance.block_positions), k_tiles);
+    if (tiles > kMaxSm90Count - begin) return std::numeric_limits<double>::infinity();
+    const std::int64_t waves =
+        ceil_div(begin + tiles, blocks) - ceil_div(begin, blocks);  // that begin in this slab
+    cycles += static_cast<double>(waves) * tile_cycles(p, instance, slab.tap_count());
+    begin += tiles;
+  }
+  return cycles;
 }
 
 /// Axes along which to cut borders off: the number with the least estimated time, 0 unless that gains.
@@ -131,6 +131,8 @@ int cheapest_split(const Problem& p, const ConvInstance& instance, int sm_count)
   if (best_cycles < kWorthwhileCycles) return 0;
   best_cycles *= kWorthwhileGain;
   for (int axes = 1; axes <= 3; ++axes) {
+    // A slab's box begins at the first input it reads: its upper corner is 1 - kernel.
+    if (p.kernel[axes - 1] - 1 > -kIm2colMinCorner) break;
     const std::vector<Slab> slabs = border_slabs(p, axes);
     if (slabs.size() == 1 || slabs.size() > static_cast<std::size_t>(kMaxSlabs)) continue;
     const double cycles = estimated_cycles(p, instance, slabs, sm_count);
@@ -151,7 +153,7 @@ std::optional<ConvInstance> cheapest_instance(const Problem& p, const Device& de
   double best_cycles = std::numeric_limits<double>::infinity();
   for (const ConvInstance& instance : instances) {
     if (!instance.compiled || instance.operand != family.operand || instance.products != family.products ||
-        instance.activation != family.activation || tile_count(p, instance) > kMax32Bit) {
+        instance.activation != family.activation || tile_count(p, instance) > kMaxSm90Count) {
       continue;
     }
     const double cycles = estimated_cycles(p, instance, whole, device.sm_count);
@@ -174,7 +176,9 @@ std::string sm90_obstacle(const Problem& p, const Device& device, const std::vec
   std::string obstacle = sm90_shape_obstacle(p);
   if (!obstacle.empty()) return obstacle;
   instance = cheapest_instance(p, device, instances);
-  if (!instance) return concat("this build has no kernel for ", family_text(family_of(p)), " on arch 90a");
+  if (!instance)
+    return concat("this build has no kernel for ", family_text(family_of(p)),
+                  " on arch 90a that can count this block's tiles");
   return "";
 }
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _C
 from ._facts import block_facts
-from .functional import IntOrTriple, resolve_precision, triple
+from .functional import IntOrTriple, check_kinds, integer, resolve_precision, triple
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ def explain(
     Args and Raises: those of conv_transpose3d_relu_group_norm; only sizes, strides, dtypes, devices and the
     alignment of input are read.
     """
+    check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
     facts = block_facts(
         input,
         weight,
@@ -107,9 +108,9 @@ def explain(
         triple(stride, "stride"),
         triple(padding, "padding"),
         triple(output_padding, "output_padding"),
-        groups,
+        integer(groups, "groups"),
         triple(dilation, "dilation"),
-        num_groups,
+        integer(num_groups, "num_groups"),
         norm_weight,
         norm_bias,
         eps,

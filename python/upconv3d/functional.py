@@ -2,19 +2,26 @@
 """The block as a function."""
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 IntOrTriple = int | Sequence[int]
+
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 _op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
 # What the property torch.backends.cudnn.conv.fp32_precision calls: 0.14 us where the property takes 1.1 us.
 _fp32_precision = torch._C._get_fp32_precision_getter
 _any_requires_grad = torch._C._any_requires_grad
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
+_has_torch_function = torch._C._has_torch_function
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -41,38 +48,74 @@ def resolve_precision(input: Tensor, precision: str | None) -> str:
     )
 
 
+def integer(value: Any, name: str) -> Any:
+    """An int or SymInt from anything with __index__.
+
+    Raises: TypeError where value is none (bool too); ValueError beyond 64 bit.
+    """
+    found = value if type(value) is int else _integer(value)
+    if found is None:
+        raise TypeError(
+            f"upconv3d: {name} must be an integer; got {name}={value!r} ({type(value).__name__})."
+        )
+    if type(found) is int and not _INT64_MIN <= found <= _INT64_MAX:
+        raise ValueError(f"upconv3d: {name} must fit in 64 bit; got {name}={found}.")
+    return found
+
+
 def triple(value: IntOrTriple, name: str) -> Sequence[int]:
     """Three values, depth first, from an int or from a list of 1 or 3, as F.conv_transpose3d takes them.
 
     Raises:
         TypeError: not an integer and not a sequence of integers.
+        ValueError: an integer beyond 64 bit.
         RuntimeError: a sequence of another length.
     """
     if type(value) is int:
-        return (value, value, value)
-    if type(value) is tuple and len(value) == 3:
+        if _INT64_MIN <= value <= _INT64_MAX:
+            return (value, value, value)
+    elif (
+        type(value) is tuple
+        and len(value) == 3
+        and all(type(v) is int for v in value)
+        and min(value) >= _INT64_MIN
+        and max(value) <= _INT64_MAX
+    ):
         return value
     return _triple_of_sequence(value, name)
 
 
+def _integer(value: Any) -> Any:
+    """An int or SymInt of anything with __index__, as NumPy's integers; None of all else, bool too."""
+    if isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def _triple_of_sequence(value: Any, name: str) -> Sequence[int]:
-    if isinstance(value, (int, torch.SymInt)):
-        return (value, value, value)  # type: ignore[return-value]
-    if not isinstance(value, (tuple, list, torch.Size)) or not all(
-        isinstance(v, (int, torch.SymInt)) for v in value
-    ):
+    one = _integer(value)
+    if one is not None:
+        return (integer(one, name),) * 3
+    values = [_integer(v) for v in value] if isinstance(value, (tuple, list)) else [None]
+    if any(v is None for v in values):
         raise TypeError(
             f"upconv3d: {name} must be an integer or a list of integers; got {name}={value!r} "
             f"({type(value).__name__})."
         )
-    if len(value) == 1:
-        return (value[0], value[0], value[0])
-    if len(value) != 3:
+    checked: list[int] = [integer(v, name) for v in values]
+    if len(checked) == 1:
+        return (checked[0],) * 3
+    if len(values) != 3:
         raise RuntimeError(
             f"upconv3d: {name} must be one integer or three, for depth, height and width; "
-            f"got {name}={list(value)}."
+            f"got {name}={values}."
         )
-    return tuple(value)
+    return tuple(checked)
 
 
 def _check_values_per_group(
@@ -86,8 +129,10 @@ def _check_values_per_group(
     num_groups: int,
 ) -> None:
     """Raises F.group_norm's ValueError where a norm group holds one value: it has no variance."""
-    if weight.dim() != 5 or weight.size(1) * groups != num_groups:
+    if weight.dim() != 5 or weight.size(1) * groups != num_groups or num_groups < 1:
         return
+    if weight.size(0) != input.size(-4):
+        return  # the operator says what is wrong
     for axis in range(3):
         extent = (
             (input.size(axis - 3) - 1) * stride[axis]
@@ -101,6 +146,52 @@ def _check_values_per_group(
         f"upconv3d: a norm group needs more than one value; got num_groups={num_groups}, which is also the "
         f"number of output channels, for one sample with a single output position. Remedy: fewer norm groups."
     )
+
+
+def check_kinds(input: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias: Any, eps: float) -> None:
+    """What the operator's schema would refuse in its own words, and dtypes with PyTorch's exception.
+
+    Raises: TypeError, NotImplementedError, ValueError.
+    """
+    if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
+        raise TypeError(
+            f"upconv3d: input and weight must be tensors; got {type(input).__name__} and "
+            f"{type(weight).__name__}."
+        )
+    for name, vector in (("bias", bias), ("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if vector is not None and not isinstance(vector, Tensor):
+            raise TypeError(f"upconv3d: {name} must be a tensor or None; got {type(vector).__name__}.")
+    if input.dtype not in _DTYPES:
+        raise NotImplementedError(
+            f"upconv3d: input must be float32, bfloat16, float16 or float64; got input.dtype={input.dtype}. "
+            f"Convert it, and the other tensors with it."
+        )
+    # Comparisons, not math.isfinite: torch.compile traces them for a symbolic eps too.
+    if not -math.inf < eps < math.inf:
+        raise ValueError(f"upconv3d: eps must be a finite number (activation units squared); got eps={eps}.")
+
+
+def _refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
+    """Raises NotImplementedError where a tensor carries a tangent, which the operator would drop."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
+        if tangent is not None:
+            raise NotImplementedError(
+                "upconv3d: forward-mode AD (jvp, jacfwd, dual tensors) is not implemented; got an argument "
+                "with a tangent. Remedy: reverse mode, or PyTorch's three calls."
+            )
+
+
+def _refuse_functional_gradients(tensors: Sequence[Tensor | None]) -> None:
+    """Raises NotImplementedError under torch.func's grad, vjp, jacrev and what is built on them."""
+    for tensor in tensors:
+        if tensor is not None and torch._C._functorch.is_gradtrackingtensor(tensor):
+            raise NotImplementedError(
+                "upconv3d: torch.func's grad, vjp, jacrev and hessian are not implemented; got an argument "
+                "that one of them tracks. Remedy: torch.autograd, or PyTorch's three calls."
+            )
 
 
 def conv_transpose3d_relu_group_norm(
@@ -141,23 +232,21 @@ def conv_transpose3d_relu_group_norm(
 
     Raises:
         RuntimeError: shapes, strides, dtypes, devices or counts break a rule; states rule, value and remedy.
-        ValueError: unknown precision, eps not finite, or a norm group of one single value.
+        ValueError: unknown precision, eps not finite, an integer beyond 64 bit, or a norm group of one single
+            value.
         TypeError: an argument is of the wrong kind.
+        NotImplementedError: input's dtype is another one, or forward-mode AD or a gradient of torch.func is
+            asked for.
 
     Under autocast all tensors are cast to its dtype, as for conv_transpose3d alone; the result is float32 on
     CUDA and of that dtype on the CPU, as it is from the three calls.
 
     Source: GroupNorm, Wu & He, arXiv:1803.08494.
     """
-    if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
-        raise TypeError(
-            f"upconv3d: input and weight must be tensors; got {type(input).__name__} and "
-            f"{type(weight).__name__}."
-        )
+    check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
     precision = resolve_precision(input, precision)
-    # Comparisons, not math.isfinite: torch.compile traces them for a symbolic eps too.
-    if not -math.inf < eps < math.inf:
-        raise ValueError(f"upconv3d: eps must be a finite number (activation units squared); got eps={eps}.")
+    groups = integer(groups, "groups")
+    num_groups = integer(num_groups, "num_groups")
     stride = triple(stride, "stride")
     padding = triple(padding, "padding")
     output_padding = triple(output_padding, "output_padding")
@@ -180,8 +269,21 @@ def conv_transpose3d_relu_group_norm(
         eps,
         precision,
     )
-    # Autograd of a custom operator runs in Python: 11 us a call, also where there is nothing to record.
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and _any_requires_grad(*arguments)):
+    tensors = (input, weight, bias, norm_weight, norm_bias)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(tensors)
+    transforms = _transforms_active()
+    if transforms:
+        _refuse_functional_gradients(tensors)
+    # Autograd of a custom operator runs in Python: 11 us a call, also where there is nothing to record. It is
+    # needed where requires_grad does not say so: under torch.func's transforms, and where Python of the
+    # caller's (__torch_function__) runs instead of the operator.
+    if (
+        torch.compiler.is_compiling()
+        or transforms
+        or _has_torch_function(tensors)
+        or (torch.is_grad_enabled() and _any_requires_grad(*arguments))
+    ):
         y: Tensor = _op(*arguments)
         return y
     with _BelowAutograd():

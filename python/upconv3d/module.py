@@ -106,6 +106,15 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
                     f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
                     f"torch.nn.{expected.__name__}, and the block would not run it."
                 )
+        for name, module in (("conv_transpose", conv_transpose), ("group_norm", group_norm)):
+            if module._forward_pre_hooks or module._forward_hooks:
+                if name == "conv_transpose" and is_lazy(conv_transpose.weight):
+                    continue
+                raise TypeError(
+                    f"upconv3d: {name} has forward hooks (spectral_norm, weight_norm and prune of "
+                    f"torch.nn.utils add them), and the block would not run them. Remedy: "
+                    f"torch.nn.utils.parametrizations, or remove the hooks."
+                )
         if is_lazy(conv_transpose.weight):
             raise TypeError(
                 "upconv3d: conv_transpose has uninitialized parameters; run it once, or give in_channels, "

@@ -253,6 +253,20 @@ void test_border_slabs() {
   }
 }
 
+/// What select_plan cuts is within im2col's corners: a slab's upper corner is what its taps reach beyond it.
+void test_splits_within_im2col() {
+  for (const Extent3 kernel : {Extent3{19, 3, 3}, Extent3{3, 19, 1}, Extent3{18, 1, 1}, Extent3{17, 3, 3}}) {
+    Problem p = headline();
+    p.kernel = kernel;
+    p.padding = {kernel[0] / 2, kernel[1] / 2, kernel[2] / 2};
+    const Plan plan = select_plan(p, hopper(), all_compiled());
+    expect(plan.algorithm == Algorithm::kSm90ImplicitGemm, "long kernels run on the SM90 kernel");
+    for (int axis = 0; axis < plan.split_axes; ++axis) {
+      expect(kernel[axis] - 1 <= 16, concat("a cut axis keeps its corner within -16: ", describe(p)));
+    }
+  }
+}
+
 void test_library_selection() {
   const auto reason = [](const std::function<void(Problem&, Device&)>& change) {
     Problem p = headline();
@@ -290,6 +304,7 @@ int main() {
     upconv3d::test_formats();
     upconv3d::test_border_slabs();
     upconv3d::test_sm90_selection();
+    upconv3d::test_splits_within_im2col();
     upconv3d::test_library_selection();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());

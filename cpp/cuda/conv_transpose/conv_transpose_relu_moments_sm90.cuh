@@ -191,7 +191,7 @@ CUTLASS_DEVICE void load_tiles(ConvTransposeKernelParams<Traits> const& params,
               cute::SM90_TMA_LOAD_IM2COL_5D::copy(
                   &slab.x[split], barrier, shared.x + slot * (Traits::BLK_POS * Traits::BLK_C), c, w, h, d,
                   coord.n, std::uint16_t(s), std::uint16_t(r), std::uint16_t(t));
-              // Every block reads all of w for every tile: it is what must stay in L2.
+              // Every tile reads these channels' rows of w for all taps: w is what must stay in L2.
               cute::SM90_TMA_LOAD_3D::copy(
                   &params.w[split], barrier, std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
                   shared.w + slot * (Traits::BLK_K * Traits::BLK_C), c, coord.channel, tap);
@@ -387,10 +387,10 @@ ConvTransposeKernelParams<Traits> make_kernel_params(const ConvTransposeParams& 
     num_tiles += problem.n * pos_tiles * k_tiles;
     moment_tiles += ceil_div(slab.positions(), Traits::WG_POS);
   }
-  if (std::max(num_tiles, problem.positions()) > std::numeric_limits<int>::max() - Traits::BLK_POS) {
-    throw std::logic_error("upconv3d: the SM90 plan counts tiles and positions in 32 bit; got " +
-                           std::to_string(num_tiles) + " tiles for " + describe(problem) +
-                           ". select_plan must choose another plan.");
+  if (std::max(num_tiles, problem.positions()) > kMaxSm90Count) {
+    throw std::logic_error("upconv3d: the SM90 kernel counts up to " + std::to_string(kMaxSm90Count) +
+                           " tiles or positions; got " + std::to_string(num_tiles) + " tiles for " +
+                           describe(problem) + ". select_plan must choose another plan.");
   }
   const Extent3 out = problem.out();
   kernel_params.epilogue = {static_cast<typename Traits::Activation*>(params.a),

@@ -27,14 +27,15 @@ struct ReluActivation {
 };
 
 /// (count, mean, M2) of a set of values; merged by Chan, Golub & LeVeque (1979).
-struct Moments {
+struct QuadMoments {
   float count;
   float mean;
   float m2;
 
-  CUTLASS_DEVICE void merge(Moments const& other) {
+  CUTLASS_DEVICE void merge(QuadMoments const& other) {
+    // Lanes beyond the slab's end count nothing, but their mean is another sample's value, perhaps NaN.
+    if (other.count == 0.f) return;
     float const total = count + other.count;
-    if (total == 0.f) return;
     float const delta = other.mean - mean;
     float const share = other.count / total;
     mean += delta * share;
@@ -46,7 +47,7 @@ struct Moments {
   CUTLASS_DEVICE void merge_quad() {
     CUTLASS_PRAGMA_UNROLL
     for (int lane_mask = 1; lane_mask <= 2; lane_mask *= 2) {
-      Moments other;
+      QuadMoments other;
       other.count = __shfl_down_sync(0xffffffffu, count, lane_mask, 4);
       other.mean = __shfl_down_sync(0xffffffffu, mean, lane_mask, 4);
       other.m2 = __shfl_down_sync(0xffffffffu, m2, lane_mask, 4);
@@ -56,7 +57,7 @@ struct Moments {
 };
 
 /// 2^e for e within float's normal range, the nearest end of it otherwise.
-CUTLASS_DEVICE float power_of_two(int e) {
+CUTLASS_DEVICE float clamped_power_of_two(int e) {
   return __int_as_float((max(-126, min(127, e)) + 127) << 23);
 }
 
@@ -106,7 +107,7 @@ struct ReluMomentsEpilogue {
   static constexpr int kStages = 2;
   static constexpr int kStagePositions = kStageBytes / 128 / kPanels;
   static constexpr int kBytes = kStageBytes * kStages;  // per warpgroup
-  static_assert(WG_POS % kStagePositions == 0);
+  static_assert(WG_POS % (kStagePositions * kStages) == 0, "buffers must alternate from tile to tile too");
 
   /// Consumes acc ((2,2,WG_POS/8),1,1); `staging` is this warpgroup's kBytes, 1024-byte aligned; `barrier_id`
   /// names a barrier of this warpgroup's 128 threads.
@@ -149,8 +150,8 @@ struct ReluMomentsEpilogue {
       float scale[2] = {1.f, 1.f};
       if (!kHalfWidth && params.unscale_sample) {
         int const e = params.unscale_sample[coord.n] + (in_range ? params.unscale_column[channel] : 0);
-        scale[0] = power_of_two(e / 2);
-        scale[1] = power_of_two(e - e / 2);
+        scale[0] = clamped_power_of_two(e / 2);
+        scale[1] = clamped_power_of_two(e - e / 2);
       }
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
@@ -166,8 +167,8 @@ struct ReluMomentsEpilogue {
     }
   }
 
-  /// Transposes through shared memory to rows of channels and stores them by TMA, clipped at the sample's
-  /// end.
+  /// Transposes through shared memory to rows of channels and stores them by TMA. What hangs over the end of
+  /// the slab would reach the next sample, so the last positions are stored by threads.
   CUTLASS_DEVICE static void store(EpilogueParams<Activation> const& params, EpilogueSlab const& slab,
                                    EpilogueCoord const& coord, Values const& values, char* staging,
                                    int barrier_id) {
@@ -291,9 +292,10 @@ struct ReluMomentsEpilogue {
         }
       }
       float const mean_shift = count ? sum / float(count) : 0.f;
-      float const m2 = sum_squares - sum * mean_shift;
+      // Squares that overflow are a variance of Inf, not Inf - Inf.
+      float const m2 = isinf(sum_squares) ? sum_squares : sum_squares - sum * mean_shift;
       // A comparison, not fmaxf: NaN must reach the variance.
-      Moments moments{float(count), pivot + mean_shift, m2 < 0.f ? 0.f : m2};
+      QuadMoments moments{float(count), pivot + mean_shift, m2 < 0.f ? 0.f : m2};
       moments.merge_quad();
       int const channel = coord.channel + row() + 8 * j;
       if (lane % 4 == 0 && channel < params.k) {

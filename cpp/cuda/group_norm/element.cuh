@@ -130,10 +130,6 @@ void with_element(DType dtype, Visit&& visit) {
       std::to_string(static_cast<int>(dtype)) + ". Convert the tensor first.");
 }
 
-inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
-
 /// Launches `blocks` blocks in one dimension, the only one that is not limited to 65535.
 /// \throws std::invalid_argument beyond 2^31 - 1 blocks, std::runtime_error where CUDA refuses.
 template <class Args>

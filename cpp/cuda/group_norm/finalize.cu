@@ -21,7 +21,7 @@
 namespace upconv3d::cuda {
 namespace {
 
-/// Threads of a block: a group of the headline shape (154 tiles x 16 channels) is one chunk of loads.
+/// Threads of a block: a group of the headline shape (158 tiles x 16 channels) is one chunk of loads.
 constexpr int kThreadsLarge = 512;
 
 /// Threads where a group has few partials, as with one group per channel: small blocks share a

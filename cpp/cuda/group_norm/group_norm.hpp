@@ -2,9 +2,10 @@
 /// \file
 /// GroupNorm in three stages, each a launcher: partial moments, finalize, normalize.
 ///
-/// Partial moments are (mean, M2) per (sample, tile, channel). Tile t covers the positions
-/// [t*tile_positions, min(positions, (t+1)*tile_positions)), so its count needs no storage. Merging follows
-/// Chan, Golub & LeVeque (1979) in a fixed order: the same bits on every run.
+/// Partial moments are (mean, M2) per (sample, tile, channel). A tile is a stretch of at most tile_positions
+/// positions. In the library plan tile t begins at t*tile_positions, so that its count needs no storage; in
+/// the SM90 plan tiles belong to slabs, and `counts` says how many positions each has. Merging follows Chan,
+/// Golub & LeVeque (1979) in a fixed order: the same bits on every run.
 ///
 /// Statistics are kept in float, or in double where the activation is float64 ("stat" below).
 #pragma once
@@ -22,8 +23,8 @@ struct GroupNormShape {
   std::int64_t k = 0;               // channels
   std::int64_t positions = 0;       // Z*P*Q
   std::int64_t num_groups = 1;      // divides k
-  std::int64_t tile_positions = 0;  // positions per partial moment
-  std::int64_t tiles = 0;           // ceil(positions / tile_positions)
+  std::int64_t tile_positions = 0;  // positions per partial moment, at most
+  std::int64_t tiles = 0;           // partial moments per (sample, channel)
 };
 
 /// relu_moments: partial moments of relu(c + bias), for convolutions whose epilogue is not ours.

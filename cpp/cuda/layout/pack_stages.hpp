@@ -37,7 +37,7 @@ inline dim3 grid_of(std::int64_t x, std::int64_t y, const char* kernel) {
   if (x > kMaxX || y > kMaxY) {
     throw std::invalid_argument("upconv3d: the grid of " + std::string(kernel) +
                                 " must be at most 2147483647 x 65535; got " + std::to_string(x) + " x " +
-                                std::to_string(y) + ". Split the batch into smaller calls.");
+                                std::to_string(y) + ". Use fewer input channels or a smaller batch.");
   }
   return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
 }
