@@ -270,6 +270,9 @@ def conv_transpose3d_relu_group_norm(
         precision,
     )
     tensors = (input, weight, bias, norm_weight, norm_bias)
+    if torch.compiler.is_dynamo_compiling():  # none of the questions below can be asked in a graph
+        traced: Tensor = _op(*arguments)
+        return traced
     if forward_ad._current_level >= 0:
         _refuse_tangents(tensors)
     transforms = _transforms_active()
