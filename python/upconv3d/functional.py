@@ -87,10 +87,10 @@ def triple(value: IntOrTriple, name: str) -> Sequence[int]:
 
 def _integer(value: Any) -> Any:
     """An int or SymInt of anything with __index__, as NumPy's integers; None of all else, bool too."""
-    if isinstance(value, torch.SymInt):
-        return value
     if isinstance(value, bool):
         return None
+    if isinstance(value, (int, torch.SymInt)):
+        return value
     try:
         return operator.index(value)
     except TypeError:
@@ -98,10 +98,8 @@ def _integer(value: Any) -> Any:
 
 
 def _triple_of_sequence(value: Any, name: str) -> Sequence[int]:
-    one = _integer(value)
-    if one is not None:
-        return (integer(one, name),) * 3
-    values = [_integer(v) for v in value] if isinstance(value, (tuple, list)) else [None]
+    # Sequences first: Dynamo of torch 2.11 cannot be asked whether a tuple is an integer.
+    values = [_integer(v) for v in (value if isinstance(value, (tuple, list)) else [value])]
     if any(v is None for v in values):
         raise TypeError(
             f"upconv3d: {name} must be an integer or a list of integers; got {name}={value!r} "
