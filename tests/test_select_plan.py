@@ -103,6 +103,8 @@ def test_family_per_dtype_and_precision(dtype, precision, family, layout):
     assert f"_sm90_{family}_" in plan.kernel
     assert plan.pack_x == (dtype == "float32" or layout == "NCDHW")
     assert plan.activation_in_y == (layout == "NDHWC")
+    packing = ("pack_weight", "pack_input", "repack") if dtype == "float32" else ("pack_operands",)
+    assert plan.stages[: len(packing) + 1] == (*packing, plan.kernel)
 
 
 ACCEPTED = {

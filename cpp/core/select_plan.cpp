@@ -196,10 +196,10 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   plan.split_axes = cheapest_split(p, instance, device.sm_count);
   plan.tiles = slab_tiles(border_slabs(p, plan.split_axes), plan.tile_positions);
   if (p.dtype == DType::kFloat32) {
-    plan.stages.insert(plan.stages.end(), {"absmax_input", "choose_input_exponents", "weight_reach"});
+    plan.stages = {"pack_weight", "pack_input", "repack"};
+  } else {
+    plan.stages = {"pack_operands"};
   }
-  plan.stages.push_back("pack_weight");
-  if (plan.pack_x) plan.stages.push_back("pack_input");
   plan.stages.push_back(instance.name);
   plan.stages.push_back("group_norm_finalize");
   plan.stages.push_back("group_norm_normalize");

@@ -13,38 +13,55 @@
 
 namespace upconv3d::cuda {
 
+/// Which powers of two multiply an operand.
+enum class Scaling {
+  kNone,     // 16-bit values stay as they are
+  kAssumed,  // those that assumed_exponent() supposes of x
+  kChosen,   // those that were chosen after x had been seen
+};
+
 inline constexpr int kSmallestReach = -148;
 inline constexpr int kLargestReach = 128;
+inline constexpr std::uint32_t kInfinityBits = 0x7f800000u;
 
 /// Reach of x * 2^sample[n] can be no less than this. A channel without finite nonzero values counts as this
 /// small, so that its weights, which multiply only zeros, take no range from the others.
 inline constexpr int kSmallestScaledReach = kSmallestReach + (kOperandExponent - kLargestReach);
 
-/// Added to the reach of w * 2^-channel[c], which is at least -148 - 276, so that it is positive and 0 can
-/// mean "no finite nonzero weight".
+/// Added to the reach of w * 2^-channel[c], which is at least -148 - 276, and to that of x * 2^sample[n], so
+/// that both are positive and 0 can mean "no finite nonzero value".
 inline constexpr int kReachBias = 512;
 static_assert(kReachBias + kSmallestReach - (kOperandExponent - kSmallestScaledReach) > 0);
 
-/// Bits of |v|, which order as |v| does; 0 where v is not finite.
+/// Bits of |v|, which order as |v| does; kInfinityBits or more where v is not finite.
+__device__ inline std::uint32_t magnitude(float v) {
+  return __float_as_uint(v) & 0x7fffffffu;
+}
+
+/// magnitude(v), or 0 where v is not finite.
 __device__ inline std::uint32_t finite_magnitude(float v) {
-  const std::uint32_t bits = __float_as_uint(v) & 0x7fffffffu;
-  return bits < 0x7f800000u ? bits : 0u;
+  const std::uint32_t bits = magnitude(v);
+  return bits < kInfinityBits ? bits : 0u;
 }
 
 /// Reach of a nonzero finite magnitude.
-__device__ inline int reach(std::uint32_t magnitude) {
-  const int biased_exponent = static_cast<int>(magnitude >> 23);
-  return biased_exponent != 0 ? biased_exponent - 126 : -117 - __clz(static_cast<int>(magnitude));
+__device__ inline int reach(std::uint32_t finite) {
+  const int biased_exponent = static_cast<int>(finite >> 23);
+  return biased_exponent != 0 ? biased_exponent - 126 : -117 - __clz(static_cast<int>(finite));
 }
 
-/// The column exponent of an output channel, from its entry of OperandScales::w_reach.
-__device__ inline int column_exponent(std::uint32_t biased_reach) {
-  return biased_reach == 0 ? 0 : kOperandExponent - (static_cast<int>(biased_reach) - kReachBias);
+__device__ inline std::uint32_t biased_reach(std::uint32_t finite, int exponent) {
+  return static_cast<std::uint32_t>(reach(finite) + exponent + kReachBias);
+}
+
+/// The column exponent of an output channel, from the biased reach of its largest w * 2^-channel[c].
+__device__ inline int column_exponent(std::uint32_t biased) {
+  return biased == 0 ? 0 : kOperandExponent - (static_cast<int>(biased) - kReachBias);
 }
 
 /// 2^exponent as two factors, because alone it may be no float. The product with a value is exact wherever it
 /// is a normal float; exponents beyond +-252 meet only zeros, non-finite values, or results that round to 0.
-struct alignas(8) PowerOfTwo {
+struct PowerOfTwo {
   float first;
   float second;
 
@@ -57,55 +74,108 @@ __device__ inline PowerOfTwo power_of_two(int exponent) {
   return {__int_as_float((half + 127) << 23), __int_as_float((clamped - half + 127) << 23)};
 }
 
-/// A float32 as one or two float16, as bits.
-struct SplitValue {
-  std::uint16_t hi;
-  std::uint16_t lo;
+/// One factor for every value, a power of two that is a float.
+struct OneFactor {
+  float factor;
+  __device__ float times(int, float v) const { return v * factor; }
 };
 
-template <int kProducts>
-__device__ inline SplitValue split(float v, const PowerOfTwo& factor) {
-  const float scaled = factor.times(v);
-  std::uint16_t hi = __half_as_ushort(__float2half_rn(scaled));
-  if ((hi & 0x7fffu) == 0 && v != 0.0f) hi |= 1u;  // +-2^-24: Inf times this is Inf, as it is with v
-  if constexpr (kProducts == 1) {
-    return {hi, 0};
-  } else {
-    const bool finite = (__float_as_uint(v) & 0x7f800000u) != 0x7f800000u;
-    const float rest = scaled - __half2float(__ushort_as_half(hi));
-    return {finite ? hi : std::uint16_t{0}, __half_as_ushort(__float2half_rn(finite ? rest : scaled))};
-  }
+/// One power of two for every value.
+struct OnePower {
+  PowerOfTwo power;
+  __device__ float times(int, float v) const { return power.times(v); }
+};
+
+/// A power of two of its own for each of kCount values.
+template <int kCount>
+struct PowerEach {
+  PowerOfTwo power[kCount];
+  __device__ float times(int i, float v) const { return power[i].times(v); }
+};
+
+/// `scaled`, or +-2^-24, float16's smallest value, where it would round to zero though v is none: Inf times
+/// that is Inf, as it is with v. Between 2^-25 and 2^-24 float16 rounds to 2^-24 anyway.
+__device__ inline float kept_from_zero(float scaled, float v) {
+  constexpr float kSmallestHalf = 1.0f / (1 << 24);
+  return v != 0.0f && fabsf(scaled) < kSmallestHalf ? copysignf(kSmallestHalf, v) : scaled;
 }
 
-/// Eight consecutive channels of an operand, ready for a 16-byte store.
-template <int kProducts>
-struct SplitVector {
-  uint4 hi;
-  uint4 lo;  // products == 3 only
+__device__ inline std::uint32_t half_pair(float even, float odd) {
+  const __half2 pair = __floats2half2_rn(even, odd);
+  return static_cast<std::uint32_t>(__half_as_ushort(__low2half(pair))) |
+         static_cast<std::uint32_t>(__half_as_ushort(__high2half(pair))) << 16;
+}
+
+__device__ inline float half_of_word(std::uint32_t word, int which) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (16 * which))));
+}
+
+/// Consecutive channels of an operand, two to a word, the lower channel in the lower half.
+template <int kCount>
+struct SplitWords {
+  std::uint32_t hi[kCount / 2];
+  std::uint32_t lo[kCount / 2];  // three products only
 };
+
+/// float32 values to operand form: hi = fp16(scaled), and with three products lo = fp16(scaled - hi); see
+/// pack.hpp for zeros and non-finite values.
+///
+/// \param scale times(i, v[i]) scales the i-th value
+template <int kProducts, int kCount, class Scale>
+__device__ inline SplitWords<kCount> encode(const float (&v)[kCount], const Scale& scale) {
+  SplitWords<kCount> words;
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    float scaled[2], hi[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float own = v[2 * i + j];
+      scaled[j] = scale.times(2 * i + j, own);
+      hi[j] = kept_from_zero(scaled[j], own);
+      if (kProducts == 3 && magnitude(own) >= kInfinityBits) hi[j] = 0.0f;
+    }
+    words.hi[i] = half_pair(hi[0], hi[1]);
+    if constexpr (kProducts == 3) {
+      words.lo[i] =
+          half_pair(scaled[0] - half_of_word(words.hi[i], 0), scaled[1] - half_of_word(words.hi[i], 1));
+    }
+  }
+  return words;
+}
 
 __device__ inline std::uint32_t pair_of(std::uint16_t even, std::uint16_t odd) {
-  return static_cast<std::uint32_t>(even) | (static_cast<std::uint32_t>(odd) << 16);
+  return static_cast<std::uint32_t>(even) | static_cast<std::uint32_t>(odd) << 16;
 }
 
-__device__ inline uint4 pack_eight(const std::uint16_t (&v)[8]) {
-  return {pair_of(v[0], v[1]), pair_of(v[2], v[3]), pair_of(v[4], v[5]), pair_of(v[6], v[7])};
+/// Values that keep their 16 bits.
+template <int kCount>
+__device__ inline SplitWords<kCount> encode(const std::uint16_t (&v)[kCount]) {
+  SplitWords<kCount> words;
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) words.hi[i] = pair_of(v[2 * i], v[2 * i + 1]);
+  return words;
 }
 
-/// float32 values, each with its factor, to operand form.
-template <int kProducts>
-__device__ inline SplitVector<kProducts> encode(const float (&v)[8], const PowerOfTwo (&factor)[8]) {
-  std::uint16_t hi[8], lo[8];
+/// Stores up to 8 channels of one row of an operand.
+///
+/// \param destination [rows,C] 16 bit, 16-byte aligned
+/// \param channels    C; a multiple of 8 is stored 16 bytes at a time
+__device__ inline void store_eight(std::uint16_t* destination, std::int64_t row, std::int64_t channel,
+                                   std::int64_t channels, const uint4& v) {
+  std::uint16_t* const out = destination + row * channels + channel;
+  if (channels % 8 == 0) {
+    *reinterpret_cast<uint4*>(out) = v;
+    return;
+  }
+  const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const SplitValue s = split<kProducts>(v[i], factor[i]);
-    hi[i] = s.hi;
-    lo[i] = s.lo;
+    if (channel + i < channels) out[i] = static_cast<std::uint16_t>(words[i / 2] >> (16 * (i % 2)));
   }
-  SplitVector<kProducts> packed;
-  packed.hi = pack_eight(hi);
-  if constexpr (kProducts == 3) packed.lo = pack_eight(lo);
-  return packed;
+}
+
+__device__ inline uint4 vector_of(const std::uint32_t (&words)[4]) {
+  return {words[0], words[1], words[2], words[3]};
 }
 
 }  // namespace upconv3d::cuda

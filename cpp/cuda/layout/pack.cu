@@ -10,13 +10,12 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/check.hpp"
 #include "cuda/layout/pack_stages.hpp"
 
 namespace upconv3d::cuda {
 namespace {
 
-/// Each array begins where a 16-byte load and a memset may, and shares no L2 line with its neighbour.
+/// Each array begins where 16-byte accesses may, and shares no L2 line with its neighbour.
 constexpr std::int64_t kAlignment = 256;
 
 std::int64_t padded_bytes(std::int64_t count) {
@@ -44,20 +43,18 @@ void require_packable(const PackParams& params) {
                               std::to_string(params.products) + " products. Choose another plan.");
 }
 
-/// x_absmax and w_reach are neighbours (see carve_operand_scales), so one memset clears both.
-void clear_maxima(const PackParams& params, cudaStream_t stream) {
-  const Problem& problem = params.problem;
-  const std::int64_t bytes = padded_bytes(problem.n * problem.c) + padded_bytes(problem.k);
-  check(cudaMemsetAsync(params.scales.x_absmax, 0, static_cast<std::size_t>(bytes), stream),
-        "clearing the maxima of x and w");
+/// x_absmax, channel_reach, sample_done and verdict: see carve_operand_scales.
+std::int64_t accumulator_bytes(const Problem& problem) {
+  return padded_bytes(problem.n * problem.c) + padded_bytes(problem.c) + padded_bytes(problem.n) +
+         padded_bytes(2);
 }
 
 }  // namespace
 
 std::int64_t operand_scales_bytes(const Problem& problem) {
   if (!is_scaled(problem)) return 0;
-  return padded_bytes(problem.n * problem.c) + 2 * padded_bytes(problem.k) + 2 * padded_bytes(problem.n) +
-         padded_bytes(problem.c);
+  return accumulator_bytes(problem) + 2 * padded_bytes(problem.n) + padded_bytes(problem.c) +
+         padded_bytes(problem.k);
 }
 
 OperandScales carve_operand_scales(const Problem& problem, void* memory) {
@@ -70,7 +67,9 @@ OperandScales carve_operand_scales(const Problem& problem, void* memory) {
     return static_cast<void*>(begin);
   };
   scales.x_absmax = static_cast<std::uint32_t*>(take(problem.n * problem.c));
-  scales.w_reach = static_cast<std::uint32_t*>(take(problem.k));
+  scales.channel_reach = static_cast<std::uint32_t*>(take(problem.c));
+  scales.sample_done = static_cast<std::uint32_t*>(take(problem.n));
+  scales.verdict = static_cast<std::uint32_t*>(take(2));
   scales.sample = static_cast<std::int32_t*>(take(problem.n));
   scales.channel = static_cast<std::int32_t*>(take(problem.c));
   scales.unscale_sample = static_cast<std::int32_t*>(take(problem.n));
@@ -82,13 +81,12 @@ void launch_pack(const PackParams& params, cudaStream_t stream) {
   require_packable(params);
   if (params.problem.n == 0) return;
   if (is_scaled(params.problem)) {
-    clear_maxima(params, stream);
-    launch_absmax_input(params, stream);
-    launch_choose_input_exponents(params, stream);
-    launch_weight_reach(params, stream);
+    launch_pack_weight(params, accumulator_bytes(params.problem), stream);
+    launch_pack_input(params, stream);
+    launch_repack(params, stream);
+  } else {
+    launch_pack_operands(params, stream);
   }
-  launch_pack_weight(params, stream);
-  if (params.x_hi != nullptr) launch_pack_input(params, stream);  // last: the convolution finds x in L2
 }
 
 }  // namespace upconv3d::cuda

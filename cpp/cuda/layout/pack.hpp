@@ -4,24 +4,42 @@
 /// of 4.
 ///
 /// 16-bit dtypes keep their bits. float32 becomes float16 (10-bit mantissa, as TF32 has) after scaling by
-/// powers of two that a device-side pass over the data chooses; with three products, v = hi + lo in two
-/// float16 (Ootomo & Yokota, arXiv:2203.03341). The scales are exact and are undone in the convolution's
-/// epilogue:
+/// powers of two; with three products, v = hi + lo in two float16 (Ootomo & Yokota, arXiv:2203.03341). The
+/// scales are exact and are undone in the convolution's epilogue:
 ///
-///   x' = x * 2^(sample[n] + channel[c])       |x'| < 2^kOperandExponent
+///   x' = x * 2^(sample[n] + channel[c])       |x'| < 2^kInputExponent
 ///   w' = w * 2^(column[k] - channel[c])       |w'| < 2^kOperandExponent
 ///   conv(x, w)[n,k] = conv(x', w')[n,k] * 2^(unscale_sample[n] + unscale_column[k])
 ///
-/// The channel part cancels in the product, so it is free to even out channels of very different size; the
-/// sample part does the same for samples, the column part for output channels.
+/// **Assumed, then verified.** Choosing exponents by x takes a pass over x before the pass that packs it. So
+/// pack_input takes sample[n] = 0 and channel[c] = assumed_exponent(products) for granted and measures each
+/// (sample, channel)'s largest |x| as it packs. Where all of those lie in
+/// [2^smallest_reach(products), 2^kInputExponent) after scaling, zero maxima apart, the packed x stands;
+/// otherwise repack packs x and w again with exponents chosen by the maxima. column[k] is always chosen: it
+/// brings the column's largest |w'| into [2^13, 2^14).
 ///
-/// What float16's range costs, against TF32: |x'| or |w'| under 2^-14 is held to 2^-24 absolute, so its
-/// product is off by at most 2^-24 * 2^14 = 2^-10. Each channel's largest |x'| over all samples and each
-/// column's largest |w'| lie in [2^13, 2^14), so the largest term of the column is 2^26 or more in the sample
-/// where its channel is largest: an error of 2^-36 of that term, against TF32's 2^-11. Only a sample whose
-/// channels stand in proportions 2^25 away from another sample's can fall behind TF32. channel[c] is *not*
-/// clamped: any clamp would leave a small channel's x' in the subnormals while large weights of that channel
-/// fill the column's range.
+/// What float16's range costs where the assumption holds. A value under 2^-14 is held to 2^-24 absolute, and
+/// with three products one under 2^-3 to 2^-25 (its lo is subnormal).
+///   x, 1 product:  2^-24 against a largest |x'| of 2^-10 or more in the same sample and channel: 2^-14 of
+///   it,
+///                  an eighth of what TF32's rounding (2^-11) does to the largest itself.
+///   x, 3 products: 2^-25 against 2^2 or more: 2^-27 of the largest, an eighth of float32's rounding (2^-24).
+///   w, 1 product:  2^-24 times |x'| < 2^15 makes 2^-9; the column's largest weight meets an |x'| of 2^-10 or
+///                  more, a term of 2^13 * 2^-10 = 2^3. So 2^-12 of the largest term, half of TF32's
+///                  rounding.
+///   w, 3 products: 2^-25 * 2^15 = 2^-10 against 2^13 * 2^2 = 2^15: 2^-25 of the largest term, half of
+///                  float32's rounding.
+/// The last two need the column's largest weights to meet a channel that is not zero throughout the sample.
+/// Only a column whose other weights are smaller than those by 2^27 (2^16 with three products) can fall
+/// behind TF32 (float32) there.
+///
+/// Where the exponents are chosen, each channel's largest |x'| over all samples and each column's largest
+/// |w'| lie in [2^13, 2^14), so the largest term of the column is 2^26 or more in the sample where its
+/// channel is largest: an error of 2^-24 * 2^14 = 2^-10 is 2^-36 of that term. Only a sample whose channels
+/// stand in proportions 2^25 away from another sample's can fall behind TF32. The channel part cancels in the
+/// product, so it is free to even out channels of very different size. channel[c] is *not* clamped: any clamp
+/// would leave a small channel's x' in the subnormals while large weights of that channel fill the column's
+/// range.
 ///
 /// NaN and Inf take no part in choosing scales and keep their value. A nonzero value never becomes zero,
 /// which would turn Inf * v into NaN. With three products a non-finite v is hi = 0, lo = v, so that exactly
@@ -36,19 +54,39 @@
 
 namespace upconv3d::cuda {
 
-/// Scaled operands lie below 2^14: a factor 4 under float16's largest finite value, and their lower half
-/// lo = v - hi is a normal number for every v down to 2^-16 of the largest.
+/// Chosen scales bring operands below 2^14: a factor 4 under float16's largest finite value, and their lower
+/// half lo = v - hi is a normal number for every v down to 2^-16 of the largest. w' always lies below it.
 inline constexpr int kOperandExponent = 14;
+
+/// x' lies below 2^15 in either case: its largest still rounds to a finite float16.
+inline constexpr int kInputExponent = 15;
+
+/// What channel[c] is assumed to be; sample[n] is assumed to be 0. Accepts |x| in [2^-14, 2^11) as the
+/// largest of a sample and channel, with three products [2^-6, 2^7): activations stand in the middle of
+/// either.
+constexpr int assumed_exponent(int products) {
+  return products == 3 ? 8 : 4;
+}
+
+/// The assumption fails where a largest nonzero |x'| lies below 2^this. See the errors above.
+constexpr int smallest_reach(int products) {
+  return products == 3 ? 2 : -10;
+}
 
 /// The scales and the maxima they come from, on the device. Null pointers where dtype is 16 bit (no scaling).
 ///
 /// unscale_sample[n] + unscale_column[k] lies in [-600, 228]: more than one float factor holds. Apply it in
 /// steps or with ldexpf.
+///
+/// The first four are cleared by pack_weight and raised by pack_input, and lie one after the other.
 struct OperandScales {
-  std::uint32_t* x_absmax = nullptr;  // [N,C] uint32: bits of the largest finite |x|, 0 where there is none
-  std::uint32_t* w_reach = nullptr;   // [K] uint32: biased reach of the largest w * 2^-channel[c], 0: none
-  std::int32_t* sample = nullptr;     // [N] int32 in [-114, 162]
-  std::int32_t* channel = nullptr;    // [C] int32 in [0, 276]
+  std::uint32_t* x_absmax = nullptr;       // [N,C] uint32: bits of the largest finite |x|, 0: there is none
+  std::uint32_t* channel_reach = nullptr;  // [C] uint32: biased reach of the largest x * 2^(own sample's
+                                           // chosen exponent), 0: none
+  std::uint32_t* sample_done = nullptr;    // [N] uint32: blocks of pack_input that finished with the sample
+  std::uint32_t* verdict = nullptr;        // [2] uint32: samples that are done; 1 where repack must run
+  std::int32_t* sample = nullptr;          // [N] int32 in [-114, 162]
+  std::int32_t* channel = nullptr;         // [C] int32 in [0, 276]
   std::int32_t* unscale_sample = nullptr;  // [N] int32: -sample[n]
   std::int32_t* unscale_column = nullptr;  // [K] int32: -column[k], in [-438, 114]
 };
@@ -65,6 +103,8 @@ struct PackParams {
   void* w_hi = nullptr;             // [T*R*S,K,C] operand, 16-byte aligned
   void* w_lo = nullptr;             // [T*R*S,K,C] operand, 16-byte aligned; products == 3 only
   OperandScales scales;             // float32 only
+  void* zero = nullptr;             // [zero_bytes] bytes, 16-byte aligned: cleared by the first launch, for
+  std::int64_t zero_bytes = 0;      // counters of later kernels; 0: nothing to clear
 };
 
 /// Bytes of all arrays of OperandScales for this problem, 256-byte aligned each; 0 for 16-bit dtypes.
@@ -74,11 +114,11 @@ std::int64_t operand_scales_bytes(const Problem& problem);
 /// dtypes.
 OperandScales carve_operand_scales(const Problem& problem, void* memory);
 
-/// Launches whatever of absmax, exponents, pack_weight and pack_input the problem needs, in order.
-/// Deterministic to the bit: maxima do not depend on their order. N = 0 launches nothing.
+/// Launches what the problem needs, in order. Deterministic to the bit: maxima do not depend on their order,
+/// and no block waits for another. N = 0 launches nothing, and clears nothing.
 ///
-///   float32: memset, absmax_input, choose_input_exponents, weight_reach, pack_weight, pack_input
-///   16 bit:  pack_weight, and pack_input unless x_hi is null
+///   float32: pack_weight, pack_input, repack (which returns at once where the assumption holds)
+///   16 bit:  pack_operands (w, and x unless x_hi is null)
 ///
 /// \throws std::invalid_argument for a combination of dtype, operand and products that no kernel takes.
 /// \throws std::runtime_error where CUDA refuses a launch.

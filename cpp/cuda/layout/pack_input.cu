@@ -1,191 +1,183 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// pack_input: x to [N,D,H,W,C] in 16 bit, scaled and split where it is float32.
+/// pack_input: float32 x to [N,D,H,W,C] in float16 by assumed scales, and the verdict on those scales.
+///
+/// The verdict needs all of x, yet no block waits: the last block to finish with a sample judges that sample,
+/// and the last of those sums up. Every maximum is one of unsigned integers, so neither the order of atomics
+/// nor the grid changes a bit.
 
 #include <cuda_runtime.h>
 
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/check.hpp"
+#include "cuda/layout/input_tile.cuh"
 #include "cuda/layout/pack_stages.hpp"
-#include "cuda/layout/transpose_rows.cuh"
 
 namespace upconv3d::cuda {
 namespace {
 
-/// The rows of one sample are its positions.
-template <class T>
-struct InputRows {
-  const T* x;                      // [C,D,H,W] T: the sample
-  const PowerOfTwo* tile_factors;  // [kTileChannels] PowerOfTwo in shared memory, float32 only
-  std::int64_t first_destination;  // of position 0
-  std::int64_t count;              // D*H*W
-  std::int64_t channels;           // C
-  std::int64_t channel_stride;     // D*H*W
+constexpr std::uint32_t bits_of_power(int exponent) {
+  return static_cast<std::uint32_t>(exponent + 127) << 23;
+}
 
-  __device__ const T* first(std::int64_t j) const { return x + j; }
-  __device__ std::int64_t destination(std::int64_t j) const { return first_destination + j; }
-  __device__ PowerOfTwo factor(std::int64_t, std::int64_t c) const { return tile_factors[c % kTileChannels]; }
+/// What the verdict reads and writes; see OperandScales.
+struct VerdictArgs {
+  std::uint32_t* x_absmax;       // [N,C] uint32
+  std::uint32_t* channel_reach;  // [C] uint32
+  std::uint32_t* sample_done;    // [N] uint32
+  std::uint32_t* samples_done;   // [1] uint32
+  std::uint32_t* rejected;       // [1] uint32
+  std::int32_t* sample;          // [N] int32
+  std::int32_t* channel;         // [C] int32
+  std::int32_t* unscale_sample;  // [N] int32
+  std::int64_t samples;          // N
+  std::int64_t channels;         // C
 };
 
-struct PackInputArgs {
-  const void* x;                // [N,C,D,H,W] or [N,D,H,W,C] float or 16 bit
-  const std::int32_t* sample;   // [N] int32, float32 only
-  const std::int32_t* channel;  // [C] int32, float32 only
-  std::uint16_t* hi;            // [N,D,H,W,C] 16 bit
-  std::uint16_t* lo;            // [N,D,H,W,C] 16 bit, three products only
-  std::int64_t channels;        // C
-  std::int64_t positions;       // D*H*W
-  std::int64_t blocks_per_sample;
-};
-
-/// Blocks walk x backwards: its end is what the absmax pass left in L2, its beginning is what the convolution
-/// reads first.
-__device__ inline std::int64_t backward_block() {
-  return static_cast<std::int64_t>(gridDim.x) - 1 - blockIdx.x;
+/// Counts this block in. What any thread of it wrote before is seen by the block that is told to be last.
+/// All threads call it, and get the same answer.
+__device__ inline bool is_last(std::uint32_t* counter, std::int64_t blocks) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(counter, 1u) == static_cast<std::uint32_t>(blocks - 1);
+  __syncthreads();
+  __threadfence();
+  return last;
 }
 
-/// pack_input_ncdhw: one block per 64 positions x 64 channels, through shared memory.
-template <class T, int kProducts>
-__global__ void __launch_bounds__(kTransposeThreads) pack_input_ncdhw(const PackInputArgs args) {
-  const std::int64_t block = backward_block();
-  const std::int64_t n = block / args.blocks_per_sample;
-  const std::int64_t first_position = block % args.blocks_per_sample * kTileRows;
-  const std::int64_t first_channel = static_cast<std::int64_t>(blockIdx.y) * kTileChannels;
-
-  // The factors of a tile differ by channel only: made once, not once per element.
-  __shared__ PowerOfTwo tile_factors[kTileChannels];
-  if constexpr (std::is_same_v<T, float>) {
-    const std::int64_t c = first_channel + threadIdx.x;
-    if (threadIdx.x < kTileChannels && c < args.channels) {
-      tile_factors[threadIdx.x] = power_of_two(args.sample[n] + args.channel[c]);
-    }
-    __syncthreads();
-  }
-
-  const InputRows<T> rows{
-      .x = static_cast<const T*>(args.x) + n * args.channels * args.positions,
-      .tile_factors = tile_factors,
-      .first_destination = n * args.positions,
-      .count = args.positions,
-      .channels = args.channels,
-      .channel_stride = args.positions,
-  };
-  transpose_tile<T, kProducts>(rows, first_position, first_channel, args.hi, args.lo);
-}
-
-constexpr int kStreamThreads = 256;
-constexpr int kStreamVectors = 4;  // per thread: 128 bytes in flight cover the latency of memory
-
-/// pack_input_ndhwc: a block per 1024 vectors; float32 that already has its channels innermost is scaled and
-/// split as it streams by. kVector is 8 where C is a multiple of 8 and x is 16-byte aligned, else 1.
-template <int kVector, int kProducts>
-__global__ void __launch_bounds__(kStreamThreads) pack_input_ndhwc(const PackInputArgs args) {
-  const std::int64_t block = backward_block();
-  const std::int64_t n = block / args.blocks_per_sample;
-  const std::int64_t vectors = args.channels * args.positions / kVector;  // of this sample
-  const std::int64_t first = block % args.blocks_per_sample * (kStreamThreads * kStreamVectors);
-  const auto channel_vectors = static_cast<std::uint32_t>(args.channels / kVector);
-  const auto first_channel_vector = static_cast<std::uint32_t>(first % channel_vectors);
-  const float* const x = static_cast<const float*>(args.x) + n * vectors * kVector;
-  const std::int64_t out = n * vectors * kVector;
-  const int sample_exponent = args.sample[n];
-
-  float values[kStreamVectors][kVector];
-#pragma unroll
-  for (int i = 0; i < kStreamVectors; ++i) {
-    const std::int64_t v = first + i * kStreamThreads + threadIdx.x;
-    if constexpr (kVector == 8) {
-      const auto* const source = reinterpret_cast<const float4*>(x) + v * 2;
-      const float4 a = v < vectors ? source[0] : float4{};
-      const float4 b = v < vectors ? source[1] : float4{};
-      values[i][0] = a.x, values[i][1] = a.y, values[i][2] = a.z, values[i][3] = a.w;
-      values[i][4] = b.x, values[i][5] = b.y, values[i][6] = b.z, values[i][7] = b.w;
-    } else {
-      values[i][0] = v < vectors ? x[v] : 0.0f;
-    }
-  }
-
-#pragma unroll
-  for (int i = 0; i < kStreamVectors; ++i) {
-    const std::uint32_t step = i * kStreamThreads + threadIdx.x;
-    const std::int64_t v = first + step;
-    if (v >= vectors) continue;
-    const std::uint32_t c = (first_channel_vector + step) % channel_vectors * kVector;
-    if constexpr (kVector == 8) {
-      const int4 a = *reinterpret_cast<const int4*>(args.channel + c);
-      const int4 b = *reinterpret_cast<const int4*>(args.channel + c + 4);
-      const int exponent[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-      PowerOfTwo factor[8];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) factor[j] = power_of_two(sample_exponent + exponent[j]);
-      const SplitVector<kProducts> packed = encode<kProducts>(values[i], factor);
-      reinterpret_cast<uint4*>(args.hi + out)[v] = packed.hi;
-      if constexpr (kProducts == 3) reinterpret_cast<uint4*>(args.lo + out)[v] = packed.lo;
-    } else {
-      const SplitValue s = split<kProducts>(values[i][0], power_of_two(sample_exponent + args.channel[c]));
-      args.hi[out + v] = s.hi;
-      if constexpr (kProducts == 3) args.lo[out + v] = s.lo;
-    }
-  }
-}
-
-template <class T, int kProducts>
-void launch_ncdhw(PackInputArgs args, std::int64_t n, cudaStream_t stream) {
-  args.blocks_per_sample = ceil_div(args.positions, kTileRows);
-  const dim3 grid =
-      grid_of(n * args.blocks_per_sample, ceil_div(args.channels, kTileChannels), "pack_input_ncdhw");
-  pack_input_ncdhw<T, kProducts><<<grid, kTransposeThreads, 0, stream>>>(args);
-  check_launch("pack_input_ncdhw");
-}
-
-template <int kVector, int kProducts>
-void launch_ndhwc(PackInputArgs args, std::int64_t n, cudaStream_t stream) {
-  const std::int64_t vectors = args.channels * args.positions / kVector;
-  args.blocks_per_sample = ceil_div(vectors, kStreamThreads * kStreamVectors);
-  const dim3 grid = grid_of(n * args.blocks_per_sample, 1, "pack_input_ndhwc");
-  pack_input_ndhwc<kVector, kProducts><<<grid, kStreamThreads, 0, stream>>>(args);
-  check_launch("pack_input_ndhwc");
-}
-
+/// Whether sample n breaks the assumption; its own exponent and its part in the channels', should any sample
+/// do so. Reads past L1, which does not see other blocks' atomics.
 template <int kProducts>
-void launch_float32(const PackInputArgs& args, const Problem& problem, cudaStream_t stream) {
-  if (problem.x_layout == Layout::kNCDHW) {
-    launch_ncdhw<float, kProducts>(args, problem.n, stream);
-  } else if (problem.c % 8 == 0 && reinterpret_cast<std::uintptr_t>(args.x) % sizeof(float4) == 0) {
-    launch_ndhwc<8, kProducts>(args, problem.n, stream);
-  } else {
-    launch_ndhwc<1, kProducts>(args, problem.n, stream);
+__device__ inline void judge_sample(const VerdictArgs& args, std::int64_t n) {
+  constexpr std::uint32_t kSmallest = bits_of_power(smallest_reach(kProducts) - assumed_exponent(kProducts));
+  constexpr std::uint32_t kTooLarge = bits_of_power(kInputExponent - assumed_exponent(kProducts));
+  __shared__ std::uint32_t sample_largest;
+  const std::uint32_t* const row = args.x_absmax + n * args.channels;
+  if (threadIdx.x == 0) sample_largest = 0;
+  __syncthreads();
+
+  std::uint32_t largest = 0;
+  bool outside = false;
+#pragma unroll 4
+  for (std::int64_t c = threadIdx.x; c < args.channels; c += kInputThreads) {
+    const std::uint32_t own = __ldcg(row + c);
+    largest = max(largest, own);
+    outside = outside || (own != 0 && (own < kSmallest || own >= kTooLarge));
   }
+  largest = __reduce_max_sync(kAllLanes, largest);
+  if (threadIdx.x % 32 == 0) atomicMax(&sample_largest, largest);
+  outside = __syncthreads_or(outside) != 0;
+
+  const int exponent = sample_largest != 0 ? kOperandExponent - reach(sample_largest) : 0;
+#pragma unroll 4
+  for (std::int64_t c = threadIdx.x; c < args.channels; c += kInputThreads) {
+    const std::uint32_t own = __ldcg(row + c);
+    if (own != 0) atomicMax(args.channel_reach + c, biased_reach(own, exponent));
+  }
+  if (threadIdx.x == 0) {
+    args.sample[n] = exponent;
+    if (outside) atomicMax(args.rejected, 1u);
+  }
+}
+
+/// The scales that hold for x: assumed ones, or where any sample broke the assumption chosen ones.
+template <int kProducts>
+__device__ inline void write_scales(const VerdictArgs& args) {
+  const bool rejected = __ldcg(args.rejected) != 0;
+  for (std::int64_t c = threadIdx.x; c < args.channels; c += kInputThreads) {
+    const int chosen_reach = static_cast<int>(__ldcg(args.channel_reach + c)) - kReachBias;
+    args.channel[c] =
+        rejected ? kOperandExponent - max(kSmallestScaledReach, chosen_reach) : assumed_exponent(kProducts);
+  }
+  for (std::int64_t n = threadIdx.x; n < args.samples; n += kInputThreads) {
+    const int exponent = rejected ? __ldcg(args.sample + n) : 0;
+    args.sample[n] = exponent;
+    args.unscale_sample[n] = -exponent;
+  }
+}
+
+/// pack_input: a tile per block, x's end first: what the convolution reads first is then what L2 still holds.
+template <bool kChannelsFirst, int kVector, int kProducts>
+__global__ void __launch_bounds__(kInputThreads, 4)
+    pack_input(const InputArgs args, const VerdictArgs verdict) {
+  const InputTile tile = input_tile(args, gridDim.x - 1 - blockIdx.x);
+  pack_input_tile<kChannelsFirst, Scaling::kAssumed, kVector, kProducts>(args, tile);
+
+  const std::int64_t sample_blocks = static_cast<std::int64_t>(args.position_tiles) * args.channel_tiles;
+  if (!is_last(verdict.sample_done + tile.n, sample_blocks)) return;
+  judge_sample<kProducts>(verdict, tile.n);
+  if (!is_last(verdict.samples_done, verdict.samples)) return;
+  write_scales<kProducts>(verdict);
+}
+
+template <bool kChannelsFirst, int kVector, int kProducts>
+void launch(const PackParams& params, cudaStream_t stream) {
+  const OperandScales& scales = params.scales;
+  const InputArgs args = input_args(params, kVector);
+  const VerdictArgs verdict{
+      .x_absmax = scales.x_absmax,
+      .channel_reach = scales.channel_reach,
+      .sample_done = scales.sample_done,
+      .samples_done = scales.verdict,
+      .rejected = scales.verdict + 1,
+      .sample = scales.sample,
+      .channel = scales.channel,
+      .unscale_sample = scales.unscale_sample,
+      .samples = params.problem.n,
+      .channels = params.problem.c,
+  };
+  const unsigned grid = grid_of(input_tiles(args, params.problem), "pack_input");
+  pack_input<kChannelsFirst, kVector, kProducts><<<grid, kInputThreads, 0, stream>>>(args, verdict);
+  check_launch("pack_input");
+}
+
+template <bool kChannelsFirst, int kVector>
+void launch_products(const PackParams& params, cudaStream_t stream) {
+  params.products == 3 ? launch<kChannelsFirst, kVector, 3>(params, stream)
+                       : launch<kChannelsFirst, kVector, 1>(params, stream);
 }
 
 }  // namespace
 
-void launch_pack_input(const PackParams& params, cudaStream_t stream) {
+InputArgs input_args(const PackParams& params, int vector) {
   const Problem& problem = params.problem;
-  const PackInputArgs args{
+  const std::int64_t positions = volume(problem.in);
+  const bool is_ncdhw = problem.x_layout == Layout::kNCDHW;
+  std::int64_t tile_positions = kTilePositions;
+  std::int64_t channel_tiles = ceil_div(problem.c, kTileChannels);
+  std::int64_t lanes = 0;
+  if (!is_ncdhw) {
+    const std::int64_t vectors = ceil_div(problem.c, vector);
+    channel_tiles = ceil_div(vectors, kInputThreads);
+    lanes = ceil_div(vectors, channel_tiles);
+    const auto count = static_cast<std::uint32_t>(lanes);
+    tile_positions = vector == 4 ? ndhwc_tile_positions<4>(count) : ndhwc_tile_positions<1>(count);
+  }
+  const std::int64_t position_tiles = ceil_div(positions, tile_positions);
+  grid_of(saturating_product(problem.n, channel_tiles, position_tiles), "pack_input");
+  return {
       .x = params.x,
-      .sample = params.scales.sample,
-      .channel = params.scales.channel,
       .hi = static_cast<std::uint16_t*>(params.x_hi),
       .lo = static_cast<std::uint16_t*>(params.x_lo),
+      .sample = params.scales.sample,
+      .channel = params.scales.channel,
+      .x_absmax = params.scales.x_absmax,
       .channels = problem.c,
-      .positions = volume(problem.in),
-      .blocks_per_sample = 0,
+      .positions = positions,
+      .position_tiles = static_cast<std::uint32_t>(position_tiles),
+      .channel_tiles = static_cast<std::uint32_t>(channel_tiles),
+      .lanes = static_cast<std::uint32_t>(lanes),
   };
-  if (problem.dtype == DType::kFloat32) {
-    params.products == 3 ? launch_float32<3>(args, problem, stream)
-                         : launch_float32<1>(args, problem, stream);
-  } else if (problem.x_layout == Layout::kNCDHW) {
-    launch_ncdhw<std::uint16_t, 1>(args, problem.n, stream);
+}
+
+void launch_pack_input(const PackParams& params, cudaStream_t stream) {
+  const bool by_fours = input_vector(params) == 4;
+  if (params.problem.x_layout == Layout::kNCDHW) {
+    by_fours ? launch_products<true, 4>(params, stream) : launch_products<true, 1>(params, stream);
   } else {
-    // Right in layout and dtype, x is packed only because TMA wants an aligned address.
-    const std::int64_t bytes = problem.n * problem.c * args.positions * size_of(problem.dtype);
-    check(cudaMemcpyAsync(params.x_hi, params.x, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToDevice,
-                          stream),
-          "copying x to an aligned address");
+    by_fours ? launch_products<false, 4>(params, stream) : launch_products<false, 1>(params, stream);
   }
 }
 

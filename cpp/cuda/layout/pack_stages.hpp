@@ -15,31 +15,34 @@
 
 namespace upconv3d::cuda {
 
-/// scales.x_absmax, which must be zero before. float32 only.
-void launch_absmax_input(const PackParams& params, cudaStream_t stream);
+/// float32: w_hi, w_lo and scales.unscale_column for the assumed scales of x; clears params.zero and
+/// `accumulators`, those of scales that pack_input raises.
+///
+/// \param accumulator_bytes of scales.x_absmax and its three neighbours
+void launch_pack_weight(const PackParams& params, std::int64_t accumulator_bytes, cudaStream_t stream);
 
-/// scales.x_absmax to scales.sample, channel and unscale_sample. float32 only.
-void launch_choose_input_exponents(const PackParams& params, cudaStream_t stream);
-
-/// scales.w_reach, which must be zero before, from w and scales.channel. float32 only.
-void launch_weight_reach(const PackParams& params, cudaStream_t stream);
-
-/// x_hi and x_lo.
+/// float32: x_hi and x_lo by the assumed scales, and the verdict on those; scales.sample, channel and
+/// unscale_sample. The accumulators must be zero before.
 void launch_pack_input(const PackParams& params, cudaStream_t stream);
 
-/// w_hi and w_lo, and for float32 scales.unscale_column.
-void launch_pack_weight(const PackParams& params, cudaStream_t stream);
+/// float32: x_hi, x_lo, w_hi, w_lo and scales.unscale_column once more, by scales.sample and channel, where
+/// scales.verdict asks for it.
+void launch_repack(const PackParams& params, cudaStream_t stream);
 
+/// 16 bit: w_hi, x_hi unless it is null, and clears params.zero.
+void launch_pack_operands(const PackParams& params, cudaStream_t stream);
+
+/// Blocks of a one-dimensional grid.
+///
 /// \throws std::invalid_argument where the hardware takes no such grid.
-inline dim3 grid_of(std::int64_t x, std::int64_t y, const char* kernel) {
-  constexpr std::int64_t kMaxX = std::numeric_limits<std::int32_t>::max();
-  constexpr std::int64_t kMaxY = 65535;
-  if (x > kMaxX || y > kMaxY) {
-    throw std::invalid_argument("upconv3d: the grid of " + std::string(kernel) +
-                                " must be at most 2147483647 x 65535; got " + std::to_string(x) + " x " +
-                                std::to_string(y) + ". Use fewer input channels or a smaller batch.");
+inline unsigned grid_of(std::int64_t blocks, const char* kernel) {
+  constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max();
+  if (blocks > kMax) {
+    throw std::invalid_argument("upconv3d: the grid of " + std::string(kernel) + " must be at most " +
+                                std::to_string(kMax) + " blocks; got " + std::to_string(blocks) +
+                                ". Use a smaller batch or volume.");
   }
-  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
+  return static_cast<unsigned>(blocks);
 }
 
 }  // namespace upconv3d::cuda
