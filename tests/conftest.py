@@ -18,6 +18,7 @@ torch.set_num_threads(1)
 
 SEED = int(os.environ.get("UPCONV3D_SEED", secrets.randbelow(2**31)))
 RANDOM_CASES = int(os.environ.get("UPCONV3D_RANDOM_CASES", "24"))
+PROMISE_CASES = int(os.environ.get("UPCONV3D_CASES", "60"))  # random shapes of test_cuda_promises.py
 
 settings.register_profile("upconv3d", deadline=None, max_examples=25, print_blob=True)
 settings.load_profile("upconv3d")
@@ -26,7 +27,8 @@ settings.load_profile("upconv3d")
 def pytest_report_header(config):
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     versions = f"torch {torch.__version__}, {cuda}"
-    return f"upconv3d: UPCONV3D_SEED={SEED} UPCONV3D_RANDOM_CASES={RANDOM_CASES}, {versions}"
+    cases = f"UPCONV3D_RANDOM_CASES={RANDOM_CASES} UPCONV3D_CASES={PROMISE_CASES}"
+    return f"upconv3d: UPCONV3D_SEED={SEED} {cases}, {versions}"
 
 
 def _need_cuda(name):

@@ -71,6 +71,7 @@ py::dict explain(const py::dict& dict) {
     device = query_device(arguments.input.device);
   }
   const Plan plan = make_plan(problem, device, instances_for(assume_compiled));
+  print_plan_if_asked(problem, plan);
   py::dict result;
   result["problem"] = to_dict(problem);
   result["plan"] = to_dict(plan);

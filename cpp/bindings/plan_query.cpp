@@ -57,11 +57,14 @@ Plan make_plan(const Problem& problem, const Device& device, const std::vector<C
 #if UPCONV3D_WITH_CUDA
   if (device.is_cuda) cuda::complete_plan(problem, device, plan);
 #endif
+  return plan;
+}
+
+void print_plan_if_asked(const Problem& problem, const Plan& plan) {
   const char* const print = std::getenv("UPCONV3D_PRINT_PLAN");
   if (print && std::string(print) == "1") {
     std::cerr << "upconv3d: " << describe(problem) << '\n' << describe(plan) << std::endl;
   }
-  return plan;
 }
 
 }  // namespace upconv3d::bindings

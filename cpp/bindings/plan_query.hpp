@@ -15,8 +15,10 @@ namespace upconv3d::bindings {
 Device query_device(const std::string& device);
 
 /// select_plan, with everything filled in that this build can know (workspace bytes need its CUDA part).
-/// UPCONV3D_PRINT_PLAN=1 prints problem and plan to stderr.
 Plan make_plan(const Problem& problem, const Device& device,
                const std::vector<ConvInstance>& instances = conv_instances());
+
+/// Prints problem and plan to stderr where the environment says UPCONV3D_PRINT_PLAN=1 at this moment.
+void print_plan_if_asked(const Problem& problem, const Plan& plan);
 
 }  // namespace upconv3d::bindings

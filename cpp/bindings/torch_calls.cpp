@@ -72,30 +72,15 @@ std::string device_text(std::int32_t type, std::int32_t index) {
   return concat("device type #", type);
 }
 
-/// Dtype, device type and device index in torch's own codes.
-struct Options {
-  std::int32_t dtype = 0;
-  std::int32_t device_type = 0;
-  std::int32_t device_index = 0;
-};
-
-Options options_of(const Tensor& tensor) {
-  Options options;
-  check_torch(aoti_torch_get_dtype(tensor.get(), &options.dtype), "reading a dtype");
-  check_torch(aoti_torch_get_device_type(tensor.get(), &options.device_type), "reading a device");
-  check_torch(aoti_torch_get_device_index(tensor.get(), &options.device_index), "reading a device");
-  return options;
-}
-
 Tensor empty_strided(const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides,
-                     const Options& options) {
+                     const TensorKind& kind) {
   AtenTensorHandle handle = nullptr;
   const auto rank = static_cast<std::int64_t>(sizes.size());
-  check_torch(aoti_torch_empty_strided(rank, sizes.data(), strides.data(), options.dtype, options.device_type,
-                                       options.device_index, &handle),
+  check_torch(aoti_torch_empty_strided(rank, sizes.data(), strides.data(), kind.dtype, kind.device_type,
+                                       kind.device_index, &handle),
               [&] {
-                return concat("allocating ", list_text(sizes), ' ', dtype_text(options.dtype), " on ",
-                              device_text(options.device_type, options.device_index));
+                return concat("allocating ", list_text(sizes), ' ', dtype_text(kind.dtype), " on ",
+                              device_text(kind.device_type, kind.device_index));
               });
   return Tensor(handle);
 }
@@ -112,16 +97,23 @@ std::vector<std::int64_t> strides_of(const Tensor& tensor) {
   return {strides.begin(), strides.end()};
 }
 
+TensorKind kind_of(const Tensor& tensor) {
+  TensorKind kind;
+  check_torch(aoti_torch_get_dtype(tensor.get(), &kind.dtype), "reading a dtype");
+  check_torch(aoti_torch_get_layout(tensor.get(), &kind.layout), "reading a layout");
+  check_torch(aoti_torch_get_device_type(tensor.get(), &kind.device_type), "reading a device");
+  check_torch(aoti_torch_get_device_index(tensor.get(), &kind.device_index), "reading a device");
+  return kind;
+}
+
 TensorDesc describe_tensor(const Tensor& tensor) {
-  const Options options = options_of(tensor);
-  std::int32_t layout = 0;
-  check_torch(aoti_torch_get_layout(tensor.get(), &layout), "reading a layout");
+  const TensorKind kind = kind_of(tensor);
   TensorDesc desc;
   desc.sizes = sizes_of(tensor);
-  desc.dtype = dtype_text(options.dtype);
-  desc.device = device_text(options.device_type, options.device_index);
-  if (layout != aoti_torch_layout_strided()) {
-    desc.layout = concat("layout number ", layout);
+  desc.dtype = dtype_text(kind.dtype);
+  desc.device = device_text(kind.device_type, kind.device_index);
+  if (kind.layout != aoti_torch_layout_strided()) {
+    desc.layout = concat("layout number ", kind.layout);
     return desc;  // a sparse tensor has neither strides nor one data pointer
   }
   desc.strides = strides_of(tensor);
@@ -142,13 +134,13 @@ std::string take_string(StringHandle handle) {
 
 Tensor empty_strided_like(const Tensor& like, const std::vector<std::int64_t>& sizes,
                           const std::vector<std::int64_t>& strides) {
-  return empty_strided(sizes, strides, options_of(like));
+  return empty_strided(sizes, strides, kind_of(like));
 }
 
 Tensor empty_bytes_like(const Tensor& like, std::int64_t bytes) {
-  Options options = options_of(like);
-  options.dtype = aoti_torch_dtype_uint8();
-  return empty_strided({bytes}, {1}, options);
+  TensorKind kind = kind_of(like);
+  kind.dtype = aoti_torch_dtype_uint8();
+  return empty_strided({bytes}, {1}, kind);
 }
 
 Tensor reinterpret(const Tensor& tensor, const std::vector<std::int64_t>& sizes,
@@ -160,8 +152,14 @@ Tensor reinterpret(const Tensor& tensor, const std::vector<std::int64_t>& sizes,
   return Tensor(handle);
 }
 
+bool is_dense_in(const Tensor& tensor, Layout layout) {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  return is_dense({sizes.data(), sizes.size()}, {strides.data(), strides.size()}, layout);
+}
+
 Tensor contiguous_in(const Tensor& tensor, Layout layout) {
-  if (is_dense(sizes_of(tensor), strides_of(tensor), layout)) return tensor;
+  if (is_dense_in(tensor, layout)) return tensor;
   using torch::headeronly::MemoryFormat;
   std::array<StableIValue, 2> stack{
       torch::stable::detail::from(tensor),

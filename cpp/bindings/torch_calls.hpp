@@ -23,6 +23,16 @@ using torch::stable::Tensor;
 std::vector<std::int64_t> sizes_of(const Tensor& tensor);
 std::vector<std::int64_t> strides_of(const Tensor& tensor);
 
+/// What a tensor is, in torch's own codes.
+struct TensorKind {
+  std::int32_t dtype = 0;
+  std::int32_t layout = 0;
+  std::int32_t device_type = 0;
+  std::int32_t device_index = 0;
+};
+
+TensorKind kind_of(const Tensor& tensor);
+
 /// The metadata of a tensor, as core reads it.
 TensorDesc describe_tensor(const Tensor& tensor);
 
@@ -40,6 +50,9 @@ Tensor empty_bytes_like(const Tensor& like, std::int64_t bytes);
 /// The same memory under other sizes and strides; no view relation, as for memory that the op owns.
 Tensor reinterpret(const Tensor& tensor, const std::vector<std::int64_t>& sizes,
                    const std::vector<std::int64_t>& strides);
+
+/// Whether a [N,C,D,H,W] tensor lies dense in the order `layout`.
+bool is_dense_in(const Tensor& tensor, Layout layout);
 
 /// The tensor itself where it lies dense in the order `layout`, else a copy that does.
 Tensor contiguous_in(const Tensor& tensor, Layout layout);

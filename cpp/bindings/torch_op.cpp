@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bindings/plan_query.hpp"
+#include "bindings/prepared_call.hpp"
 #include "bindings/torch_calls.hpp"
 #include "core/arguments.hpp"
 #include "core/plan.hpp"
@@ -40,11 +41,6 @@ const void* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
-std::optional<TensorDesc> describe_optional(const std::optional<Tensor>& tensor) {
-  if (!tensor) return std::nullopt;
-  return describe_tensor(*tensor);
-}
-
 /// The input as a batch; [C,D,H,W] becomes a batch of one.
 Tensor batched(const Tensor& input) {
   if (input.dim() == 5) return input;
@@ -64,11 +60,6 @@ Tensor unbatched(const Tensor& y) {
   return reinterpret(y, sizes, strides);
 }
 
-Ints output_sizes(const Problem& p) {
-  const Extent3 out = p.out();
-  return {p.n, p.k, out[0], out[1], out[2]};
-}
-
 /// A convolution's result that lies dense in the order `layout`, whatever PyTorch chose to return.
 struct DenseResult {
   Tensor tensor;
@@ -78,20 +69,20 @@ struct DenseResult {
 DenseResult as_dense(const Tensor& conv, Layout expected) {
   const Layout other = expected == Layout::kNCDHW ? Layout::kNDHWC : Layout::kNCDHW;
   for (const Layout layout : {expected, other}) {
-    if (is_dense(sizes_of(conv), strides_of(conv), layout)) return {conv, layout};
+    if (is_dense_in(conv, layout)) return {conv, layout};
   }
   return {contiguous_in(conv, expected), expected};
 }
 
 /// y with PyTorch's strides of its format: in the convolution's memory where the order is the same.
-Tensor output_for(const DenseResult& conv, const Problem& p) {
-  const Ints sizes = output_sizes(p);
-  const Ints strides = dense_strides(sizes, p.y_layout);
-  return conv.layout == p.y_layout ? reinterpret(conv.tensor, sizes, strides)
-                                   : empty_strided_like(conv.tensor, sizes, strides);
+Tensor output_for(const DenseResult& conv, const PreparedCall& call) {
+  return conv.layout == call.problem.y_layout ? reinterpret(conv.tensor, call.y_sizes, call.y_strides)
+                                              : empty_strided_like(conv.tensor, call.y_sizes, call.y_strides);
 }
 
-Tensor run_cpu(const Problem& p, const Plan& plan, const BlockTensors& t) {
+Tensor run_cpu(const PreparedCall& call, const BlockTensors& t) {
+  const Problem& p = call.problem;
+  const Plan& plan = call.plan;
   // A channels_last_3d weight alone would make PyTorch's convolution choose that format.
   const Tensor w = plan.conv_layout == Layout::kNCDHW ? contiguous_in(t.w, Layout::kNCDHW) : t.w;
   // oneDNN adds a 16-bit bias before it rounds; added to the rounded convolution, one that cancels it would
@@ -101,7 +92,7 @@ Tensor run_cpu(const Problem& p, const Plan& plan, const BlockTensors& t) {
   const DenseResult conv =
       as_dense(conv_transpose3d(contiguous_in(t.x, plan.conv_layout), w, conv_bias, p, std::nullopt),
                plan.conv_layout);
-  const Tensor y = output_for(conv, p);
+  const Tensor y = output_for(conv, call);
   cpu::ReluGroupNormParams params;
   params.n = p.n;
   params.k = p.k;
@@ -134,79 +125,69 @@ cuda::ForwardTensors forward_tensors(const BlockTensors& t, const Tensor& y, con
   return f;
 }
 
-Tensor run_sm90(const Problem& p, const Plan& plan, const Device& device, const BlockTensors& t,
-                std::int32_t index) {
-  const Tensor x = contiguous_in(t.x, p.x_layout);
-  const Ints sizes = output_sizes(p);
-  const Tensor y = empty_strided_like(x, sizes, dense_strides(sizes, p.y_layout));
-  const Tensor workspace = empty_bytes_like(x, plan.workspace_bytes);
+Tensor run_sm90(const PreparedCall& call, const BlockTensors& t, std::int32_t index) {
+  const Tensor x = contiguous_in(t.x, call.problem.x_layout);
+  const Tensor y = empty_strided_like(x, call.y_sizes, call.y_strides);
+  const Tensor workspace = empty_bytes_like(x, call.plan.workspace_bytes);
   cuda::ForwardTensors f = forward_tensors(t, y, workspace);
   f.x = x.const_data_ptr();
   f.w = t.w.const_data_ptr();
   for (int axis = 0; axis < 5; ++axis) f.w_strides[axis] = t.w.stride(axis);
-  cuda::run_forward(p, plan, device, f, static_cast<cudaStream_t>(current_cuda_stream(index)));
+  cuda::run_forward(call.problem, call.plan, call.device, f,
+                    static_cast<cudaStream_t>(current_cuda_stream(index)));
   return y;
 }
 
-Tensor run_cuda_library(const Problem& p, Plan plan, const Device& device, const BlockTensors& t,
-                        std::int32_t index) {
+Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, std::int32_t index) {
+  const Problem& p = call.problem;
   // The asked precision must hold whatever torch.backends says, and only float32 has a choice.
   std::optional<CudnnFlags> flags;
   if (p.dtype == DType::kFloat32) flags = read_cudnn_flags(p.precision == Precision::kTF32);
-  const DenseResult conv = as_dense(conv_transpose3d(t.x, t.w, std::nullopt, p, flags), plan.conv_layout);
-  if (conv.layout != plan.conv_layout) {
-    plan.conv_layout = conv.layout;
-    cuda::complete_plan(p, device, plan);
+  const DenseResult conv =
+      as_dense(conv_transpose3d(t.x, t.w, std::nullopt, p, flags), call.plan.conv_layout);
+  std::optional<Plan> other_layout;
+  if (conv.layout != call.plan.conv_layout) {
+    other_layout = call.plan;
+    other_layout->conv_layout = conv.layout;
+    cuda::complete_plan(p, call.device, *other_layout);
   }
-  const Tensor y = output_for(conv, p);
+  const Plan& plan = other_layout ? *other_layout : call.plan;
+  const Tensor y = output_for(conv, call);
   const Tensor workspace = empty_bytes_like(conv.tensor, plan.workspace_bytes);
   cuda::ForwardTensors f = forward_tensors(t, y, workspace);
   f.conv = conv.tensor.const_data_ptr();
-  cuda::run_forward(p, plan, device, f, static_cast<cudaStream_t>(current_cuda_stream(index)));
+  cuda::run_forward(p, plan, call.device, f, static_cast<cudaStream_t>(current_cuda_stream(index)));
   return y;
 }
 #endif
 
-Tensor run_plan(const Problem& p, const Plan& plan, [[maybe_unused]] const Device& device,
-                const BlockTensors& t) {
+Tensor run_plan(const PreparedCall& call, const BlockTensors& t) {
 #if UPCONV3D_WITH_CUDA
-  if (device.is_cuda) {
+  if (call.device.is_cuda) {
     const std::int32_t index = t.x.get_device_index();
     const torch::stable::accelerator::DeviceGuard guard(index);
-    return plan.algorithm == Algorithm::kSm90ImplicitGemm ? run_sm90(p, plan, device, t, index)
-                                                          : run_cuda_library(p, plan, device, t, index);
+    return call.plan.algorithm == Algorithm::kSm90ImplicitGemm ? run_sm90(call, t, index)
+                                                               : run_cuda_library(call, t, index);
   }
 #endif
-  return run_cpu(p, plan, t);
+  return run_cpu(call, t);
 }
 
-Tensor conv_transpose3d_relu_group_norm(Tensor input, Tensor weight, std::optional<Tensor> bias, Ints stride,
-                                        Ints padding, Ints output_padding, std::int64_t groups, Ints dilation,
-                                        std::int64_t num_groups, std::optional<Tensor> norm_weight,
-                                        std::optional<Tensor> norm_bias, double eps,
+Tensor conv_transpose3d_relu_group_norm(const Tensor& input, const Tensor& weight,
+                                        const std::optional<Tensor>& bias, const Ints& stride,
+                                        const Ints& padding, const Ints& output_padding, std::int64_t groups,
+                                        const Ints& dilation, std::int64_t num_groups,
+                                        const std::optional<Tensor>& norm_weight,
+                                        const std::optional<Tensor>& norm_bias, double eps,
                                         StringHandle precision_handle) {
   const std::string precision = take_string(precision_handle);
-  const Arguments arguments = {describe_tensor(input),
-                               describe_tensor(weight),
-                               describe_optional(bias),
-                               describe_optional(norm_weight),
-                               describe_optional(norm_bias),
-                               stride,
-                               padding,
-                               output_padding,
-                               dilation,
-                               groups,
-                               num_groups,
-                               eps,
-                               precision};
-  const Problem problem = make_problem(arguments);
-  const Device device = query_device(arguments.input.device);
-  const Plan plan = make_plan(problem, device);
-  const Ints sizes = output_sizes(problem);
-  const Tensor y = problem.n == 0 ? empty_strided_like(input, sizes, dense_strides(sizes, problem.y_layout))
-                                  : run_plan(problem, plan, device,
-                                             {batched(input), weight, contiguous_vector(bias),
-                                              contiguous_vector(norm_weight), contiguous_vector(norm_bias)});
+  const auto call = prepare_call({input, weight, bias, norm_weight, norm_bias, stride, padding,
+                                  output_padding, dilation, groups, num_groups, eps, precision});
+  print_plan_if_asked(call->problem, call->plan);
+  const Tensor y = call->problem.n == 0
+                       ? empty_strided_like(input, call->y_sizes, call->y_strides)
+                       : run_plan(*call, {batched(input), weight, contiguous_vector(bias),
+                                          contiguous_vector(norm_weight), contiguous_vector(norm_bias)});
   return input.dim() == 5 ? y : unbatched(y);
 }
 

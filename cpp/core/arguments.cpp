@@ -125,7 +125,7 @@ void check_per_channel(const std::optional<TensorDesc>& tensor, const char* argu
 
 }  // namespace
 
-bool is_dense(const Sizes& sizes, const Sizes& strides, Layout layout) {
+bool is_dense(std::span<const std::int64_t> sizes, std::span<const std::int64_t> strides, Layout layout) {
   std::int64_t expected = 1;
   for (const int axis : inner_to_outer(layout)) {
     if (sizes[axis] != 1 && strides[axis] != expected) return false;

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -47,8 +48,7 @@ struct Arguments {
 Problem make_problem(const Arguments& arguments);
 
 /// Whether a [N,C,D,H,W] tensor lies dense in the order `layout`, axes of size 1 aside.
-bool is_dense(const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides,
-              Layout layout);
+bool is_dense(std::span<const std::int64_t> sizes, std::span<const std::int64_t> strides, Layout layout);
 
 /// PyTorch's rule by which strides suggest channels_last_3d (c10's is_channels_last_strides_3d).
 bool suggests_channels_last_3d(const std::vector<std::int64_t>& sizes,

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ._autograd import record_block
+
 IntOrTriple = int | Sequence[int]
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
@@ -22,6 +24,8 @@ _any_requires_grad = torch._C._any_requires_grad
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 _has_torch_function = torch._C._has_torch_function
 _transforms_active = torch._C._are_functorch_transforms_active
+_autocast_enabled = torch._C._is_any_autocast_enabled
+_tracing = torch._C._is_tracing
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -74,14 +78,18 @@ def triple(value: IntOrTriple, name: str) -> Sequence[int]:
     if type(value) is int:
         if _INT64_MIN <= value <= _INT64_MAX:
             return (value, value, value)
-    elif (
-        type(value) is tuple
-        and len(value) == 3
-        and all(type(v) is int for v in value)
-        and min(value) >= _INT64_MIN
-        and max(value) <= _INT64_MAX
-    ):
-        return value
+    elif type(value) is tuple and len(value) == 3:
+        # Written out: a generator expression over three values takes three times as long.
+        a, b, c = value
+        if (
+            type(a) is int
+            and type(b) is int
+            and type(c) is int
+            and _INT64_MIN <= a <= _INT64_MAX
+            and _INT64_MIN <= b <= _INT64_MAX
+            and _INT64_MIN <= c <= _INT64_MAX
+        ):
+            return value
     return _triple_of_sequence(value, name)
 
 
@@ -146,6 +154,10 @@ def _check_values_per_group(
     )
 
 
+def _refuse_vector(name: str, vector: Any) -> None:
+    raise TypeError(f"upconv3d: {name} must be a tensor or None; got {type(vector).__name__}.")
+
+
 def check_kinds(input: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias: Any, eps: float) -> None:
     """What the operator's schema would refuse in its own words, and dtypes with PyTorch's exception.
 
@@ -156,9 +168,12 @@ def check_kinds(input: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias:
             f"upconv3d: input and weight must be tensors; got {type(input).__name__} and "
             f"{type(weight).__name__}."
         )
-    for name, vector in (("bias", bias), ("norm_weight", norm_weight), ("norm_bias", norm_bias)):
-        if vector is not None and not isinstance(vector, Tensor):
-            raise TypeError(f"upconv3d: {name} must be a tensor or None; got {type(vector).__name__}.")
+    if bias is not None and not isinstance(bias, Tensor):
+        _refuse_vector("bias", bias)
+    if norm_weight is not None and not isinstance(norm_weight, Tensor):
+        _refuse_vector("norm_weight", norm_weight)
+    if norm_bias is not None and not isinstance(norm_bias, Tensor):
+        _refuse_vector("norm_bias", norm_bias)
     if input.dtype not in _DTYPES:
         raise NotImplementedError(
             f"upconv3d: input must be float32, bfloat16, float16 or float64; got input.dtype={input.dtype}. "
@@ -252,6 +267,30 @@ def conv_transpose3d_relu_group_norm(
     dims = input.dim()
     if dims == 4 or (dims == 5 and input.size(0) == 1):
         _check_values_per_group(input, weight, stride, padding, output_padding, groups, dilation, num_groups)
+    tensors = (input, weight, bias, norm_weight, norm_bias)
+    if torch.compiler.is_dynamo_compiling():  # none of the questions below can be asked in a graph
+        recording, whole = False, True
+    else:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(tensors)
+        transforms = _transforms_active()
+        if transforms:
+            _refuse_functional_gradients(tensors)
+        recording = torch.is_grad_enabled() and _any_requires_grad(*tensors)
+        # Autograd of a custom operator runs in Python, which takes tens of microseconds, some of them where
+        # there is nothing to record. It has to run where requires_grad does not say what is recorded
+        # (torch.func's transforms), where others than autograd want to see the operator (tracers, and
+        # __torch_function__ of the caller's), and where autocast's casts are to be recorded too.
+        whole = (
+            transforms
+            or torch.compiler.is_compiling()
+            or _has_torch_function(tensors)
+            or (recording and (_autocast_enabled() or _tracing()))
+        )
+    if recording and not whole:
+        numbers = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
+        recorded: Tensor = record_block(*tensors, numbers)
+        return recorded
     arguments = (
         input,
         weight,
@@ -267,24 +306,7 @@ def conv_transpose3d_relu_group_norm(
         eps,
         precision,
     )
-    tensors = (input, weight, bias, norm_weight, norm_bias)
-    if torch.compiler.is_dynamo_compiling():  # none of the questions below can be asked in a graph
-        traced: Tensor = _op(*arguments)
-        return traced
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(tensors)
-    transforms = _transforms_active()
-    if transforms:
-        _refuse_functional_gradients(tensors)
-    # Autograd of a custom operator runs in Python: 11 us a call, also where there is nothing to record. It is
-    # needed where requires_grad does not say so: under torch.func's transforms, and where Python of the
-    # caller's (__torch_function__) runs instead of the operator.
-    if (
-        torch.compiler.is_compiling()
-        or transforms
-        or _has_torch_function(tensors)
-        or (torch.is_grad_enabled() and _any_requires_grad(*arguments))
-    ):
+    if whole:
         y: Tensor = _op(*arguments)
         return y
     with _BelowAutograd():

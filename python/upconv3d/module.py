@@ -18,6 +18,15 @@ def _check_precision(precision: str | None) -> None:
         raise ValueError(f"upconv3d: precision must be 'ieee', 'tf32' or None; got precision={precision!r}.")
 
 
+def _parameter(module: nn.Module, name: str) -> Any:
+    """module.weight or module.bias, without the 0.8 us that nn.Module.__getattr__ takes for each.
+
+    Parametrizations and pruning keep what they compute outside of _parameters.
+    """
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
+
+
 class ConvTranspose3dReLUGroupNorm(nn.Module):
     """group_norm(relu(conv_transpose3d(x))) with the parameters of the two PyTorch modules.
 
@@ -147,8 +156,9 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
 
         Raises: as conv_transpose3d_relu_group_norm; ValueError where output_size cannot be had.
         """
-        conv = self.conv_transpose
-        norm = self.group_norm
+        modules: Any = self._modules
+        conv: nn.ConvTranspose3d = modules["conv_transpose"]
+        norm: nn.GroupNorm = modules["group_norm"]
         output_padding: Any = conv.output_padding
         if output_size is not None:
             output_padding = conv._output_padding(
@@ -162,16 +172,16 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
             )
         return conv_transpose3d_relu_group_norm(
             input,
-            conv.weight,
-            conv.bias,
+            _parameter(conv, "weight"),
+            _parameter(conv, "bias"),
             conv.stride,
             conv.padding,  # type: ignore[arg-type]
             output_padding,
             conv.groups,
             conv.dilation,
             num_groups=norm.num_groups,
-            norm_weight=norm.weight,
-            norm_bias=norm.bias,
+            norm_weight=_parameter(norm, "weight"),
+            norm_bias=_parameter(norm, "bias"),
             eps=norm.eps,
             precision=self.precision,
         )

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// From the op's arguments to what is to be run, remembered from call to call.
+///
+/// Checking the rules and choosing a plan takes longer on the host than a small block takes on the GPU, and a
+/// network calls each of its blocks with the same shapes over and over.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bindings/torch_calls.hpp"
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+
+namespace upconv3d::bindings {
+
+/// The op's arguments as PyTorch hands them over.
+struct OpArguments {
+  const Tensor& input;                       // [N,C,D,H,W] or [C,D,H,W] dtype
+  const Tensor& weight;                      // [C,K/groups,T,R,S] dtype
+  const std::optional<Tensor>& bias;         // [K] dtype
+  const std::optional<Tensor>& norm_weight;  // [K] dtype
+  const std::optional<Tensor>& norm_bias;    // [K] dtype
+  const std::vector<std::int64_t>& stride;   // depth, height, width, as the next three
+  const std::vector<std::int64_t>& padding;
+  const std::vector<std::int64_t>& output_padding;
+  const std::vector<std::int64_t>& dilation;
+  std::int64_t groups;
+  std::int64_t num_groups;
+  double eps;  // activation units squared
+  const std::string& precision;
+};
+
+/// What follows from the metadata of the arguments, whatever their values.
+struct PreparedCall {
+  Problem problem;
+  Device device;
+  Plan plan;
+  std::vector<std::int64_t> y_sizes;    // [N,K,Z,P,Q]
+  std::vector<std::int64_t> y_strides;  // in elements, as many
+};
+
+/// The call of these arguments: checked and planned where they are met for the first time, else remembered.
+/// May be called from several threads at once.
+/// \throws RuleViolation or ValueViolation (core/errors.hpp), or what query_device throws.
+std::shared_ptr<const PreparedCall> prepare_call(const OpArguments& arguments);
+
+}  // namespace upconv3d::bindings

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the SM90 plan promises beyond right values: the same bits on every run, CUDA graphs, few launches,
+little memory, little host time, no hang on a crowded GPU. And right values on random stride-1 shapes.
+
+`pytest -s` shows the figures.
+"""
+
+import gc
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import upconv3d
+from conftest import PROMISE_CASES, SEED
+from oracles import Block, check_like_eager, make_block
+from torch.profiler import ProfilerActivity, profile
+
+# dtype and precision; precision concerns float32 alone.
+KINDS = {
+    "bfloat16": (torch.bfloat16, "ieee"),
+    "float16": (torch.float16, "ieee"),
+    "tf32": (torch.float32, "tf32"),
+    "ieee": (torch.float32, "ieee"),
+}
+LAYOUTS = ("NCDHW", "NDHWC")
+# (n, c, k, extent, kernel, num_groups): less than one wave of tiles, and several waves with borders cut off.
+SMALL = (1, 64, 64, 8, 3, 8)
+LARGE = (2, 64, 128, 32, 3, 8)
+
+RUNS = 1000
+CROWD_SECONDS = 120  # a crowd takes about a second, its process some ten to start
+
+both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def sm90_block(shape, kind, layout, device, **overrides) -> Block:
+    n, c, k, extent, kernel, num_groups = shape
+    dtype, precision = KINDS[kind]
+    block = make_block(
+        n, c, k, extent, kernel, num_groups=num_groups, device=device, dtype=dtype, **overrides
+    )
+    block = replace(block, precision=precision)
+    block = block.channels_last() if layout == "NDHWC" else block
+    assert block.plan().algorithm == "sm90_implicit_gemm", block.plan()
+    return block
+
+
+def bits(y: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: NaN equals itself, and 0 differs from -0."""
+    return y.view(torch.int16 if y.element_size() == 2 else torch.int32)
+
+
+class BusyStream:
+    """A second stream that keeps multiprocessors and memory occupied, each time by another amount."""
+
+    SIZES = (256, 2048, 512, 3072, 1024)  # of square bfloat16 matmuls: from one block to many waves, 0.1 ms
+
+    def __init__(self, device):
+        self.stream = torch.cuda.Stream(device)
+        self.matrices = [torch.randn(n, n, device=device, dtype=torch.bfloat16) for n in self.SIZES]
+        self.products = [torch.empty_like(matrix) for matrix in self.matrices]
+        self.calls = 0
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+
+    def enqueue(self):
+        index = self.calls % len(self.SIZES)
+        self.calls += 1
+        with torch.cuda.stream(self.stream):
+            torch.mm(self.matrices[index], self.matrices[index], out=self.products[index])
+
+
+@every_kind
+@both_layouts
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside-a-busy-stream"])
+def test_same_bits_on_every_run(hopper, beside, shape, layout, kind):
+    block = sm90_block(shape, kind, layout, hopper)
+    expected = bits(block.ours()).clone()
+    busy = BusyStream(hopper) if beside else None
+    differing = torch.zeros((), dtype=torch.int64, device=hopper)
+    for run in range(RUNS):
+        if busy is not None:
+            busy.enqueue()
+        differing += (bits(block.ours()) != expected).any()
+        if run % 100 == 99:
+            assert int(differing) == 0, f"{int(differing)} of the first {run + 1} runs differ from the first"
+
+
+@every_kind
+@both_layouts
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
+def test_cuda_graph(hopper, shape, layout, kind):
+    """Two calls in one graph, replayed on new values: the bits of calls outside of it."""
+    block = sm90_block(shape, kind, layout, hopper)
+    other = replace(block, input=torch.randn_like(block.input), weight=torch.randn_like(block.weight) / 40)
+    static, static_other = (
+        b.map(lambda t: t.clone(memory_format=torch.preserve_format)) for b in (block, other)
+    )
+    static.ours()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = static.ours()
+        y_other = static_other.ours()
+    for factor in (1, -2, 3):
+        static.input.copy_(block.input * factor)
+        static_other.input.copy_(other.input * factor)
+        graph.replay()
+        graph.replay()
+        assert torch.equal(bits(y), bits(replace(block, input=static.input).ours()))
+        assert torch.equal(bits(y_other), bits(replace(other, input=static_other.input).ours()))
+
+
+def device_work(call, runs=4) -> list[str]:
+    """Names of what one call puts on the GPU: kernels, copies and fills."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(runs):
+            call()
+        torch.cuda.synchronize()
+    names = [
+        event.name
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
+    if not names:
+        pytest.skip("the profiler sees no GPU work here: CUPTI is missing or may not trace")
+    assert len(names) % runs == 0, f"runs differ in what they launch: {names}"
+    return names[: len(names) // runs]
+
+
+@every_kind
+@both_layouts
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
+def test_launches_per_forward(hopper, shape, layout, kind):
+    block = sm90_block(shape, kind, layout, hopper)
+    names = device_work(block.ours)
+    fills = [name for name in names if name.startswith(("Memset", "Memcpy"))]
+    print(
+        f"{kind} {layout} N={shape[0]}: {len(names)} launches, {len(fills)} of them fills or copies: {names}"
+    )
+    # 16-bit NCDHW is promised nothing less than float32: it transposes its input too.
+    limit = 3 if block.input.element_size() == 2 and layout == "NDHWC" else 4
+    assert len(names) <= limit, f"{len(names)} launches, at most {limit} promised: {names}"
+
+
+@every_kind
+@both_layouts
+def test_peak_memory(hopper, layout, kind):
+    """Above its result, a call takes one 16-bit copy of x at most; two where x is split into halves."""
+    block = sm90_block((8, 64, 128, 32, 3, 8), kind, layout, hopper)
+    x = block.input
+    assert x.numel() * x.element_size() >= 32 * 10**6
+    y = block.ours()
+    y_bytes = y.numel() * y.element_size()
+    del y
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(hopper)
+    torch.cuda.reset_peak_memory_stats(hopper)
+    block.ours()
+    extra = torch.cuda.max_memory_allocated(hopper) - before - y_bytes
+    copies = 2 if kind == "ieee" else 1
+    limit = int(copies * x.numel() * 2 * 1.02)
+    print(f"{kind} {layout}: {extra / 1e6:.2f} MB above the result, at most {limit / 1e6:.2f} MB promised")
+    assert extra <= limit
+
+
+def host_microseconds(call, chunks=60, calls=20) -> float:
+    """Median host time of one call, with a GPU that is idle at the start of each chunk of calls."""
+    for _ in range(3 * calls):
+        call()
+    times = []
+    gc.collect()
+    for _ in range(chunks):
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter_ns() - begin) / calls / 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+@every_kind
+@both_layouts
+def test_host_time(hopper, layout, kind):
+    """25 us per call is the aim on an otherwise idle host; 40 us is what a test may insist on."""
+    block = sm90_block(SMALL, kind, layout, hopper)
+    dtype, precision = KINDS[kind]
+    module = upconv3d.ConvTranspose3dReLUGroupNorm(
+        64, 64, 3, 8, precision=precision, device=hopper, dtype=dtype
+    )
+    recorded = replace(block.requires_grad(), input=block.input)
+    figures = {}
+    with torch.no_grad():
+        figures["function"] = host_microseconds(block.ours)
+        figures["module"] = host_microseconds(lambda: module(block.input))
+    figures["function with gradients"] = host_microseconds(recorded.ours)
+    figures["module with gradients"] = host_microseconds(lambda: module(block.input))
+    text = ", ".join(f"{name} {figure:.1f} us" for name, figure in figures.items())
+    print(f"{kind} {layout}: {text}")
+    assert max(figures.values()) <= 40, text
+
+
+def crowd() -> None:
+    """Calls from several threads, each on a stream of its own, while matmuls hold multiprocessors.
+
+    They end, and with the bits of calls alone. Blocks of one kernel that wait for each other would hang where
+    not all of them are resident.
+    """
+    device = torch.device("cuda")
+    blocks = [
+        sm90_block(shape, kind, layout, device)
+        for shape, kind, layout in (
+            (LARGE, "bfloat16", "NDHWC"),
+            (LARGE, "ieee", "NCDHW"),
+            (SMALL, "tf32", "NDHWC"),
+            (LARGE, "float16", "NCDHW"),
+        )
+    ]
+    expected = [bits(block.ours()).clone() for block in blocks]
+    differing = torch.zeros(len(blocks), dtype=torch.int64, device=device)
+    matrix = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)  # a product takes 2 ms
+    torch.cuda.synchronize()
+    done = []
+
+    def call(index):
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            for _ in range(50):
+                differing[index] += (bits(blocks[index].ours()) != expected[index]).any()
+            torch.cuda.current_stream().synchronize()
+        done.append(index)
+
+    def multiply():
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            for _ in range(50):
+                torch.mm(matrix, matrix)
+            torch.cuda.current_stream().synchronize()
+        done.append("matmul")
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(blocks))]
+    threads += [threading.Thread(target=multiply) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == len(threads), f"a thread ended early; those that ended well: {done}"
+    assert not differing.any(), f"runs that differ, per block: {differing.tolist()}"
+
+
+def test_no_hang_on_a_crowded_gpu(hopper):
+    # A process of its own: a hung kernel cannot be stopped from within.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        run = subprocess.run(
+            [sys.executable, __file__], env=environment, timeout=CROWD_SECONDS, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"calls on several streams do not end within {CROWD_SECONDS} s: {error.stderr!r}")
+    assert run.returncode == 0, run.stderr
+
+
+def random_block(index, device) -> tuple[str, Block]:
+    """A stride-1 problem that the SM90 plan takes, and its description for messages."""
+    rng = random.Random(f"{SEED}/{index}")
+    kernel = [rng.randint(1, 5) for _ in range(3)]
+    padding = [rng.randint(0, 2) for _ in range(3)]
+    extent = [rng.randrange(1, 16, 2) for _ in range(3)]
+    # Output positions per axis: extent + kernel - 1 - 2*padding; at least 2, so that groups have a variance.
+    extent = [max(e, 3 + 2 * p - t) for e, p, t in zip(extent, padding, kernel, strict=True)]
+    n, c, k = rng.randint(1, 5), 8 * rng.randint(1, 25), 8 * rng.randint(1, 25)
+    num_groups = rng.choice([g for g in range(1, k + 1) if k % g == 0])
+    numbers = {
+        "num_groups": num_groups,
+        "padding": tuple(padding),
+        "bias": rng.random() < 0.5,
+        "affine": rng.random() < 0.7,
+    }
+    kind = rng.choice(list(KINDS))
+    layout = rng.choice(["NCDHW", "NDHWC", "input NDHWC", "weight NDHWC"])
+    dtype, precision = KINDS[kind]
+    torch.manual_seed(SEED + index)
+    block = make_block(n, c, k, extent, kernel, device=device, dtype=dtype, **numbers)
+    both = block.channels_last()
+    block = replace(
+        block,
+        precision=precision,
+        input=both.input if layout in ("NDHWC", "input NDHWC") else block.input,
+        weight=both.weight if layout in ("NDHWC", "weight NDHWC") else block.weight,
+    )
+    text = f"N={n} C={c} K={k} in={extent} kernel={kernel} {numbers} {kind} {layout}, UPCONV3D_SEED={SEED}"
+    return text, block
+
+
+@pytest.mark.parametrize("index", range(PROMISE_CASES))
+def test_random_stride_1_shapes(hopper, index):
+    text, block = random_block(index, hopper)
+    print(text)
+    assert block.plan().algorithm == "sm90_implicit_gemm"
+    check_like_eager(block)
+    assert torch.equal(bits(block.ours()), bits(block.ours()))
+
+
+if __name__ == "__main__":
+    crowd()
