@@ -26,6 +26,9 @@ _has_torch_function = torch._C._has_torch_function
 _transforms_active = torch._C._are_functorch_transforms_active
 _autocast_enabled = torch._C._is_any_autocast_enabled
 _tracing = torch._C._is_tracing
+_grad_enabled = torch.is_grad_enabled
+_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_compiling = torch.compiler.is_compiling
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -268,7 +271,7 @@ def conv_transpose3d_relu_group_norm(
     if dims == 4 or (dims == 5 and input.size(0) == 1):
         _check_values_per_group(input, weight, stride, padding, output_padding, groups, dilation, num_groups)
     tensors = (input, weight, bias, norm_weight, norm_bias)
-    if torch.compiler.is_dynamo_compiling():  # none of the questions below can be asked in a graph
+    if _dynamo_compiling():  # none of the questions below can be asked in a graph
         recording, whole = False, True
     else:
         if forward_ad._current_level >= 0:
@@ -276,14 +279,14 @@ def conv_transpose3d_relu_group_norm(
         transforms = _transforms_active()
         if transforms:
             _refuse_functional_gradients(tensors)
-        recording = torch.is_grad_enabled() and _any_requires_grad(*tensors)
+        recording = _grad_enabled() and _any_requires_grad(*tensors)
         # Autograd of a custom operator runs in Python, which takes tens of microseconds, some of them where
         # there is nothing to record. It has to run where requires_grad does not say what is recorded
         # (torch.func's transforms), where others than autograd want to see the operator (tracers, and
         # __torch_function__ of the caller's), and where autocast's casts are to be recorded too.
         whole = (
             transforms
-            or torch.compiler.is_compiling()
+            or _compiling()
             or _has_torch_function(tensors)
             or (recording and (_autocast_enabled() or _tracing()))
         )
