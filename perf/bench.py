@@ -8,9 +8,9 @@ One line per case, to grep and to compare:
 
 ms is a median. tflops counts useful arithmetic, gbs x, w and y once each. Every x_ is this block's time
 divided by the other's: below 1 is quicker than eager, than torch.compile at its best, than the library's
-convolution alone; x_floor is explained in block.floor_ms and given on an H200 only. Errors are absolute,
-against float64, on normalized values. check is "ok" where every value is finite and the rms error is at most
-twice eager's.
+convolution alone; x_floor is explained in upconv3d.profile.cases.floor_ms and given on an H200 only. Errors
+are absolute, against float64, on normalized values. check is "ok" where every value is finite and the rms
+error is at most twice eager's.
 
 Exit status 1 if any check fails. See perf/README.md for how to read and record results.
 """
@@ -26,46 +26,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import upconv3d
-from block import SHAPES_FILE, Case, Shape, Tensors, conv_arguments, floor_ms, load_shapes, make_tensors
-from measure import environment, errors, medians_ms, poison
+from upconv3d.profile.cases import (
+    DTYPES,
+    LAYOUTS,
+    SHAPES_FILE,
+    Case,
+    floor_ms,
+    h200_rates,
+    load_shapes,
+    make_tensors,
+)
+from upconv3d.profile.measure import environment, medians_ms, write_whole
+from upconv3d.profile.peers import (
+    COMPILE_MODES,
+    block_arguments,
+    block_call,
+    check_errors,
+    compiled_peers,
+    convolution,
+    eager,
+    set_precision,
+)
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
-COMPILE_MODES = {"default": ["default"], "best": ["default", "max-autotune-no-cudagraphs"], "none": []}
-# A float64 reference of more arithmetic than this would take longer than the measurement.
-REFERENCE_FLOPS = {"cuda": 2e11, "cpu": 4e9}
-# Rounding of the result itself, where eager happens to be exact.
-ERROR_FLOOR = {torch.float32: 1e-7, torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.float64: 1e-15}
 DASH = "na"
-
-
-def convolution(t: Tensors, shape: Shape) -> torch.Tensor:
-    """The library's convolution alone."""
-    return F.conv_transpose3d(t.x, t.w, t.bias, **conv_arguments(shape))
-
-
-def eager(t: Tensors, shape: Shape) -> torch.Tensor:
-    """PyTorch's three calls."""
-    a = torch.relu(convolution(t, shape))
-    return F.group_norm(a, shape.num_groups, t.gamma, t.beta, shape.eps)
-
-
-def block_arguments(t: Tensors, case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of this library's op, and of explain."""
-    keywords = conv_arguments(case.shape) | {
-        "num_groups": case.shape.num_groups,
-        "norm_weight": t.gamma,
-        "norm_bias": t.beta,
-        "eps": case.shape.eps,
-        "precision": case.precision if case.dtype is torch.float32 else None,
-    }
-    return (t.x, t.w, t.bias), keywords
 
 
 def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
@@ -85,71 +69,13 @@ def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
                     yield Case(shape, DTYPES[dtype_name], layout, precision)
 
 
-def compiled_peers(
-    t: Tensors, case: Case, modes: list[str]
-) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """torch.compile of the three calls in each mode; one that fails to compile is returned as its error."""
-    calls: dict[str, Callable[[], Any]] = {}
-    failures: dict[str, str] = {}
-    torch._dynamo.reset()  # a recompilation limit reached by earlier shapes would leave this one uncompiled
-    for mode in modes:
-
-        def three_calls(t: Tensors = t) -> torch.Tensor:
-            return eager(t, case.shape)
-
-        call = torch.compile(three_calls, mode=mode, dynamic=False, fullgraph=True)
-        try:
-            call()
-        except RuntimeError as error:  # what the compiler raises is its result, recorded in the row
-            failures[mode] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        else:
-            calls[f"compile:{mode}"] = call
-    return calls, failures
-
-
-def check_errors(
-    t: Tensors, case: Case, call: Callable[[], torch.Tensor], workspace_bytes: int
-) -> dict[str, Any]:
-    """Errors of this block and of eager against float64, on the first and the last sample.
-
-    GroupNorm is per sample, so two samples stand for all; one where two would be too much float64 arithmetic.
-    """
-    n = case.shape.n
-    index = [0, n - 1] if n > 1 else [0]
-    per_sample = case.shape.useful_flops / n
-    if per_sample * len(index) > REFERENCE_FLOPS[t.x.device.type]:
-        index = [n - 1]
-    y_eager = eager(t, case.shape)
-    size = y_eager.shape
-    y_eager = y_eager[index].clone()
-    poison(size, case.dtype, t.x.device, workspace_bytes)
-    y = call()
-    finite = bool(torch.isfinite(y).all())
-    y = y[index].clone()
-    y64 = eager(t.samples(index, torch.float64), case.shape.with_samples(len(index)))
-    err_max, err_rms = errors(y, y64)
-    eager_err_max, eager_err_rms = errors(y_eager, y64)
-    ok = finite and err_rms <= 2 * max(eager_err_rms, ERROR_FLOOR[case.dtype])
-    return {
-        "err_max": err_max,
-        "err_rms": err_rms,
-        "eager_err_max": eager_err_max,
-        "eager_err_rms": eager_err_rms,
-        "check": "ok" if ok else "FAILED",
-    }
-
-
 def measure(case: Case, device: torch.device, modes: list[str], budget_s: float) -> dict[str, Any]:
     """One row: plan, times, ratios, errors."""
-    # The older switch, because the compiler reads it and raises once the newer one was set.
-    torch.backends.cudnn.allow_tf32 = case.precision == "tf32"
+    set_precision(case)
     t = make_tensors(case, device)
     positional, keywords = block_arguments(t, case)
     plan = upconv3d.explain(*positional, **keywords)
-
-    def block() -> torch.Tensor:
-        return upconv3d.conv_transpose3d_relu_group_norm(*positional, **keywords)
-
+    block = block_call(t, case)
     row: dict[str, Any] = {
         "name": case.shape.name,
         "dtype": str(case.dtype).removeprefix("torch."),
@@ -173,7 +99,8 @@ def measure(case: Case, device: torch.device, modes: list[str], budget_s: float)
     row["tflops"] = case.shape.useful_flops / ms / 1e9
     row["gbs"] = (case.bytes_x + case.bytes_w + case.bytes_y) / ms / 1e6
     on_h200 = device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
-    floor = floor_ms(case) if on_h200 else None
+    rates = h200_rates(case) if on_h200 else None
+    floor = None if rates is None else floor_ms(case, rates)
     compiled = min((times[name] for name in peers), default=None)
     row["floor_ms"] = floor
     for name, other in (
@@ -210,7 +137,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", default="", metavar="REGEX", help="names to run (default: all)")
     parser.add_argument("--shapes-file", type=Path, default=SHAPES_FILE, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=["float32", "bfloat16"])
-    parser.add_argument("--layout", nargs="+", choices=["ncdhw", "ndhwc"], default=["ncdhw", "ndhwc"])
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument(
         "--precision",
         nargs="+",
@@ -233,14 +160,6 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def write_json(path: Path, env: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """The result file, written whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
-    part.replace(path)
-
-
 @torch.no_grad()
 def main() -> int:
     args = parse_arguments()
@@ -253,7 +172,7 @@ def main() -> int:
             f"bench: no shape matches --shapes {args.shapes!r}; see {args.shapes_file.name}", file=sys.stderr
         )
         return 2
-    env = environment(device)
+    env = environment(device, ["python", "perf/bench.py", *sys.argv[1:]], Path(__file__))
     print("BENCH_ENVIRONMENT " + json.dumps(env), flush=True)
     rows = []
     for case in selected:
@@ -263,7 +182,8 @@ def main() -> int:
         for mode, failure in row["compile_failures"].items():
             print(f"BENCH_NOTE name={row['name']} torch.compile mode={mode} failed: {failure}", flush=True)
         if args.json is not None:
-            write_json(args.json, env, rows)  # after every case, so that an interrupted run keeps what it has
+            # After every case, so that an interrupted run keeps what it has.
+            write_whole(args.json, json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
     failed = sum(row["check"] != "ok" for row in rows)
     print(f"BENCH_SUMMARY cases={len(rows)} failed={failed}")
     return 1 if failed else 0

@@ -22,7 +22,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from block import Shape, load_shapes
+from upconv3d.profile.cases import Shape, load_shapes
+from upconv3d.profile.measure import environment_line
 
 BLOCK = re.compile(
     r"(?P<open><!-- results: (?P<path>\S+?)(?: (?P<tag>\w+))? -->\n).*?(?P<close><!-- /results -->)",
@@ -40,37 +41,6 @@ COLUMNS = [
     ("rms error", "err_rms", "{:.1e}"),
     ("eager's", "eager_err_rms", "{:.1e}"),
 ]
-
-
-def describe_shape(shape: Shape) -> str:
-    """ "16x64x32x32x32 > 128, k3 s1 p0", extents that are alike on all axes written once."""
-
-    def axes(values: tuple[int, ...]) -> str:
-        return str(values[0]) if len(set(values)) == 1 else ",".join(map(str, values))
-
-    extent = "x".join(map(str, (shape.n, shape.c, *shape.input)))
-    text = f"{extent} > {shape.k}, k{axes(shape.kernel)} s{axes(shape.stride)} p{axes(shape.padding)}"
-    if any(shape.output_padding):
-        text += f" op{axes(shape.output_padding)}"
-    if shape.groups > 1:
-        text += f" groups {shape.groups}"
-    return f"{text}, {shape.num_groups} norm groups"
-
-
-def environment_line(env: dict[str, Any]) -> str:
-    """Date, device and versions, one sentence."""
-    device = (
-        f"{env['gpu']}, driver {env['driver']}"
-        if env.get("gpu")
-        else f"{env['cpu']}, {env['threads']} threads"
-    )
-    parts = [f"{env['date']}", device, f"torch {env['torch']}"]
-    if env.get("gpu"):
-        parts += [f"CUDA {env['cuda']}", f"cuDNN {env['cudnn']}"]
-    parts.append(f"upconv3d {env['upconv3d']}")
-    if env.get("commit"):
-        parts.append(f"commit {env['commit'][:12]}{' with local changes' if ' ' in env['commit'] else ''}")
-    return "; ".join(parts)
 
 
 def report(result: dict[str, Any], shapes: dict[str, Shape], tag: str | None = "readme") -> str:
@@ -92,7 +62,7 @@ def report(result: dict[str, Any], shapes: dict[str, Shape], tag: str | None = "
             )
         kind = row["dtype"] if row["precision"] == "native" else f"{row['dtype']} {row['precision']}"
         cells = [
-            f"`{row['name']}` {describe_shape(shapes[row['name']])}",
+            f"`{row['name']}` {shapes[row['name']].describe()}",
             f"{kind} {LAYOUT_NAMES[row['layout']]}",
         ]
         cells += ["-" if row[key] is None else form.format(row[key]) for _, key, form in columns]

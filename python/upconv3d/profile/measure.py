@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times, errors and the environment of a benchmark run."""
+"""Times, errors, memory and the environment of a run."""
 
 from __future__ import annotations
 
@@ -9,18 +9,27 @@ import platform
 import shlex
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import upconv3d
+
 # Four times an H200's L2 would flush it; sixteen times keeps the GPU busy for 0.25 ms, which also hides
 # what Python needs to launch the timed call.
 FLUSH_BYTES = 1 << 30
 ROUNDS = 3  # every implementation is visited this often, so that clocks drifting over seconds meet all alike
+
+
+def flush_buffer(device: torch.device) -> torch.Tensor | None:
+    """What cuda_times_ms reads before each call; None on a CPU, whose caches stay warm."""
+    if device.type != "cuda":
+        return None
+    size = min(FLUSH_BYTES, torch.cuda.get_device_properties(device).total_memory // 8)
+    return torch.zeros(size // 4, device=device)
 
 
 def cuda_times_ms(call: Callable[[], object], repeats: int, flush: torch.Tensor) -> list[float]:
@@ -31,7 +40,7 @@ def cuda_times_ms(call: Callable[[], object], repeats: int, flush: torch.Tensor)
     pairs = []
     for _ in range(repeats):
         torch.sum(flush)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.Event(flush.device, enable_timing=True) for _ in range(2))
         begin.record()
         call()
         end.record()
@@ -51,14 +60,14 @@ def cpu_times_ms(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def medians_ms(
-    calls: dict[str, Callable[[], object]], device: torch.device, budget_s: float
+    calls: Mapping[str, Callable[[], object]], device: torch.device, budget_s: float
 ) -> dict[str, float]:
     """Median time of each call in ms.
 
     Calls take turns in ROUNDS rounds. Each gets as many repeats as fit into its share of `budget_s` seconds,
     at least three a round.
     """
-    flush = torch.zeros(FLUSH_BYTES // 4, device=device) if device.type == "cuda" else None
+    flush = flush_buffer(device)
 
     def run(call: Callable[[], object], repeats: int) -> list[float]:
         return cpu_times_ms(call, repeats) if flush is None else cuda_times_ms(call, repeats, flush)
@@ -116,19 +125,23 @@ def cpu_name() -> str:
     return platform.machine()
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """What a figure must be quoted with: date, device, driver, versions, commit, command."""
-    import upconv3d
+def git_commit(source: Path) -> str | None:
+    """Commit of the checkout that tracks `source`, and whether tracked files differ; None outside one."""
+    commit = os.environ.get("UPCONV3D_COMMIT")  # a copy without its history is told its commit
+    # An installed package can lie inside a checkout of something else.
+    if commit is None and _output(["git", "ls-files", "--error-unmatch", source.name], cwd=source.parent):
+        commit = _output(["git", "rev-parse", "HEAD"], cwd=source.parent)
+    changed = _output(["git", "status", "--porcelain", "--untracked-files=no"], cwd=source.parent)
+    return f"{commit} with local changes" if commit and changed else commit
 
-    here = Path(__file__).resolve().parent
-    # A copy without its history, as on a machine that only measures, is told its commit.
-    commit = os.environ.get("UPCONV3D_COMMIT") or _output(["git", "rev-parse", "HEAD"], cwd=here)
-    changed = _output(["git", "status", "--porcelain", "--untracked-files=no"], cwd=here)
+
+def environment(device: torch.device, command: list[str], source: Path) -> dict[str, Any]:
+    """What a figure must be quoted with: date, device, driver, versions, commit of `source`, command."""
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", "perf/bench.py", *sys.argv[1:]]),
+        "command": shlex.join(command),
         "upconv3d": upconv3d.__version__,
-        "commit": f"{commit} with local changes" if changed else commit,
+        "commit": git_commit(source.resolve()),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpu": cpu_name(),
@@ -140,6 +153,30 @@ def environment(device: torch.device) -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name(device),
             "driver": query.splitlines()[0] if query else None,
             "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         }
     return found
+
+
+def environment_line(env: dict[str, Any]) -> str:
+    """Date, device and versions, one sentence."""
+    device = (
+        f"{env['gpu']}, driver {env['driver']}"
+        if env.get("gpu")
+        else f"{env['cpu']}, {env['threads']} threads"
+    )
+    parts = [f"{env['date']}", device, f"torch {env['torch']}"]
+    if env.get("gpu"):
+        parts += [f"CUDA {env['cuda']}", f"cuDNN {env['cudnn']}"]
+    parts.append(f"upconv3d {env['upconv3d']}")
+    if env.get("commit"):
+        parts.append(f"commit {env['commit'][:12]}{' with local changes' if ' ' in env['commit'] else ''}")
+    return "; ".join(parts)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A text file, written whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(text)
+    part.replace(path)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m upconv3d.profile`, also `upconv3d-profile`: the command; arguments.py says what it takes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import arguments, report
+from .cases import Case
+from .ceilings import Ceilings
+from .measure import environment, write_whole
+from .peers import COMPILE_MODES
+from .run import STEPS, CaseProfile, prepare, profile_case
+
+WIDTH_OF_A_FILE = 120  # columns, where the output is no terminal
+CEILING_SECONDS = 0.5
+
+
+def require(module: str, purpose: str) -> None:
+    """Refuses to begin without a package of the extra `profile`.
+
+    Raises: ArgumentError naming package, purpose and remedy.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise arguments.ArgumentError(
+            f"{purpose} needs {module}, which is not installed. Remedy: pip install 'upconv3d[profile]'"
+        )
+
+
+def check_shapes(cases: list[Case], device: torch.device) -> None:
+    """Refuses a shape that the block refuses, before anything is measured.
+
+    Raises: ArgumentError with the block's own words.
+    """
+    for case in cases:
+        if case.shape.source == "command line":
+            try:
+                prepare(case, device)
+            except (RuntimeError, ValueError) as error:
+                raise arguments.ArgumentError(str(error).splitlines()[0]) from error
+
+
+def write_results(
+    options: argparse.Namespace, env: dict[str, Any], ceilings: Ceilings, profiles: list[CaseProfile]
+) -> None:
+    """The files that were asked for; after every case, so that an interrupted run keeps what it has."""
+    if options.json is not None:
+        text = json.dumps(report.to_json(env, ceilings.measured(), profiles), indent=1) + "\n"
+        write_whole(options.json, text)
+    if options.csv is not None:
+        write_whole(options.csv, report.to_csv(profiles))
+    if options.png is not None:
+        from . import roofline
+
+        roofline.draw(options.png, env, profiles)
+
+
+def measure_all(
+    options: argparse.Namespace, env: dict[str, Any], cases: list[Case], device: torch.device
+) -> list[CaseProfile]:
+    """Profiles of all cases, under a progress bar on stderr, so that a pipe gets the tables alone."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    modes = COMPILE_MODES["none" if options.no_compile else "default" if options.quick else "best"]
+    budget_s = options.seconds
+    if budget_s is None:
+        budget_s = arguments.QUICK_SECONDS if options.quick else arguments.DEFAULT_SECONDS
+    ceilings = Ceilings(device, min(CEILING_SECONDS, budget_s))
+    steps = (*STEPS, "ncu") if options.ncu else STEPS
+    profiles: list[CaseProfile] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(cases) * len(steps))
+        for index, case in enumerate(cases):
+
+            def step(name: str, index: int = index, case: Case = case) -> None:
+                done = index * len(steps) + steps.index(name)
+                progress.update(task, completed=done, description=f"{case.shape.name}: {name}")
+
+            profiles.append(
+                profile_case(
+                    case,
+                    device,
+                    ceilings,
+                    modes=modes,
+                    budget_s=budget_s,
+                    with_ncu=options.ncu,
+                    step=step,
+                )
+            )
+            write_results(options, env, ceilings, profiles)
+    return profiles
+
+
+def exit_status(profiles: list[CaseProfile]) -> int:
+    """1 where a check failed, 3 where Nsight Compute alone gave nothing, else 0."""
+    if any(profile.check != "ok" for profile in profiles):
+        return 1
+    return 3 if any(profile.counters_missing for profile in profiles) else 0
+
+
+@torch.no_grad()
+def main(given: list[str] | None = None) -> int:
+    parser = arguments.parser()
+    options = parser.parse_args(given)
+    try:
+        if options.list_shapes:
+            for shape in arguments.shapes_of_file(options.shapes_file):
+                print(f"{shape.name}: {shape.describe()} ({shape.source})")
+            return 0
+        require("rich", "the profile")
+        if options.png is not None:
+            require("matplotlib", "--png")
+        device = arguments.device_of(options)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True  # before the first call: PyTorch keeps the first plan it finds
+        cases = arguments.cases(options, device)
+        check_shapes(cases, device)
+    except arguments.ArgumentError as error:
+        parser.error(str(error))
+    from rich.console import Console
+
+    command = ["python", "-m", "upconv3d.profile", *(sys.argv[1:] if given is None else given)]
+    env = environment(device, command, Path(__file__))
+    profiles = measure_all(options, env, cases, device)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH_OF_A_FILE)
+    for profile in profiles:
+        report.print_case(console, profile)
+    report.print_summary(console, env, profiles)
+    return exit_status(profiles)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
