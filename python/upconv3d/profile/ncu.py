@@ -47,6 +47,9 @@ PERMISSION = (
 )
 
 
+WGMMA_CAPABILITY = (9, 0)  # the only one whose ncu knows gmma metrics; an unknown metric can end ncu
+
+
 class NcuError(Exception):
     """Why there are no counters, and what to do about it."""
 
@@ -124,6 +127,12 @@ def case_to_json(case: Case, device: torch.device) -> str:
     )
 
 
+def metrics_for(device: torch.device) -> list[str]:
+    """ncu's names of the counters that the device has."""
+    has_wgmma = torch.cuda.get_device_capability(device) == WGMMA_CAPABILITY
+    return [metric for key, metric in METRICS.items() if has_wgmma or key != "wgmma_issue_percent"]
+
+
 def run_ncu(case: Case, device: torch.device) -> list[tuple[str, dict[str, float | None]]]:
     """Counters of each launch of one call of the block.
 
@@ -141,7 +150,7 @@ def run_ncu(case: Case, device: torch.device) -> list[tuple[str, dict[str, float
             "--target-processes",
             "all",
             "--metrics",
-            ",".join(METRICS.values()),
+            ",".join(metrics_for(device)),
         ]
         target = [sys.executable, "-m", "upconv3d.profile.ncu_target", case_to_json(case, device)]
         process = subprocess.Popen(

@@ -26,7 +26,7 @@ COUNTER_TITLES = {
     "l2_hit_percent": "L2 hit %",
 }
 FOOTNOTE = (
-    "Forward, medians. ratio: time of upconv3d divided by this one's, below 1 upconv3d is quicker. TFLOP/s: "
+    "Forward, medians. ratio: time of upconv3d divided by this one's, below 1 upconv3d is quicker. FLOP/s: "
     "useful arithmetic, share of the matmul ceiling; GB/s: x, w and y once, share of the copy ceiling. MB: "
     "peak of PyTorch's allocator above the output. error: rms against float64; check: finite, and at most "
     f"{ERROR_FACTOR:g} times eager's."
@@ -71,10 +71,12 @@ def _table(title: str) -> Table:
 def implementation_table(profile: CaseProfile) -> Table:
     """A row per implementation, and the floor; columns without a figure are left out."""
     block = profile.implementation("upconv3d")
+    rates = [one.useful_tflop_per_s for one in profile.implementations if one.useful_tflop_per_s is not None]
+    unit, scale = ("TFLOP/s", 1) if max(rates) >= 1 else ("GFLOP/s", 1000)
     columns: list[tuple[str, Any]] = [
         ("ms", lambda one: significant(one.time_ms)),
-        ("ratio", lambda one: _text(one.upconv3d_over_this, ".2f")),
-        ("TFLOP/s", lambda one: with_share(one.useful_tflop_per_s, one.share_of_matmul_ceiling)),
+        ("ratio", lambda one: _ratio(one.upconv3d_over_this)),
+        (unit, lambda one: with_share(_scaled(one.useful_tflop_per_s, scale), one.share_of_matmul_ceiling)),
         ("GB/s", lambda one: with_share(one.gb_per_s, one.share_of_copy_ceiling)),
         ("MB", lambda one: _peak(one)),
         ("host us", lambda one: significant(one.host_time_us)),
@@ -86,17 +88,26 @@ def implementation_table(profile: CaseProfile) -> Table:
         floor.upconv3d_over_this = block.time_ms / profile.floor_ms
     rows = [*profile.implementations, floor]
     columns = [column for column in columns if any(column[1](one) != DASH for one in rows)]
-    table.add_column("forward", no_wrap=True)
+    table.add_column("forward")
     for heading, _ in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     for one in rows:
         table.add_row(_short(one.name), *(show(one) for _, show in columns))
     return table
 
 
 def _short(name: str) -> str:
-    """A compile mode's name without the part that all of them have here."""
-    return name.replace("max-autotune-no-cudagraphs", "max-autotune")
+    """The name of an implementation as a terminal has room for it."""
+    return name.replace("torch.compile", "compile").replace("max-autotune-no-cudagraphs", "max-autotune")
+
+
+def _scaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else value * scale
+
+
+def _ratio(value: float | None) -> str:
+    """Two decimals, which a ratio in the thousands does without."""
+    return _text(value, ".2f" if value is None or value < 1000 else ".0f")
 
 
 def _peak(one: Measured) -> str:

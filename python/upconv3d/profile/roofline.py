@@ -155,8 +155,8 @@ def draw(path: Path, env: dict[str, Any], profiles: list[CaseProfile]) -> None:
     top = max(p.ceilings.flops_per_s for p in profiles) / 1e12
     bottom = min(rate for profile in profiles for rate in _rates(profile))
     axes.set_xlim(low, high)
-    # Two decades at least; room for upright names below the points.
-    axes.set_ylim(min(bottom / (2 if len(profiles) == 1 else 14), top / 50), top * 2)
+    # A decade and a half at least; below the points room for the legend, or for upright names.
+    axes.set_ylim(min(bottom / (6 if len(profiles) == 1 else 14), top / 50), top * 2)
     _draw_roofs(axes, profiles, low, high)
     _draw_points(axes, profiles)
     if len(profiles) == 1:
