@@ -6,31 +6,39 @@
 # To add a variant, add a line. Order matters where two are estimated equally quick: the first wins.
 #   operand         what the tensor cores multiply
 #   products        1, or 3 for the hi/lo split that carries float32's accuracy
-#   activation      what the epilogue stores
+#   stored          relu(conv) until it is normalized: the dtype of y, or u16, which becomes float32
 #   block_channels, block_positions   the tile: gemm_m x gemm_n
 
 set(UPCONV3D_CONV_INSTANCES
-  # operand products activation block_channels block_positions
+  # operand products stored block_channels block_positions
   "bf16 1 bf16 128 256"
   "bf16 1 bf16 128 128"
   "bf16 1 bf16  64 256"
   "f16  1 f16  128 256"
   "f16  1 f16  128 128"
   "f16  1 f16   64 256"
-  "f16  1 f32  128 256"
+  "f16  1 u16  128 256"
+  "f16  1 u16  128 128"
+  "f16  1 u16   64 256"
   "f16  1 f32  128 128"
   "f16  1 f32   64 256"
   "f16  3 f32  128 128"
   "f16  3 f32   64 128"
 )
 
-# What the three dtype names of the list are in CUTLASS and in core/problem.hpp.
+# What the names of the list are in CUTLASS, in core/problem.hpp (as y), and in bits.
 set(_cutlass_bf16 cutlass::bfloat16_t)
 set(_cutlass_f16 cutlass::half_t)
 set(_cutlass_f32 float)
+set(_cutlass_u16 Unorm16)
 set(_core_bf16 DType::kBFloat16)
 set(_core_f16 DType::kFloat16)
 set(_core_f32 DType::kFloat32)
+set(_core_u16 DType::kFloat32)
+set(_bits_bf16 16)
+set(_bits_f16 16)
+set(_bits_f32 32)
+set(_bits_u16 16)
 
 # upconv3d_generate_instances(<folder> <compiled> <core_sources_var> <cuda_sources_var>)
 # Writes the generated sources under <folder>. <compiled>: the .cu files are part of this build.
@@ -48,25 +56,25 @@ function(upconv3d_generate_instances folder compiled core_sources_var cuda_sourc
     separate_arguments(fields UNIX_COMMAND "${line}")
     list(GET fields 0 operand)
     list(GET fields 1 products)
-    list(GET fields 2 activation)
+    list(GET fields 2 stored)
     list(GET fields 3 bc)
     list(GET fields 4 bp)
-    set(name "conv_transpose_relu_moments_sm90_${operand}x${products}_${activation}_${bc}x${bp}")
-    set(template_arguments "${_cutlass_${operand}}, ${products}, ${_cutlass_${activation}}, ${bc}, ${bp}")
+    set(name "conv_transpose_relu_group_norm_sm90_${operand}x${products}_${stored}_${bc}x${bp}")
+    set(template_arguments "${_cutlass_${operand}}, ${products}, ${_cutlass_${stored}}, ${bc}, ${bp}")
 
     string(APPEND rows
-      "      {\"${name}\", ${_core_${operand}}, ${products}, ${_core_${activation}}, ${bc}, ${bp}, ${compiled_literal}},\n")
+      "      {\"${name}\", ${_core_${operand}}, ${products}, ${_core_${stored}}, ${_bits_${stored}}, ${bc}, ${bp}, ${compiled_literal}},\n")
     string(APPEND declarations "void launch_${name}(const ConvTransposeParams& params, cudaStream_t stream);\n")
     string(APPEND branches "  if (wanted == \"${name}\") return &launch_${name};\n")
     file(CONFIGURE OUTPUT "${folder}/${name}.cu" @ONLY CONTENT
 "// SPDX-License-Identifier: Apache-2.0
 // Generated from cpp/instances.cmake.
-#include \"cuda/conv_transpose/conv_transpose_relu_moments_sm90.cuh\"
+#include \"cuda/conv_transpose/conv_transpose_relu_group_norm_sm90.cuh\"
 
 namespace upconv3d::cuda {
 
 void launch_@name@(const ConvTransposeParams& params, cudaStream_t stream) {
-  launch_conv_transpose_relu_moments_sm90<@template_arguments@>(params, stream);
+  launch_conv_transpose_relu_group_norm_sm90<@template_arguments@>(params, stream);
 }
 
 }  // namespace upconv3d::cuda

@@ -124,6 +124,7 @@ py::dict to_dict(const Plan& plan) {
   dict["activation_in_y"] = plan.activation_in_y;
   dict["tile_positions"] = plan.tile_positions;
   dict["split_axes"] = plan.split_axes;
+  dict["share_taps"] = plan.share_taps;
   dict["tiles"] = plan.tiles;
   dict["stages"] = plan.stages;
   dict["workspace_bytes"] = plan.workspace_bytes;
@@ -135,7 +136,8 @@ py::dict to_dict(const ConvInstance& instance) {
   dict["name"] = instance.name;
   dict["operand"] = name(instance.operand);
   dict["products"] = instance.products;
-  dict["activation"] = name(instance.activation);
+  dict["output"] = name(instance.output);
+  dict["stored_bits"] = instance.stored_bits;
   dict["block_channels"] = instance.block_channels;
   dict["block_positions"] = instance.block_positions;
   dict["compiled"] = instance.compiled;

@@ -2,6 +2,7 @@
 #include "core/border_slabs.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/index_math.hpp"
 
@@ -57,6 +58,37 @@ std::vector<Slab> border_slabs(const Problem& problem, int split_axes) {
   std::stable_sort(slabs.begin(), slabs.end(),
                    [](const Slab& a, const Slab& b) { return a.tap_count() > b.tap_count(); });
   return slabs;
+}
+
+std::vector<Slab> tap_sharing_slabs(const Problem& problem) {
+  std::vector<Slab> slabs;
+  const std::int64_t columns = problem.out()[2];
+  const std::int64_t aligned = columns / kSharedRowUnit * kSharedRowUnit;
+  for (const Slab& whole_rows : border_slabs(problem, 1)) {
+    for (const auto& [begin, end] : {std::pair{std::int64_t{0}, aligned}, std::pair{aligned, columns}}) {
+      if (begin == end) continue;
+      Slab slab = whole_rows;
+      slab.origin[2] = begin;
+      slab.extent[2] = end - begin;
+      // All taps that reach any of the columns.
+      const std::int64_t first_window = begin + problem.padding[2] - (problem.kernel[2] - 1);
+      const std::int64_t last_window = end - 1 + problem.padding[2] - (problem.kernel[2] - 1);
+      slab.tap_begin[2] = std::clamp<std::int64_t>(-last_window, 0, problem.kernel[2] - 1);
+      slab.taps[2] =
+          std::clamp<std::int64_t>(problem.in[2] - first_window, slab.tap_begin[2] + 1, problem.kernel[2]) -
+          slab.tap_begin[2];
+      slabs.push_back(slab);
+    }
+  }
+  std::stable_sort(slabs.begin(), slabs.end(),
+                   [](const Slab& a, const Slab& b) { return a.tap_count() > b.tap_count(); });
+  return slabs;
+}
+
+bool shares_x_loads(const Problem& problem, const Slab& slab) {
+  const std::int64_t taps = slab.taps[1];
+  return problem.padding[1] == 0 && slab.extent[1] == problem.out()[1] && taps == problem.kernel[1] &&
+         taps > 1 && slab.extent[2] % kSharedRowUnit == 0 && (taps - 1) * slab.extent[2] <= kMaxSharedRows;
 }
 
 std::int64_t slab_tiles(const std::vector<Slab>& slabs, std::int64_t block_positions) {

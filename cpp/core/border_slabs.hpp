@@ -34,14 +34,34 @@ struct Slab {
 /// Sorted by falling tap count, so that tiles handed out in this order end with the cheap ones.
 std::vector<Slab> border_slabs(const Problem& problem, int split_axes);
 
+/// Slabs for loads of x that serve all taps along the height: rows of a multiple of 8 positions wherever the
+/// width allows, the whole height, borders cut off along the depth alone. Sorted as border_slabs' are.
+inline constexpr std::int64_t kSharedRowUnit = 8;
+inline constexpr std::int64_t kMaxSharedRows = 128;  // two x tiles of the largest kind and three of w fit
+std::vector<Slab> tap_sharing_slabs(const Problem& problem);
+
+/// Whether one load of x can serve all of a slab's taps along the height: position j's input for tap r is
+/// position j + r*width's for tap 0, in the order of the slab's positions. Within a plane that is so by
+/// itself; across its end it holds if both lie outside the volume, which takes the whole height and no
+/// padding along it.
+bool shares_x_loads(const Problem& problem, const Slab& slab);
+
 /// The SM90 kernel's counters of tiles and positions are 32-bit; the margin is room for one step beyond the
 /// last tile.
 inline constexpr std::int64_t kMaxSm90Count =
     std::numeric_limits<std::int32_t>::max() - (std::int64_t{1} << 16);
 
+/// Tiles of one launch: each is normalized in 8 items, which are counted too.
+inline constexpr std::int64_t kMaxSm90Tiles = kMaxSm90Count / 8;
+
 /// Slabs that one launch of the SM90 kernel takes, 13 to 16 KB of parameters: kernel 5 cut along all axes,
 /// kernel 7 along two.
 inline constexpr int kMaxSlabs = 25;
+
+/// The slabs of a plan: tap_sharing_slabs, or border_slabs along `split_axes` axes.
+inline std::vector<Slab> plan_slabs(const Problem& problem, int split_axes, bool share_taps) {
+  return share_taps ? tap_sharing_slabs(problem) : border_slabs(problem, split_axes);
+}
 
 /// Tiles of `block_positions` that the slabs of one sample are cut into.
 std::int64_t slab_tiles(const std::vector<Slab>& slabs, std::int64_t block_positions);

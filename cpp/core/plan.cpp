@@ -32,6 +32,7 @@ std::string describe(const Plan& plan) {
     text += concat("\n  borders: cut off along ", plan.split_axes, plan.split_axes == 1 ? " axis" : " axes",
                    ", so that taps which read only padding are skipped");
   }
+  if (plan.share_taps) text += "\n  loads of x: each serves all taps along the height";
   if (plan.tiles > 0) {
     text += concat("\n  moments: ", plan.tiles, " per sample and channel, of ", plan.tile_positions,
                    " positions at most");

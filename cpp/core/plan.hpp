@@ -3,6 +3,8 @@
 /// The decision as data: which algorithm, which compiled kernel, how much scratch memory, and why.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -20,12 +22,13 @@ enum class Algorithm : std::uint8_t {
 
 const char* name(Algorithm algorithm);
 
-/// One compiled variant of conv_transpose_relu_moments_sm90, as listed in cpp/instances.cmake.
+/// One compiled variant of conv_transpose_relu_group_norm_sm90, as listed in cpp/instances.cmake.
 struct ConvInstance {
-  const char* name;     // "conv_transpose_relu_moments_sm90_bf16x1_bf16_128x256"
+  const char* name;     // "conv_transpose_relu_group_norm_sm90_bf16x1_bf16_128x256"
   DType operand;        // what the tensor cores multiply: kBFloat16 or kFloat16
   int products;         // 1, or 3 for the hi/lo split that carries float32's accuracy
-  DType activation;     // what the epilogue stores
+  DType output;         // dtype of y
+  int stored_bits;      // of a value of relu(conv) until it is normalized
   int block_channels;   // output channels of a tile (the GEMM's gemm_m)
   int block_positions;  // output positions of a tile (the GEMM's gemm_n)
   bool compiled;        // false in a build without CUDA, or without arch 90a
@@ -35,6 +38,14 @@ struct ConvInstance {
 /// 128 channels give both warpgroups all positions, tiles of 64 channels half of them each.
 inline std::int64_t moment_positions(const ConvInstance& instance) {
   return instance.block_channels == 64 ? instance.block_positions / 2 : instance.block_positions;
+}
+
+/// Neighbouring channels of one norm group that share a partial moment in the SM90 kernel, as a power of two:
+/// at most the 64 channels of a consumer warpgroup.
+inline int moment_granule_shift(const Problem& problem) {
+  constexpr int kMaxShift = 6;
+  const auto group_channels = static_cast<std::uint64_t>(problem.k / problem.num_groups);
+  return std::min(kMaxShift, std::countr_zero(group_channels));
 }
 
 /// Every variant of instances.cmake, compiled or not, in the order listed there.
@@ -58,7 +69,8 @@ struct Plan {
   bool activation_in_y = false;          // relu(conv) is stored in y's memory and normalized in place
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
   int split_axes = 0;                    // axes along which the SM90 kernel cuts borders off (border_slabs)
-  std::int64_t tiles = 0;                // partial moments per (sample, channel)
+  bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)
+  std::int64_t tiles = 0;                // partial moments per sample and channel (SM90: and granule of them)
   std::vector<std::string> stages;       // kernels in launch order, by name
   std::int64_t workspace_bytes = 0;      // scratch beside y
 };

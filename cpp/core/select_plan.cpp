@@ -27,18 +27,21 @@ constexpr std::int64_t kChannelMultiple = 8;
 struct Family {
   DType operand;
   int products;
-  DType activation;
+  DType output;
+  int stored_bits;  // of relu(conv) until it is normalized
 };
 
 /// float16 carries TF32's 10-bit mantissa at twice its rate; float32's accuracy takes the hi/lo split.
 Family family_of(const Problem& p) {
-  if (p.dtype == DType::kBFloat16) return {DType::kBFloat16, 1, DType::kBFloat16};
-  if (p.dtype == DType::kFloat16) return {DType::kFloat16, 1, DType::kFloat16};
-  return {DType::kFloat16, p.precision == Precision::kTF32 ? 1 : 3, DType::kFloat32};
+  if (p.dtype == DType::kBFloat16) return {DType::kBFloat16, 1, DType::kBFloat16, 16};
+  if (p.dtype == DType::kFloat16) return {DType::kFloat16, 1, DType::kFloat16, 16};
+  if (p.precision == Precision::kIEEE) return {DType::kFloat16, 3, DType::kFloat32, 32};
+  // 16 bit with a step per channel and tile, where the same kernel normalizes: who transposes knows no tiles.
+  return {DType::kFloat16, 1, DType::kFloat32, p.y_layout == Layout::kNDHWC ? 16 : 32};
 }
 
 std::string family_text(const Family& f) {
-  return concat(name(f.operand), " x ", f.products, " -> ", name(f.activation));
+  return concat(name(f.operand), " x ", f.products, " -> ", name(f.output));
 }
 
 /// The first rule of the SM90 kernel on shape and dtype that the problem breaks, or "".
@@ -68,6 +71,10 @@ std::string sm90_shape_obstacle(const Problem& p) {
   if (largest > kMaxSm90Count || p.positions() > kMaxSm90Count || volume(p.in) > kMaxSm90Count) {
     return concat("an extent or the positions of a sample exceed the kernel's 32-bit coordinates");
   }
+  if (saturating_product(p.n, p.num_groups) > kMaxSm90Count) {
+    return concat("samples x norm groups, ", p.n, " x ", p.num_groups,
+                  ", exceed the kernel's 32-bit counters");
+  }
   return "";
 }
 
@@ -76,34 +83,40 @@ std::int64_t tile_count(const Problem& p, const ConvInstance& instance) {
                             ceil_div(p.k, instance.block_channels));
 }
 
-/// Estimated cycles of one tile that `taps` taps reach. Within 6 % of what an H200 took for five variants at
-/// the headline shape (0.38 to 1.40 ms).
-double tile_cycles(const Problem& p, const ConvInstance& instance, std::int64_t taps) {
-  constexpr double kBlockK = 64;                // channels of one pipeline stage: a 128-byte row in 16 bit
-  constexpr double kMacsPerCycle = 2048;        // 16-bit tensor-core multiply-adds of one SM
-  constexpr double kSharedBytesPerCycle = 128;  // shared-memory bandwidth of one SM
-  // Filling the pipeline, and an epilogue that nothing overlaps: fitted to the same measurements.
-  constexpr double kTileCycles = 2500;
-  constexpr double kEpilogueCyclesPerValue = 0.07;
+/// Estimated cycles of one of a slab's tiles: the slower of the tensor cores and shared memory.
+double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& slab, bool share_taps) {
+  constexpr double kBlockK = 64;          // channels of one pipeline stage: a 128-byte row in 16 bit
+  constexpr double kMacsPerCycle = 2048;  // 16-bit tensor-core multiply-adds of one SM
+  // Shared-memory bandwidth of one SM: 128 bytes per cycle, of which 0.92 were seen with one product, 128 x
+  // 256.
+  constexpr double kSharedBytesPerCycle = 118;
+  // Filling the pipeline, and handing the accumulators over.
+  constexpr double kTileCycles = 1500;
   const double bc = instance.block_channels;
   const double bp = instance.block_positions;
   const double copies = instance.products == 1 ? 1 : 2;  // hi, or hi and lo
-  const double multiply = bc * bp * kBlockK * instance.products / kMacsPerCycle;
-  // TMA writes a k-block once; each of the two warpgroups reads its 64 channels and its positions per
-  // product.
+  const double k_blocks = static_cast<double>(slab.tap_count() * ceil_div(p.c, 64));
+  const double multiply = k_blocks * bc * bp * kBlockK * instance.products / kMacsPerCycle;
+  // TMA writes a k-block once, or x once for all taps that share it; each of the two warpgroups reads its 64
+  // channels and its positions per product.
   const double row_bytes = kBlockK * 2;
-  const double written = (bc + bp) * row_bytes * copies;
+  double x_rows = bp;
+  if (share_taps && shares_x_loads(p, slab)) {
+    const double taps = static_cast<double>(slab.taps[1]);
+    x_rows = (bp + (taps - 1) * static_cast<double>(slab.extent[2])) / taps;
+  }
+  const double written = (bc + x_rows) * row_bytes * copies;
   const double read =
       2 * (64 + static_cast<double>(moment_positions(instance))) * row_bytes * instance.products;
-  const double k_blocks = static_cast<double>(taps * ceil_div(p.c, 64));
-  const double mainloop = k_blocks * std::max(multiply, (written + read) / kSharedBytesPerCycle);
-  return kTileCycles + mainloop + kEpilogueCyclesPerValue * bc * bp;
+  // The epilogue stages a tile: written once, read to be stored and to take its moments.
+  const double staged = 3 * bc * bp * instance.stored_bits / 8;
+  return kTileCycles + std::max(multiply, (k_blocks * (written + read) + staged) / kSharedBytesPerCycle);
 }
 
 /// Estimated cycles of the convolution: those of block 0, which takes the first and costliest tile of every
 /// wave.
 double estimated_cycles(const Problem& p, const ConvInstance& instance, const std::vector<Slab>& slabs,
-                        int sm_count) {
+                        bool share_taps, int sm_count) {
   const std::int64_t blocks = std::max(sm_count, 1);
   const std::int64_t k_tiles = ceil_div(p.k, instance.block_channels);
   double cycles = 0;
@@ -111,36 +124,50 @@ double estimated_cycles(const Problem& p, const ConvInstance& instance, const st
   for (const Slab& slab : slabs) {
     const std::int64_t tiles =
         saturating_product(p.n, ceil_div(slab.positions(), instance.block_positions), k_tiles);
-    if (tiles > kMaxSm90Count - begin) return std::numeric_limits<double>::infinity();
+    if (tiles > kMaxSm90Tiles - begin) return std::numeric_limits<double>::infinity();
     const std::int64_t waves =
         ceil_div(begin + tiles, blocks) - ceil_div(begin, blocks);  // that begin in this slab
-    cycles += static_cast<double>(waves) * tile_cycles(p, instance, slab.tap_count());
+    cycles += static_cast<double>(waves) * tile_cycles(p, instance, slab, share_taps);
     begin += tiles;
   }
   return cycles;
 }
 
-/// Axes along which to cut borders off: the number with the least estimated time, 0 unless that gains.
-int cheapest_split(const Problem& p, const ConvInstance& instance, int sm_count) {
+/// How the output is cut into slabs.
+struct Cut {
+  int split_axes = 0;
+  bool share_taps = false;
+};
+
+/// The cut with the least estimated time; one slab unless that gains.
+Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count) {
   // Descriptors of many slabs cost host time and launch parameters: a gain within the estimate's error, or a
   // convolution that takes less than about 30 us, is not worth them.
   constexpr double kWorthwhileGain = 0.97;
   constexpr double kWorthwhileCycles = 50e3;
-  int best = 0;
-  double best_cycles = estimated_cycles(p, instance, border_slabs(p, 0), sm_count);
-  if (best_cycles < kWorthwhileCycles) return 0;
+  Cut best;
+  double best_cycles = estimated_cycles(p, instance, border_slabs(p, 0), false, sm_count);
+  if (best_cycles < kWorthwhileCycles) return best;
   best_cycles *= kWorthwhileGain;
+  const auto consider = [&](const Cut& cut, const std::vector<Slab>& slabs, double worthwhile_gain) {
+    if (slabs.size() == 1 || slabs.size() > static_cast<std::size_t>(kMaxSlabs)) return;
+    const double cycles = estimated_cycles(p, instance, slabs, cut.share_taps, sm_count);
+    if (cycles < best_cycles * worthwhile_gain) {
+      best = cut;
+      best_cycles = cycles;
+    }
+  };
   for (int axes = 1; axes <= 3; ++axes) {
     // A slab's box begins at the first input it reads: its upper corner is 1 - kernel.
     if (p.kernel[axes - 1] - 1 > -kIm2colMinCorner) break;
-    const std::vector<Slab> slabs = border_slabs(p, axes);
-    if (slabs.size() == 1 || slabs.size() > static_cast<std::size_t>(kMaxSlabs)) continue;
-    const double cycles = estimated_cycles(p, instance, slabs, sm_count);
-    if (cycles < best_cycles) {
-      best = axes;
-      best_cycles = cycles;
-    }
+    consider({axes, false}, border_slabs(p, axes), 1.0);
   }
+  const bool corners_fit = p.kernel[0] - 1 <= -kIm2colMinCorner && p.kernel[2] - 1 <= -kIm2colMinCorner;
+  // With three products, two loads of that many rows leave no room for w. With tiles of 128 x 256, which the
+  // estimate sees 2 to 4 % ahead, sharing was 2 % quicker or slower by turns; smaller ones, which wait for
+  // shared memory, gained 10 %.
+  const double sharing_gain = instance.block_channels * instance.block_positions >= 128 * 256 ? 0.95 : 1.0;
+  if (corners_fit && instance.products == 1) consider({0, true}, tap_sharing_slabs(p), sharing_gain);
   return best;
 }
 
@@ -153,10 +180,11 @@ std::optional<ConvInstance> cheapest_instance(const Problem& p, const Device& de
   double best_cycles = std::numeric_limits<double>::infinity();
   for (const ConvInstance& instance : instances) {
     if (!instance.compiled || instance.operand != family.operand || instance.products != family.products ||
-        instance.activation != family.activation || tile_count(p, instance) > kMaxSm90Count) {
+        instance.output != family.output || instance.stored_bits != family.stored_bits ||
+        tile_count(p, instance) > kMaxSm90Tiles) {
       continue;
     }
-    const double cycles = estimated_cycles(p, instance, whole, device.sm_count);
+    const double cycles = estimated_cycles(p, instance, whole, false, device.sm_count);
     if (cycles < best_cycles) {
       best = instance;
       best_cycles = cycles;
@@ -189,20 +217,21 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
       concat("Hopper, stride 1, dilation 1, groups 1, channels in eights: ", family_text(family_of(p)));
   plan.instance = instance;
   plan.conv_layout = Layout::kNDHWC;
-  plan.activation = instance.activation;
+  plan.activation = instance.output;
   plan.pack_x = p.x_layout != Layout::kNDHWC || p.dtype == DType::kFloat32 || !p.x_aligned;
-  plan.activation_in_y = p.y_layout == Layout::kNDHWC && plan.activation == p.dtype;
+  plan.activation_in_y = p.y_layout == Layout::kNDHWC;
   plan.tile_positions = moment_positions(instance);
-  plan.split_axes = cheapest_split(p, instance, device.sm_count);
-  plan.tiles = slab_tiles(border_slabs(p, plan.split_axes), plan.tile_positions);
+  const Cut cut = cheapest_cut(p, instance, device.sm_count);
+  plan.split_axes = cut.split_axes;
+  plan.share_taps = cut.share_taps;
+  plan.tiles = slab_tiles(plan_slabs(p, cut.split_axes, cut.share_taps), plan.tile_positions);
   if (p.dtype == DType::kFloat32) {
     plan.stages = {"pack_weight", "pack_input", "repack"};
   } else {
     plan.stages = {"pack_operands"};
   }
   plan.stages.push_back(instance.name);
-  plan.stages.push_back("group_norm_finalize");
-  plan.stages.push_back("group_norm_normalize");
+  if (!plan.activation_in_y) plan.stages.push_back("group_norm_normalize");
   return plan;
 }
 

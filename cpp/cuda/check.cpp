@@ -7,6 +7,7 @@ namespace upconv3d::cuda {
 
 void check(cudaError_t status, const char* doing) {
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // said once, here: the next launch must not report it again
   throw std::runtime_error(std::string("upconv3d: ") + doing + " failed: " + cudaGetErrorString(status) +
                            " (" + cudaGetErrorName(status) + ")");
 }

@@ -36,47 +36,67 @@ std::int64_t stat_size(const Problem& problem) {
   return problem.dtype == DType::kFloat64 ? 8 : 4;
 }
 
-/// Scratch memory of a forward call.
-struct Workspace {
-  void* x_hi;        // [N,D,H,W,C] operand, where the plan packs x
-  void* x_lo;        // the same, three products only
-  void* w_hi;        // [T*R*S,K,C] operand
-  void* w_lo;        // the same, three products only
-  void* scales;      // operand_scales_bytes
-  void* activation;  // [N,Z,P,Q,K] activation dtype, where it does not lie in y
-  void* part;        // [N,tiles,K,2] stat
-  void* counts;      // [tiles] int32, SM90 plan only
-  void* table;       // [3,N,K] stat
-  void* finalize;    // finalize_scratch_bytes
+/// Scratch memory of a forward call on the SM90 plan.
+struct Sm90Workspace {
+  void* x_hi;      // [N,D,H,W,C] operand, where the plan packs x
+  void* x_lo;      // the same, three products only
+  void* w_hi;      // [T*R*S,K,C] operand
+  void* w_lo;      // the same, three products only
+  void* scales;    // operand_scales_bytes
+  void* a;         // [N,Z,P,Q,K] activation dtype, where it does not lie in y
+  void* part;      // [N,tiles,K/granule,2] float
+  void* table;     // [N,G,4] float, or [3,N,K] where normalizing is a stage of its own
+  void* steps;     // [N,tiles,K] int8, where relu(conv) is stored in fewer bits than y
+  void* counters;  // [counter_count] int32
+  std::int64_t counter_bytes;
   std::int64_t bytes;
 
-  Workspace(const Problem& problem, const Plan& plan, void* base) {
+  Sm90Workspace(const Problem& problem, const Plan& plan, void* base) {
     Carver carver(base);
-    const bool sm90 = plan.algorithm == Algorithm::kSm90ImplicitGemm;
-    const std::int64_t operand = sm90 ? size_of(plan.instance->operand) : 0;
-    const bool split = sm90 && plan.instance->products == 3;
+    const std::int64_t operand = size_of(plan.instance->operand);
+    const bool split = plan.instance->products == 3;
     const std::int64_t x_bytes = plan.pack_x ? problem.n * problem.c * volume(problem.in) * operand : 0;
     const std::int64_t w_bytes = problem.c * problem.k * volume(problem.kernel) * operand;
-    const std::int64_t a_bytes = problem.n * problem.k * problem.positions() * size_of(plan.activation);
+    const bool quantized = plan.instance->stored_bits < 8 * size_of(plan.instance->output);
     x_hi = carver.take(x_bytes);
     x_lo = carver.take(split ? x_bytes : 0);
     w_hi = carver.take(w_bytes);
     w_lo = carver.take(split ? w_bytes : 0);
-    scales = carver.take(sm90 ? operand_scales_bytes(problem) : 0);
-    activation = carver.take(sm90 && !plan.activation_in_y ? a_bytes : 0);
+    scales = carver.take(operand_scales_bytes(problem));
+    part = carver.take(problem.n * plan.tiles * (problem.k >> moment_granule_shift(problem)) * 2 *
+                       static_cast<std::int64_t>(sizeof(float)));
+    table = carver.take((plan.activation_in_y ? 4 * problem.num_groups : 3 * problem.k) * problem.n *
+                        static_cast<std::int64_t>(sizeof(float)));
+    a = carver.take(
+        plan.activation_in_y ? 0 : problem.n * problem.k * problem.positions() * size_of(plan.activation));
+    steps = carver.take(quantized ? problem.n * plan.tiles * problem.k : 0);
+    counter_bytes = counter_count(problem) * static_cast<std::int64_t>(sizeof(std::int32_t));
+    counters = carver.take(counter_bytes);
+    bytes = carver.used();
+  }
+};
+
+/// Scratch memory of a forward call on the library plan.
+struct LibraryWorkspace {
+  void* part;      // [N,tiles,K,2] stat
+  void* table;     // [3,N,K] stat
+  void* finalize;  // finalize_scratch_bytes
+  std::int64_t bytes;
+
+  LibraryWorkspace(const Problem& problem, const Plan& plan, void* base) {
+    Carver carver(base);
     part = carver.take(problem.n * plan.tiles * problem.k * 2 * stat_size(problem));
-    counts = carver.take(sm90 ? plan.tiles * static_cast<std::int64_t>(sizeof(std::int32_t)) : 0);
     table = carver.take(3 * problem.n * problem.k * stat_size(problem));
     finalize = carver.take(finalize_scratch_bytes(group_norm_shape(problem, plan), problem.dtype));
     bytes = carver.used();
   }
 };
 
-/// Stages 1 and 2 of the SM90 plan: pack the operands, then convolution + ReLU + partial moments.
-/// Returns relu(conv), [N,Z,P,Q,K] plan.activation.
-const void* run_sm90_convolution(const Problem& problem, const Plan& plan, const Device& device,
-                                 const ForwardTensors& tensors, const Workspace& workspace,
-                                 cudaStream_t stream) {
+/// The SM90 plan: pack the operands, then everything else in one kernel, or all but a transposing
+/// normalization.
+void run_sm90(const Problem& problem, const Plan& plan, const Device& device, const ForwardTensors& tensors,
+              cudaStream_t stream) {
+  const Sm90Workspace workspace(problem, plan, tensors.workspace);
   PackParams pack;
   pack.problem = problem;
   pack.operand = plan.instance->operand;
@@ -89,6 +109,8 @@ const void* run_sm90_convolution(const Problem& problem, const Plan& plan, const
   pack.w_hi = workspace.w_hi;
   pack.w_lo = workspace.w_lo;
   if (workspace.scales) pack.scales = carve_operand_scales(problem, workspace.scales);
+  pack.zero = workspace.counters;
+  pack.zero_bytes = workspace.counter_bytes;
   launch_pack(pack, stream);
 
   ConvTransposeParams conv;
@@ -100,18 +122,36 @@ const void* run_sm90_convolution(const Problem& problem, const Plan& plan, const
   conv.bias = tensors.bias;
   conv.unscale_sample = pack.scales.unscale_sample;
   conv.unscale_column = pack.scales.unscale_column;
-  conv.a = plan.activation_in_y ? tensors.y : workspace.activation;
+  conv.gamma = tensors.gamma;
+  conv.beta = tensors.beta;
+  conv.a = plan.activation_in_y ? tensors.y : workspace.a;
   conv.part = static_cast<float*>(workspace.part);
-  conv.counts = static_cast<std::int32_t*>(workspace.counts);
+  float* const table = static_cast<float*>(workspace.table);
+  (plan.activation_in_y ? conv.table : conv.channel_table) = table;
+  conv.steps = static_cast<std::int8_t*>(workspace.steps);
+  conv.counters = static_cast<std::int32_t*>(workspace.counters);
   conv.split_axes = plan.split_axes;
+  conv.share_taps = plan.share_taps;
   conv.sm_count = device.sm_count;
   find_conv_transpose_launcher(plan.instance->name)(conv, stream);
-  return conv.a;
+  if (plan.activation_in_y) return;
+
+  NormalizeParams normalize;
+  normalize.shape = group_norm_shape(problem, plan);
+  normalize.a_dtype = plan.activation;
+  normalize.y_dtype = problem.dtype;
+  normalize.a_layout = plan.conv_layout;
+  normalize.y_layout = problem.y_layout;
+  normalize.a = workspace.a;
+  normalize.table = table;
+  normalize.y = tensors.y;
+  launch_group_norm_normalize(normalize, stream);
 }
 
-/// Stage 2 of the library plan, after PyTorch's convolution: partial moments of relu(conv + bias).
-void run_relu_moments(const Problem& problem, const Plan& plan, const ForwardTensors& tensors,
-                      const Workspace& workspace, cudaStream_t stream) {
+/// The library plan after PyTorch's convolution: moments of relu(conv + bias), merge them, normalize into y.
+void run_library(const Problem& problem, const Plan& plan, const ForwardTensors& tensors,
+                 cudaStream_t stream) {
+  const LibraryWorkspace workspace(problem, plan, tensors.workspace);
   ReluMomentsParams moments;
   moments.shape = group_norm_shape(problem, plan);
   moments.dtype = problem.dtype;
@@ -120,13 +160,9 @@ void run_relu_moments(const Problem& problem, const Plan& plan, const ForwardTen
   moments.bias = tensors.bias;
   moments.part = workspace.part;
   launch_relu_moments(moments, stream);
-}
 
-/// Stages 3 and 4: merge the moments, then normalize `a` into y.
-void run_group_norm(const Problem& problem, const Plan& plan, const ForwardTensors& tensors, const void* a,
-                    const Workspace& workspace, cudaStream_t stream) {
   FinalizeParams finalize;
-  finalize.shape = group_norm_shape(problem, plan);
+  finalize.shape = moments.shape;
   finalize.dtype = problem.dtype;
   finalize.part = workspace.part;
   finalize.gamma = tensors.gamma;
@@ -134,19 +170,17 @@ void run_group_norm(const Problem& problem, const Plan& plan, const ForwardTenso
   finalize.eps = problem.eps;
   finalize.scratch = workspace.finalize;
   finalize.table = workspace.table;
-  finalize.counts = static_cast<const std::int32_t*>(workspace.counts);
   launch_group_norm_finalize(finalize, stream);
 
-  const bool raw_convolution = plan.algorithm == Algorithm::kCudaLibrary;
   NormalizeParams normalize;
   normalize.shape = finalize.shape;
   normalize.a_dtype = plan.activation;
   normalize.y_dtype = problem.dtype;
   normalize.a_layout = plan.conv_layout;
   normalize.y_layout = problem.y_layout;
-  normalize.apply_relu = raw_convolution;
-  normalize.a = a;
-  normalize.bias = raw_convolution ? tensors.bias : nullptr;
+  normalize.apply_relu = true;
+  normalize.a = tensors.conv;
+  normalize.bias = tensors.bias;
   normalize.table = workspace.table;
   normalize.y = tensors.y;
   launch_group_norm_normalize(normalize, stream);
@@ -160,21 +194,24 @@ void complete_plan(const Problem& problem, const Device& device, Plan& plan) {
                                                       plan.conv_layout, device.sm_count);
     plan.tiles = (problem.positions() + plan.tile_positions - 1) / plan.tile_positions;
   }
-  plan.workspace_bytes = problem.n > 0 ? Workspace(problem, plan, nullptr).bytes : 0;
+  if (problem.n == 0) {
+    plan.workspace_bytes = 0;
+  } else if (plan.algorithm == Algorithm::kSm90ImplicitGemm) {
+    plan.workspace_bytes = Sm90Workspace(problem, plan, nullptr).bytes;
+  } else {
+    plan.workspace_bytes = LibraryWorkspace(problem, plan, nullptr).bytes;
+  }
 }
 
 void run_forward(const Problem& problem, const Plan& plan, const Device& device,
                  const ForwardTensors& tensors, cudaStream_t stream) {
   if (problem.n == 0) return;
   try {
-    const Workspace workspace(problem, plan, tensors.workspace);
-    const void* a = tensors.conv;
     if (plan.algorithm == Algorithm::kSm90ImplicitGemm) {
-      a = run_sm90_convolution(problem, plan, device, tensors, workspace, stream);
+      run_sm90(problem, plan, device, tensors, stream);
     } else {
-      run_relu_moments(problem, plan, tensors, workspace, stream);
+      run_library(problem, plan, tensors, stream);
     }
-    run_group_norm(problem, plan, tensors, a, workspace, stream);
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(std::string(error.what()) + "\n  while running " + describe(problem) + "\n" +
                              describe(plan));

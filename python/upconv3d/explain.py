@@ -26,6 +26,8 @@ class Plan:
         activation_in_y: whether relu(conv) is stored in the result's memory and normalized in place.
         split_axes: axes, depth first, along which the kernel treats borders apart, to skip taps that would
             read only padding.
+        share_taps: whether one load of input serves all taps along the height, with borders cut off along the
+            depth alone.
         tile_positions, tiles: positions that one partial moment covers, and how many there are per sample and
             channel.
         stages: in launch order.
@@ -45,6 +47,7 @@ class Plan:
     activation_in_y: bool
     tile_positions: int
     split_axes: int
+    share_taps: bool
     tiles: int
     stages: tuple[str, ...]
     workspace_bytes: int
@@ -70,6 +73,7 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         activation_in_y=plan["activation_in_y"],
         tile_positions=plan["tile_positions"],
         split_axes=plan["split_axes"],
+        share_taps=plan["share_taps"],
         tiles=plan["tiles"],
         stages=tuple(plan["stages"]),
         workspace_bytes=plan["workspace_bytes"],

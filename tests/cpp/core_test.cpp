@@ -183,15 +183,24 @@ void test_sm90_selection() {
   const Plan bf16 = select_plan(headline(), hopper(), all_compiled());
   expect(bf16.algorithm == Algorithm::kSm90ImplicitGemm && !bf16.pack_x && bf16.activation_in_y,
          "headline, bf16");
-  expect(bf16.split_axes == 3, "borders of the headline shape");
+  expect(bf16.split_axes == 3 && !bf16.share_taps, "the headline shape's borders are cut off");
   expect(bf16.tiles == slab_tiles(border_slabs(headline(), 3), bf16.tile_positions),
          "tiles of the headline shape");
+  expect(bf16.stages == std::vector<std::string>{"pack_operands", bf16.instance->name},
+         "channels_last_3d ends with the SM90 kernel");
   Problem p = headline(DType::kFloat32, Layout::kNCDHW);
   const Plan ieee = select_plan(p, hopper(), all_compiled());
   expect(ieee.instance && ieee.instance->products == 3 && ieee.pack_x && !ieee.activation_in_y,
          "headline, float32 ieee");
+  expect(ieee.stages.back() == "group_norm_normalize", "NCDHW is transposed by a stage of its own");
+  expect(!ieee.share_taps && ieee.split_axes == 3, "three products leave no room for shared loads");
   p.precision = Precision::kTF32;
-  expect(select_plan(p, hopper(), all_compiled()).instance->products == 1, "headline, float32 tf32");
+  const Plan tf32 = select_plan(p, hopper(), all_compiled());
+  expect(tf32.instance->products == 1 && tf32.instance->stored_bits == 32, "headline, float32 tf32");
+  expect(tf32.share_taps && tf32.split_axes == 0, "tiles that wait for shared memory share loads of x");
+  p.y_layout = Layout::kNDHWC;
+  expect(select_plan(p, hopper(), all_compiled()).instance->stored_bits == 16,
+         "where the kernel normalizes, float32 at TF32's accuracy is stored in 16 bit");
   p = headline();
   p.x_aligned = false;
   expect(select_plan(p, hopper(), all_compiled()).pack_x, "misaligned x is packed");
@@ -200,9 +209,23 @@ void test_sm90_selection() {
   select_plan(p, hopper(), all_compiled());
 }
 
+/// Input coordinate that the flipped tap `tap` of output coordinate `at` reads; outside the volume: padding.
+std::int64_t input_of(const Problem& p, int axis, std::int64_t at, std::int64_t tap) {
+  return at + p.padding[axis] - (p.kernel[axis] - 1) + tap;
+}
+
+bool inside(const Problem& p, int axis, std::int64_t x) {
+  return x >= 0 && x < p.in[axis];
+}
+
+/// z,p,q of a slab's i-th position; those beyond its last plane lie in the planes that would follow.
+Extent3 position_of(const Slab& slab, std::int64_t i) {
+  return {slab.origin[0] + i / slab.extent[2] / slab.extent[1],
+          slab.origin[1] + i / slab.extent[2] % slab.extent[1], slab.origin[2] + i % slab.extent[2]};
+}
+
 /// Every position lies in one slab, and a tap that its slab leaves out reads padding.
-void test_slabs_of(const Problem& p, int split_axes) {
-  const std::vector<Slab> slabs = border_slabs(p, split_axes);
+void test_slabs_of(const Problem& p, const std::vector<Slab>& slabs, int split_axes, const char* kind) {
   const Extent3 out = p.out();
   std::vector<int> covered(static_cast<std::size_t>(volume(out)));
   bool right = true;
@@ -211,17 +234,14 @@ void test_slabs_of(const Problem& p, int split_axes) {
     right = right && slab.tap_count() <= previous;
     previous = slab.tap_count();
     for (std::int64_t i = 0; i < slab.positions(); ++i) {
-      const Extent3 at = {slab.origin[0] + i / slab.extent[2] / slab.extent[1],
-                          slab.origin[1] + i / slab.extent[2] % slab.extent[1],
-                          slab.origin[2] + i % slab.extent[2]};
+      const Extent3 at = position_of(slab, i);
       ++covered[static_cast<std::size_t>((at[0] * out[1] + at[1]) * out[2] + at[2])];
       for (int axis = 0; axis < 3; ++axis) {
         for (std::int64_t t = 0; t < p.kernel[axis]; ++t) {
-          const std::int64_t x = at[axis] + p.padding[axis] - (p.kernel[axis] - 1) + t;
+          const bool reads = inside(p, axis, input_of(p, axis, at[axis], t));
           const bool kept = t >= slab.tap_begin[axis] && t < slab.tap_begin[axis] + slab.taps[axis];
-          if (!kept && x >= 0 && x < p.in[axis]) right = false;
-          if (kept && axis < split_axes && slabs.size() > 1 && slab.taps[axis] < p.kernel[axis] &&
-              (x < 0 || x >= p.in[axis])) {
+          if (!kept && reads) right = false;
+          if (kept && axis < split_axes && slabs.size() > 1 && slab.taps[axis] < p.kernel[axis] && !reads) {
             right = false;
           }
         }
@@ -229,7 +249,85 @@ void test_slabs_of(const Problem& p, int split_axes) {
     }
   }
   for (const int times : covered) right = right && times == 1;
-  expect(right, concat("slabs, ", split_axes, " axes: ", describe(p)));
+  expect(right, concat(kind, ", ", split_axes, " axes: ", describe(p)));
+}
+
+void test_border_slabs_of(const Problem& p, int split_axes) {
+  test_slabs_of(p, border_slabs(p, split_axes), split_axes, "border slabs");
+}
+
+/// Whole heights, rows of eights but for what is left over, and along the width just the taps that read any
+/// input.
+void test_tap_sharing_slabs_of(const Problem& p) {
+  const std::vector<Slab> slabs = tap_sharing_slabs(p);
+  test_slabs_of(p, slabs, 1, "tap sharing slabs");
+  const std::int64_t columns = p.out()[2], rest = columns % kSharedRowUnit;
+  for (const Slab& slab : slabs) {
+    const bool is_rest = slab.origin[2] == columns - rest;
+    expect(slab.origin[1] == 0 && slab.extent[1] == p.out()[1] && slab.tap_begin[1] == 0 &&
+               slab.taps[1] == p.kernel[1],
+           concat("whole heights: ", describe(p)));
+    expect(is_rest ? slab.extent[2] == rest : slab.origin[2] == 0 && slab.extent[2] == columns - rest,
+           concat("rows of eights, then the rest: ", describe(p)));
+    for (std::int64_t t = 0; t < p.kernel[2]; ++t) {
+      bool reads = false;
+      for (std::int64_t q = slab.origin[2]; q < slab.origin[2] + slab.extent[2]; ++q) {
+        reads = reads || inside(p, 2, input_of(p, 2, q, t));
+      }
+      const bool kept = t >= slab.tap_begin[2] && t < slab.tap_begin[2] + slab.taps[2];
+      expect(reads == kept, concat("tap ", t, " along the width: ", describe(p)));
+    }
+  }
+}
+
+/// What position j reads for tap r along the height, position j + r*width reads for tap 0, or neither reads
+/// input.
+void test_shared_loads_of(const Problem& p, const Slab& slab) {
+  bool right = true;
+  for (std::int64_t j = 0; j < slab.positions(); ++j) {
+    for (std::int64_t r = 0; r < slab.taps[1]; ++r) {
+      const Extent3 own = position_of(slab, j), other = position_of(slab, j + r * slab.extent[2]);
+      const std::int64_t own_row = input_of(p, 1, own[1], slab.tap_begin[1] + r);
+      const std::int64_t other_row = input_of(p, 1, other[1], slab.tap_begin[1]);
+      const bool neither = !inside(p, 1, own_row) && !inside(p, 1, other_row);
+      // Taps along depth and width are the same for both, so equal positions there read equal inputs.
+      right = right && (neither || (own_row == other_row && own[0] == other[0] && own[2] == other[2]));
+    }
+  }
+  expect(right, concat("loads serve all taps along the height: ", describe(p)));
+}
+
+void test_tap_sharing() {
+  int shared = 0;
+  for (const Extent3 in :
+       {Extent3{5, 4, 7}, Extent3{1, 2, 9}, Extent3{6, 6, 14}, Extent3{3, 1, 24}, Extent3{2, 3, 4}}) {
+    for (const Extent3 kernel :
+         {Extent3{1, 1, 1}, Extent3{3, 3, 3}, Extent3{2, 5, 3}, Extent3{3, 2, 7}, Extent3{2, 2, 11}}) {
+      for (const Extent3 padding : {Extent3{0, 0, 0}, Extent3{1, 0, 1}, Extent3{0, 1, 0}, Extent3{0, 0, 3}}) {
+        Problem p = headline();
+        p.in = in, p.kernel = kernel, p.padding = padding;
+        const Extent3 out = p.out();
+        if (out[0] < 1 || out[1] < 1 || out[2] < 1) continue;
+        test_tap_sharing_slabs_of(p);
+        for (const Slab& slab : tap_sharing_slabs(p)) {
+          if (!shares_x_loads(p, slab)) continue;
+          ++shared;
+          test_shared_loads_of(p, slab);
+        }
+      }
+    }
+  }
+  expect(shared >= 20, concat("slabs that share loads are among the cases: ", shared));
+  Problem p = headline();
+  expect(shares_x_loads(p, tap_sharing_slabs(p).front()), "the headline shape's inside shares loads");
+  expect(!shares_x_loads(p, border_slabs(p, 2).front()), "part of the height does not");
+  p.kernel[1] = 8;
+  expect(!shares_x_loads(p, tap_sharing_slabs(p).front()), "7 more rows of 32 positions are too many");
+  p.kernel[1] = 1;
+  expect(!shares_x_loads(p, tap_sharing_slabs(p).front()), "a single tap has nothing to share");
+  p = headline();
+  p.padding[1] = 1;
+  expect(!shares_x_loads(p, tap_sharing_slabs(p).front()), "nor does padding along the height allow it");
 }
 
 void test_border_slabs() {
@@ -239,17 +337,17 @@ void test_border_slabs() {
   for (int axes = 0; axes <= 3; ++axes) {
     p = headline();
     p.in = {5, 4, 7};
-    test_slabs_of(p, axes);
+    test_border_slabs_of(p, axes);
     p.padding = {1, 2, 0};
-    test_slabs_of(p, axes);
+    test_border_slabs_of(p, axes);
     p.in = {1, 2, 9};  // shorter than the kernel
     p.kernel = {5, 3, 1};
     p.padding = {2, 1, 0};
-    test_slabs_of(p, axes);
+    test_border_slabs_of(p, axes);
     p.in = {6, 6, 6};  // padding beyond the kernel
     p.kernel = {2, 2, 2};
     p.padding = {2, 3, 1};
-    test_slabs_of(p, axes);
+    test_border_slabs_of(p, axes);
   }
 }
 
@@ -303,6 +401,7 @@ int main() {
     upconv3d::test_rules();
     upconv3d::test_formats();
     upconv3d::test_border_slabs();
+    upconv3d::test_tap_sharing();
     upconv3d::test_sm90_selection();
     upconv3d::test_splits_within_im2col();
     upconv3d::test_library_selection();

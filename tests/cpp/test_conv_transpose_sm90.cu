@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/// Checks every compiled variant of conv_transpose_relu_moments_sm90 on its own against a plain
-/// double-precision convolution: exactly on small integers (conv + bias + ReLU), moments to float accuracy,
-/// NaN where nothing may be left unwritten. Needs a GPU of compute capability 9.0. Exit code 0: all passed.
+/// Checks every compiled variant of conv_transpose_relu_group_norm_sm90 on its own against a plain
+/// double-precision convolution and GroupNorm. Where the kernel ends with the moments: relu(conv) exactly, on
+/// small integers, and its table to float accuracy. Where it normalizes: y to the accuracy of what it stores.
+/// What it writes is NaN before, so that nothing is left unwritten; repeated launches must give the same
+/// bits. Needs a GPU of compute capability 9.0. Exit code 0: all passed.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -9,11 +11,15 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <iterator>
+#include <limits>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
+#include "conv_transpose_reference.cuh"
 #include "core/border_slabs.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
@@ -24,104 +30,33 @@
 
 namespace {
 
-using upconv3d::border_slabs;
 using upconv3d::ConvInstance;
 using upconv3d::DType;
 using upconv3d::Extent3;
+using upconv3d::plan_slabs;
 using upconv3d::Problem;
-using upconv3d::Slab;
 using upconv3d::slab_tiles;
 using upconv3d::volume;
 using upconv3d::cuda::check;
-
-template <class T>
-class DeviceBuffer {
- public:
-  explicit DeviceBuffer(std::size_t count) : count_(count) {
-    check(cudaMalloc(&data_, count * sizeof(T)), "allocating a test buffer");
-  }
-  ~DeviceBuffer() { cudaFree(data_); }
-  DeviceBuffer(const DeviceBuffer&) = delete;
-  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
-
-  void upload(const std::vector<T>& host) {
-    check(cudaMemcpy(data_, host.data(), count_ * sizeof(T), cudaMemcpyHostToDevice), "uploading");
-  }
-  void poison() { check(cudaMemset(data_, 0xff, count_ * sizeof(T)), "poisoning"); }  // NaN in every format
-  std::vector<T> download() const {
-    std::vector<T> host(count_);
-    check(cudaMemcpy(host.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost), "downloading");
-    return host;
-  }
-  T* get() const { return data_; }
-
- private:
-  T* data_ = nullptr;
-  std::size_t count_;
-};
-
-/// relu(conv_transpose(x, w) + bias) in double: x [N,D,H,W,C], w [T*R*S,K,C], y [N,Z,P,Q,K].
-__global__ void reference_kernel(const double* x, const double* w, const double* bias, double* y,
-                                 Problem problem, Extent3 out) {
-  const std::int64_t index = std::int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (index >= problem.n * out[0] * out[1] * out[2] * problem.k) return;
-  const std::int64_t k = index % problem.k;
-  std::int64_t rest = index / problem.k;
-  const std::int64_t q = rest % out[2];
-  rest /= out[2];
-  const std::int64_t p = rest % out[1];
-  rest /= out[1];
-  const std::int64_t z = rest % out[0];
-  const std::int64_t n = rest / out[0];
-  double sum = bias[k];
-  for (std::int64_t t = 0; t < problem.kernel[0]; ++t) {
-    const std::int64_t d = z + problem.padding[0] - t;
-    if (d < 0 || d >= problem.in[0]) continue;
-    for (std::int64_t r = 0; r < problem.kernel[1]; ++r) {
-      const std::int64_t h = p + problem.padding[1] - r;
-      if (h < 0 || h >= problem.in[1]) continue;
-      for (std::int64_t s = 0; s < problem.kernel[2]; ++s) {
-        const std::int64_t v = q + problem.padding[2] - s;
-        if (v < 0 || v >= problem.in[2]) continue;
-        const double* pixel =
-            x + (((n * problem.in[0] + d) * problem.in[1] + h) * problem.in[2] + v) * problem.c;
-        const double* tap =
-            w + (((t * problem.kernel[1] + r) * problem.kernel[2] + s) * problem.k + k) * problem.c;
-        for (std::int64_t c = 0; c < problem.c; ++c) sum += pixel[c] * tap[c];
-      }
-    }
-  }
-  y[index] = sum < 0 ? 0 : sum;
-}
-
-std::uint64_t next_random(std::uint64_t& state) {  // xorshift64
-  state ^= state << 13;
-  state ^= state >> 7;
-  state ^= state << 17;
-  return state;
-}
-
-std::vector<double> small_integers(std::size_t count, int magnitude, std::uint64_t& state) {
-  std::vector<double> values(count);
-  for (double& v : values) v = double(int(next_random(state) % (2 * magnitude + 1)) - magnitude);
-  return values;
-}
-
-template <class T>
-std::vector<T> rounded(const std::vector<double>& values, double factor = 1.0) {
-  std::vector<T> result(values.size());
-  for (std::size_t i = 0; i < values.size(); ++i) result[i] = T(float(values[i] * factor));
-  return result;
-}
+using upconv3d::tests::DeviceBuffer;
+using upconv3d::tests::next_random;
+using upconv3d::tests::reference_kernel;
+using upconv3d::tests::rounded;
+using upconv3d::tests::small_integers;
 
 struct Case {
   std::int64_t n, c, k;
   Extent3 in, kernel, padding;
-  bool next_is_nan = false;  // sample 1 begins with NaN, which a tile of sample 0 must not take in
+  // Where not 0: what sample 1 begins with and no tile of sample 0 may take in. Then sample 0 alone is
+  // compared.
+  double next = 0.0;
 };
 
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
 // One 8-channel corner case, tails of every tile extent, kernels with an axis of 1, padding up to beyond the
-// kernel, several channel tiles, several samples whose positions end inside a tile.
+// kernel, several channel tiles, several samples whose positions end inside a tile, groups of 8, 33 and 17*8
+// channels (see group_counts), rows of eights that share loads with and without a rest.
 const Case kCases[] = {
     {1, 8, 8, {2, 3, 4}, {1, 1, 1}, {0, 0, 0}},
     {2, 64, 128, {6, 6, 6}, {3, 3, 3}, {0, 0, 0}},
@@ -131,164 +66,396 @@ const Case kCases[] = {
     {2, 24, 40, {1, 1, 40}, {1, 1, 7}, {0, 0, 3}},
     {1, 32, 32, {12, 12, 12}, {2, 2, 2}, {1, 0, 1}},
     {2, 8, 16, {9, 9, 9}, {3, 3, 3}, {3, 3, 3}},
+    {2, 136, 48, {3, 10, 24}, {2, 5, 3}, {0, 0, 1}},
+    {5, 64, 272, {10, 10, 10}, {3, 3, 3}, {0, 0, 0}},
+    // 14 columns: none of the first 8 is reached by the first taps, nor any of the last 6 by the last
+    {2, 16, 32, {2, 3, 4}, {2, 2, 11}, {0, 0, 0}},
     // 258 positions: the last tile of every variant holds two
-    {2, 64, 64, {1, 2, 129}, {1, 1, 1}, {0, 0, 0}, true},
+    {2, 64, 64, {1, 2, 129}, {1, 1, 1}, {0, 0, 0}, kNaN},
+    {2, 64, 64, {1, 2, 129}, {1, 1, 1}, {0, 0, 0}, 512.0},
+    // 6 rows of 48 that share loads: the last tile holds 32
+    {2, 64, 64, {1, 4, 48}, {1, 3, 1}, {0, 0, 0}, kNaN},
 };
+
+/// The case that is launched again and again: five samples, several channel tiles, most work.
+constexpr int kRepeatedCase = 9;
+
+/// How the output is cut: border_slabs along 0 to 3 axes, or tap_sharing_slabs.
+struct Cut {
+  int split_axes;
+  bool share_taps;
+};
+constexpr Cut kCuts[] = {{0, false}, {1, false}, {2, false}, {3, false}, {0, true}};
+
+/// Few blocks, so that each walks several tiles and waits for the others.
+constexpr int kFewBlocks = 5;
 
 /// Scaling x by 2^3 and w by 2^-2 and undoing it with unscale exponents exercises the float epilogue.
 constexpr int kSampleExponent = 3;
 constexpr int kColumnExponent = -2;
 
-/// Index in a [N,Z,P,Q,K] of position `p` of a slab.
-std::int64_t element(const Problem& problem, const Slab& slab, std::int64_t n, std::int64_t k,
-                     std::int64_t p) {
-  const Extent3 out = problem.out();
-  const std::int64_t q = slab.origin[2] + p % slab.extent[2];
-  const std::int64_t row = slab.origin[1] + p / slab.extent[2] % slab.extent[1];
-  const std::int64_t z = slab.origin[0] + p / slab.extent[2] / slab.extent[1];
-  return (((n * out[0] + z) * out[1] + row) * out[2] + q) * problem.k + k;
+/// What float statistics and their use are held to: 32 roundings.
+constexpr double kStatAccuracy = 32 * 0x1p-24;
+
+/// Divisors of K: layer norm, two groups, 8, groups of 8 channels, instance norm.
+std::vector<std::int64_t> group_counts(std::int64_t k) {
+  std::vector<std::int64_t> counts;
+  for (const std::int64_t groups : {std::int64_t{1}, std::int64_t{2}, std::int64_t{8}, k / 8, k}) {
+    if (std::find(counts.begin(), counts.end(), groups) == counts.end()) counts.push_back(groups);
+  }
+  return counts;
 }
 
-template <class Operand, class Activation>
-std::string run_case(const ConvInstance& instance, const Case& shape, int split_axes, std::uint64_t& state) {
-  Problem problem;
-  problem.n = shape.n, problem.c = shape.c, problem.k = shape.k;
-  problem.in = shape.in, problem.kernel = shape.kernel, problem.padding = shape.padding;
-  problem.dtype = instance.activation;
-  problem.has_bias = true;
-  const Extent3 out = problem.out();
-  const std::vector<Slab> slabs = border_slabs(problem, split_axes);
-  const std::int64_t positions = problem.positions();
-  // Small enough that every sum is exact in a 16-bit activation: at most 2^8 in bfloat16.
-  const int magnitude = 1;
-  auto x = small_integers(problem.n * volume(problem.in) * problem.c, magnitude, state);
-  auto w = small_integers(volume(problem.kernel) * problem.k * problem.c, magnitude, state);
-  for (std::size_t i = 0; i < x.size(); ++i) {
-    if (next_random(state) % 16 != 0) x[i] = 0.0;  // sparse, which keeps the sums small
+bool is_quantized(const ConvInstance& instance) {
+  return instance.stored_bits < 8 * size_of(instance.output);
+}
+
+/// Half a unit in the last place of a value of 1.
+double unit_roundoff(DType dtype) {
+  return dtype == DType::kFloat32 ? 0x1p-24 : dtype == DType::kFloat16 ? 0x1p-11 : 0x1p-8;
+}
+
+/// One case's tensors on the device and its exact relu(conv + bias), for all launches of an instance.
+template <class Operand, class Output>
+class Fixture {
+ public:
+  Fixture(const ConvInstance& instance, const Case& shape, std::uint64_t& state)
+      : instance_(instance),
+        problem_(make_problem(instance, shape)),
+        x_hi_(x_size()),
+        x_lo_(x_size()),
+        w_hi_(w_size()),
+        w_lo_(w_size()),
+        bias_(problem_.k),
+        gamma_(problem_.k),
+        beta_(problem_.k),
+        a_(problem_.n * problem_.positions() * problem_.k),
+        unscale_sample_(problem_.n),
+        unscale_column_(problem_.k),
+        samples(shape.next == 0.0 ? problem_.n : 1) {
+    // Sparse and small enough that every sum is exact in a 16-bit output: at most 2^8 in bfloat16.
+    auto x = small_integers(x_size(), 1, state);
+    const auto w = small_integers(w_size(), 1, state);
+    for (double& v : x) v = next_random(state) % 16 == 0 ? v : 0.0;
+    if (shape.next != 0.0) {
+      const auto sample = x.begin() + static_cast<std::ptrdiff_t>(x.size() / 2);
+      std::fill(sample, sample + 64 * problem_.c, shape.next);
+    }
+    auto bias = small_integers(problem_.k, 3, state);
+    // Thirds, which 16 bits with a power-of-two step must round.
+    if (is_quantized(instance)) {
+      for (double& v : bias) v = double(float(v / 3));
+    }
+    gamma = small_integers(problem_.k, 3, state);
+    beta = small_integers(problem_.k, 3, state);
+    for (double& v : gamma) v = 1.5 + v / 4;
+    compute_reference(x, w, bias);
+    upload_operands(x, w);
+    bias_.upload(rounded<Output>(bias));
+    gamma_.upload(rounded<Output>(gamma));
+    beta_.upload(rounded<Output>(beta));
+    unscale_sample_.upload(std::vector<std::int32_t>(problem_.n, kSampleExponent));
+    unscale_column_.upload(std::vector<std::int32_t>(problem_.k, kColumnExponent));
   }
-  if (shape.next_is_nan) {
-    const std::size_t sample = x.size() / 2;
-    std::fill(x.begin() + sample, x.begin() + sample + 64 * problem.c, std::nan(""));
+
+  /// Launches the kernel once. \param affine gamma and beta are given
+  /// \param normalizes else the kernel ends with the moments, as channel_table
+  void launch(const Cut& cut, std::int64_t num_groups, bool affine, bool normalizes, int sm_count) {
+    problem_.num_groups = num_groups;
+    const std::int64_t tiles =
+        slab_tiles(plan_slabs(problem_, cut.split_axes, cut.share_taps), moment_positions(instance_));
+    const std::int64_t granules = problem_.k >> moment_granule_shift(problem_);
+    DeviceBuffer<float> part(problem_.n * tiles * granules * 2);
+    DeviceBuffer<float> table(normalizes ? problem_.n * num_groups * 4 : 3 * problem_.n * problem_.k);
+    DeviceBuffer<std::int8_t> steps(problem_.n * tiles * problem_.k);
+    DeviceBuffer<std::int32_t> counters(upconv3d::cuda::counter_count(problem_));
+    part.poison(), table.poison(), steps.poison(), a_.poison();
+    counters.clear();
+    upconv3d::cuda::ConvTransposeParams params;
+    params.problem = problem_;
+    params.x_hi = x_hi_.get(), params.x_lo = x_lo_.get(), params.w_hi = w_hi_.get(),
+    params.w_lo = w_lo_.get();
+    params.bias = bias_.get();
+    if (affine) params.gamma = gamma_.get(), params.beta = beta_.get();
+    if (kScaled) params.unscale_sample = unscale_sample_.get(), params.unscale_column = unscale_column_.get();
+    params.a = a_.get(), params.part = part.get(), params.counters = counters.get();
+    (normalizes ? params.table : params.channel_table) = table.get();
+    if (is_quantized(instance_)) params.steps = steps.get();
+    params.split_axes = cut.split_axes;
+    params.share_taps = cut.share_taps;
+    params.sm_count = sm_count;
+    upconv3d::cuda::find_conv_transpose_launcher(instance_.name)(params, nullptr);
+    check(cudaDeviceSynchronize(), instance_.name);
+    a = a_.download();
+    channel_table = normalizes ? std::vector<float>() : table.download();
   }
-  const std::int64_t samples = shape.next_is_nan ? 1 : problem.n;  // that are compared
-  const auto bias = small_integers(problem.k, 3, state);
-  const bool split = instance.products == 3;
-  const bool scaled = std::is_same_v<Activation, float>;
 
-  DeviceBuffer<double> x64(x.size()), w64(w.size()), bias64(bias.size());
-  DeviceBuffer<double> reference(problem.n * positions * problem.k);
-  x64.upload(x), w64.upload(w), bias64.upload(bias);
-  const std::int64_t elements = problem.n * positions * problem.k;
-  reference_kernel<<<unsigned((elements + 127) / 128), 128>>>(x64.get(), w64.get(), bias64.get(),
-                                                              reference.get(), problem, out);
-  upconv3d::cuda::check_launch("reference_kernel");
+  const Problem& problem() const { return problem_; }
+  const ConvInstance& instance() const { return instance_; }
 
-  DeviceBuffer<Operand> x_hi(x.size()), w_hi(w.size()), x_lo(x.size()), w_lo(w.size());
-  const double x_scale = scaled ? std::ldexp(1.0, -kSampleExponent) : 1.0;
-  const double w_scale = scaled ? std::ldexp(1.0, -kColumnExponent) : 1.0;
-  // hi and lo of integers that make w_hi*x_lo + w_lo*x_hi + w_hi*x_hi = w*x and use every product:
-  // x = (3x, -2x), w = (-2w, w).
-  x_hi.upload(rounded<Operand>(x, x_scale * (split ? 3 : 1)));
-  w_hi.upload(rounded<Operand>(w, w_scale * (split ? -2 : 1)));
-  x_lo.upload(rounded<Operand>(x, x_scale * -2));
-  w_lo.upload(rounded<Operand>(w, w_scale));
-  DeviceBuffer<Activation> bias_device(problem.k), a(elements);
-  bias_device.upload(rounded<Activation>(bias));
-  a.poison();
-  const std::int64_t tile = moment_positions(instance);
-  const std::int64_t tiles = slab_tiles(slabs, tile);
-  DeviceBuffer<float> part(problem.n * tiles * problem.k * 2);
-  part.poison();
-  DeviceBuffer<std::int32_t> unscale_sample(problem.n), unscale_column(problem.k);
-  unscale_sample.upload(std::vector<std::int32_t>(problem.n, kSampleExponent));
-  unscale_column.upload(std::vector<std::int32_t>(problem.k, kColumnExponent));
+ private:
+  static constexpr bool kScaled = std::is_same_v<Output, float>;
 
-  upconv3d::cuda::ConvTransposeParams params;
-  params.problem = problem;
-  params.x_hi = x_hi.get(), params.x_lo = x_lo.get(), params.w_hi = w_hi.get(), params.w_lo = w_lo.get();
-  params.bias = bias_device.get();
-  if (scaled) params.unscale_sample = unscale_sample.get(), params.unscale_column = unscale_column.get();
-  DeviceBuffer<std::int32_t> counts(tiles);
-  counts.poison();
-  params.a = a.get(), params.part = part.get(), params.counts = counts.get();
-  params.split_axes = split_axes;
-  params.sm_count = 5;  // few blocks, so that each walks several tiles
-  upconv3d::cuda::find_conv_transpose_launcher(instance.name)(params, nullptr);
-  check(cudaDeviceSynchronize(), instance.name);
+  const ConvInstance& instance_;
+  Problem problem_;
+  DeviceBuffer<Operand> x_hi_, x_lo_, w_hi_, w_lo_;
+  DeviceBuffer<Output> bias_, gamma_, beta_, a_;
+  DeviceBuffer<std::int32_t> unscale_sample_, unscale_column_;
 
-  const auto expected = reference.download();
-  const auto got = a.download();
-  for (std::int64_t i = 0; i < samples * positions * problem.k; ++i) {
-    if (double(float(got[i])) != expected[i]) {
-      return "a[" + std::to_string(i) + "] is " + std::to_string(float(got[i])) + ", expected " +
-             std::to_string(expected[i]);
+ public:
+  const std::int64_t samples;        // that are compared, from the first on
+  std::vector<double> expected;      // [N,Z,P,Q,K] relu(conv + bias)
+  std::vector<double> gamma, beta;   // [K]
+  std::vector<Output> a;             // [N,Z,P,Q,K] of the last launch
+  std::vector<float> channel_table;  // [3,N,K] of the last launch, where it did not normalize
+
+ private:
+  static Problem make_problem(const ConvInstance& instance, const Case& shape) {
+    Problem problem;
+    problem.n = shape.n, problem.c = shape.c, problem.k = shape.k;
+    problem.in = shape.in, problem.kernel = shape.kernel, problem.padding = shape.padding;
+    problem.dtype = instance.output;
+    problem.has_bias = true;
+    return problem;
+  }
+  std::size_t x_size() const { return problem_.n * volume(problem_.in) * problem_.c; }
+  std::size_t w_size() const { return volume(problem_.kernel) * problem_.k * problem_.c; }
+
+  void compute_reference(const std::vector<double>& x, const std::vector<double>& w,
+                         const std::vector<double>& bias) {
+    const std::int64_t elements = problem_.n * problem_.positions() * problem_.k;
+    DeviceBuffer<double> x64(x.size()), w64(w.size()), bias64(bias.size()), reference(elements);
+    x64.upload(x), w64.upload(w), bias64.upload(bias);
+    reference_kernel<<<unsigned((elements + 127) / 128), 128>>>(x64.get(), w64.get(), bias64.get(),
+                                                                reference.get(), problem_, problem_.out());
+    upconv3d::cuda::check_launch("reference_kernel");
+    expected = reference.download();
+  }
+
+  /// hi and lo of integers that make w_hi*x_lo + w_lo*x_hi + w_hi*x_hi = w*x and use every product:
+  /// x = (3x, -2x), w = (-2w, w).
+  void upload_operands(const std::vector<double>& x, const std::vector<double>& w) {
+    const bool split = instance_.products == 3;
+    const double x_scale = kScaled ? std::ldexp(1.0, -kSampleExponent) : 1.0;
+    const double w_scale = kScaled ? std::ldexp(1.0, -kColumnExponent) : 1.0;
+    x_hi_.upload(rounded<Operand>(x, x_scale * (split ? 3 : 1)));
+    w_hi_.upload(rounded<Operand>(w, w_scale * (split ? -2 : 1)));
+    x_lo_.upload(rounded<Operand>(x, x_scale * -2));
+    w_lo_.upload(rounded<Operand>(w, w_scale));
+  }
+};
+
+/// Moments of one group of a sample, in double.
+struct GroupMoments {
+  double mean = 0, rstd = 0;
+  double largest = 0;                   // value of the group
+  std::vector<double> channel_largest;  // [K/G] value of each channel
+};
+
+GroupMoments group_moments(const std::vector<double>& values, const Problem& problem, std::int64_t n,
+                           std::int64_t group) {
+  const std::int64_t channels = problem.k / problem.num_groups, positions = problem.positions();
+  const double* const first = values.data() + n * positions * problem.k + group * channels;
+  GroupMoments moments;
+  moments.channel_largest.resize(channels);
+  for (std::int64_t i = 0; i < positions * channels; ++i) {
+    const double v = first[i / channels * problem.k + i % channels];
+    moments.mean += v;
+    double& largest = moments.channel_largest[i % channels];
+    largest = std::max(largest, v);
+  }
+  const double count = double(positions * channels);
+  moments.mean /= count;
+  double m2 = 0;
+  for (std::int64_t i = 0; i < positions * channels; ++i) {
+    const double delta = first[i / channels * problem.k + i % channels] - moments.mean;
+    m2 += delta * delta;
+  }
+  moments.rstd = 1 / std::sqrt(m2 / count + problem.eps);
+  for (const double v : moments.channel_largest) moments.largest = std::max(moments.largest, v);
+  return moments;
+}
+
+std::string disagreement(const char* what, std::int64_t n, std::int64_t index, std::int64_t k, double got,
+                         double expected) {
+  char text[160];
+  std::snprintf(text, sizeof(text), "%s of n=%lld position=%lld k=%lld is %.9g, expected %.9g", what,
+                (long long)n, (long long)index, (long long)k, got, expected);
+  return text;
+}
+
+/// relu(conv) exactly.
+template <class Fixture>
+std::string check_activation(const Fixture& fixture) {
+  const std::int64_t k = fixture.problem().k, positions = fixture.problem().positions();
+  for (std::int64_t i = 0; i < fixture.samples * positions * k; ++i) {
+    const double got = double(float(fixture.a[i]));
+    if (got != fixture.expected[i]) {
+      return disagreement("a", i / k / positions, i / k % positions, i % k, got, fixture.expected[i]);
     }
   }
-  const auto moments = part.download();
-  const auto tile_counts = counts.download();
-  std::int64_t t = 0;
-  for (const Slab& slab : slabs) {
-    for (std::int64_t begin = 0; begin < slab.positions(); begin += tile, ++t) {
-      const std::int64_t count = std::min(tile, slab.positions() - begin);
-      if (tile_counts[t] != count)
-        return "counts[" + std::to_string(t) + "] is " + std::to_string(tile_counts[t]);
-      for (std::int64_t nk = 0; nk < samples * problem.k; ++nk) {
-        const std::int64_t n = nk / problem.k, k = nk % problem.k;
-        double mean = 0, m2 = 0;
-        for (std::int64_t p = begin; p < begin + count; ++p)
-          mean += expected[element(problem, slab, n, k, p)];
-        mean /= double(count);
-        for (std::int64_t p = begin; p < begin + count; ++p) {
-          const double delta = expected[element(problem, slab, n, k, p)] - mean;
-          m2 += delta * delta;
-        }
-        const float* pair = &moments[((n * tiles + t) * problem.k + k) * 2];
-        if (!(std::abs(pair[0] - mean) <= 1e-5 * (1 + std::abs(mean))) ||
-            !(std::abs(pair[1] - m2) <= 1e-4 * (1 + m2))) {
-          return "part of n=" + std::to_string(n) + " tile=" + std::to_string(t) + " k=" + std::to_string(k) +
-                 " is (" + std::to_string(pair[0]) + ", " + std::to_string(pair[1]) + "), expected (" +
-                 std::to_string(mean) + ", " + std::to_string(m2) + ")";
-        }
+  return "";
+}
+
+/// mean, scale and shift; together mean and shift must hold the mean and beta.
+template <class Fixture>
+std::string check_channel_table(const Fixture& fixture, bool affine) {
+  const Problem& problem = fixture.problem();
+  const std::int64_t channels = problem.k / problem.num_groups, plane = problem.n * problem.k;
+  for (std::int64_t ng = 0; ng < fixture.samples * problem.num_groups; ++ng) {
+    const std::int64_t n = ng / problem.num_groups, group = ng % problem.num_groups;
+    const GroupMoments moments = group_moments(fixture.expected, problem, n, group);
+    for (std::int64_t k = group * channels; k < (group + 1) * channels; ++k) {
+      const float* const row = fixture.channel_table.data() + n * problem.k + k;
+      const double scale = (affine ? fixture.gamma[k] : 1.0) * moments.rstd;
+      const double shift = (affine ? fixture.beta[k] : 0.0) - (moments.mean - row[0]) * scale;
+      if (!(std::abs(row[0] - moments.mean) <= kStatAccuracy * moments.largest)) {
+        return disagreement("mean", n, -1, k, row[0], moments.mean);
+      }
+      if (!(std::abs(row[plane] - scale) <= kStatAccuracy * std::abs(scale))) {
+        return disagreement("scale", n, -1, k, row[plane], scale);
+      }
+      const double slack = kStatAccuracy * (moments.largest * std::abs(scale) + std::abs(shift));
+      if (!(std::abs(row[2 * plane] - shift) <= slack)) {
+        return disagreement("shift", n, -1, k, row[2 * plane], shift);
       }
     }
   }
   return "";
 }
 
-std::string run_case(const ConvInstance& instance, const Case& shape, int split_axes, std::uint64_t& state) {
+/// y, to its own rounding, that of the statistics and, of 16 bits with a step, at most 2^-16 of the channel's
+/// largest value.
+template <class Fixture>
+std::string check_y(const Fixture& fixture, bool affine) {
+  const Problem& problem = fixture.problem();
+  const std::int64_t channels = problem.k / problem.num_groups, positions = problem.positions();
+  const double roundoff = 1.01 * unit_roundoff(fixture.instance().output);
+  const double step = is_quantized(fixture.instance()) ? 0x1p-16 : 0.0;
+  for (std::int64_t ng = 0; ng < fixture.samples * problem.num_groups; ++ng) {
+    const std::int64_t n = ng / problem.num_groups, group = ng % problem.num_groups;
+    const GroupMoments moments = group_moments(fixture.expected, problem, n, group);
+    for (std::int64_t i = 0; i < positions * channels; ++i) {
+      const std::int64_t k = group * channels + i % channels;
+      const std::int64_t at = (n * positions + i / channels) * problem.k + k;
+      const double gamma = affine ? fixture.gamma[k] : 1.0, beta = affine ? fixture.beta[k] : 0.0;
+      const double normalized = (fixture.expected[at] - moments.mean) * moments.rstd;
+      const double y = normalized * gamma + beta;
+      const double scale = std::abs(gamma) * moments.rstd;
+      // The value's own error, and what the errors of all values do to mean and deviation.
+      const double stored =
+          step * scale *
+          (moments.channel_largest[i % channels] + moments.largest * (1 + std::abs(normalized)));
+      const double slack =
+          roundoff * std::abs(y) + stored +
+          kStatAccuracy * (moments.largest * scale + std::abs(normalized * gamma) + std::abs(beta));
+      const double got = double(float(fixture.a[at]));
+      if (!(std::abs(got - y) <= slack)) return disagreement("y", n, i / channels, k, got, y);
+    }
+  }
+  return "";
+}
+
+/// Runs and prints; counts what passed and failed.
+class Tally {
+ public:
+  template <class Body>
+  void run(const ConvInstance& instance, const std::string& what, const Body& body) {
+    std::string problem;
+    try {
+      problem = body();
+    } catch (const std::exception& error) {
+      problem = error.what();
+    }
+    problem.empty() ? ++passed : ++failed;
+    if (!problem.empty()) std::printf("FAILED %s, %s: %s\n", instance.name, what.c_str(), problem.c_str());
+  }
+  int passed = 0, failed = 0;
+};
+
+std::string label(const Problem& problem, const Cut& cut, std::int64_t groups, bool normalizes) {
+  return "N=" + std::to_string(problem.n) + " C=" + std::to_string(problem.c) +
+         " K=" + std::to_string(problem.k) + " P=" + std::to_string(problem.out()[1]) +
+         " groups=" + std::to_string(groups) + " split_axes=" + std::to_string(cut.split_axes) +
+         (cut.share_taps ? " share_taps" : "") + (normalizes ? " normalizing" : " moments only");
+}
+
+/// 20 launches, by few blocks and by all that fit, give the same bits.
+template <class Fixture>
+std::string check_repeats(Fixture& fixture, const Cut& cut, bool normalizes, int sm_count) {
+  constexpr int kLaunches = 20;
+  constexpr std::int64_t kGroups = 8;
+  fixture.launch(cut, kGroups, true, normalizes, sm_count);
+  const auto a = fixture.a;
+  const auto channel_table = fixture.channel_table;
+  for (int i = 1; i < kLaunches; ++i) {
+    fixture.launch(cut, kGroups, true, normalizes, i % 4 == 1 ? kFewBlocks : sm_count);
+    if (std::memcmp(a.data(), fixture.a.data(), a.size() * sizeof(a[0])) != 0) {
+      return "launch " + std::to_string(i) + " stored other bits than launch 0";
+    }
+    if (channel_table != fixture.channel_table) {
+      return "launch " + std::to_string(i) + " wrote another channel_table than launch 0";
+    }
+  }
+  return "";
+}
+
+/// Every case and cut, in both modes that the instance has; group counts, and whether gamma and beta are
+/// given, take turns.
+template <class Operand, class Output>
+void run_instance(const ConvInstance& instance, int sm_count, Tally& tally) {
+  std::uint64_t state = 0x9e3779b97f4a7c15ull;
+  for (int index = 0; index < int(std::size(kCases)); ++index) {
+    Fixture<Operand, Output> fixture(instance, kCases[index], state);
+    const std::vector<std::int64_t> counts = group_counts(kCases[index].k);
+    for (const bool normalizes : {false, true}) {
+      // The transposing stage that follows the moments knows no steps.
+      if (!normalizes && is_quantized(instance)) continue;
+      std::size_t turn = normalizes ? 0 : 1;
+      for (const Cut& cut : kCuts) {
+        // Loads that serve several taps leave three products no room for w.
+        if (cut.share_taps && instance.products == 3) continue;
+        const std::int64_t groups = counts[turn++ % counts.size()];
+        const bool affine = (turn + index) % 3 != 0;
+        tally.run(instance, label(fixture.problem(), cut, groups, normalizes), [&] {
+          fixture.launch(cut, groups, affine, normalizes, kFewBlocks);
+          if (normalizes) return check_y(fixture, affine);
+          const std::string problem = check_activation(fixture);
+          return problem.empty() ? check_channel_table(fixture, affine) : problem;
+        });
+        if (index == kRepeatedCase && (cut.share_taps || cut.split_axes == 3)) {
+          tally.run(instance, "repeated, " + label(fixture.problem(), cut, 8, normalizes),
+                    [&] { return check_repeats(fixture, cut, normalizes, sm_count); });
+        }
+      }
+    }
+  }
+}
+
+void run_instance(const ConvInstance& instance, int sm_count, Tally& tally) {
   if (instance.operand == DType::kBFloat16) {
-    return run_case<cutlass::bfloat16_t, cutlass::bfloat16_t>(instance, shape, split_axes, state);
+    run_instance<cutlass::bfloat16_t, cutlass::bfloat16_t>(instance, sm_count, tally);
+  } else if (instance.output == DType::kFloat16) {
+    run_instance<cutlass::half_t, cutlass::half_t>(instance, sm_count, tally);
+  } else {
+    run_instance<cutlass::half_t, float>(instance, sm_count, tally);
   }
-  if (instance.activation == DType::kFloat16) {
-    return run_case<cutlass::half_t, cutlass::half_t>(instance, shape, split_axes, state);
-  }
-  return run_case<cutlass::half_t, float>(instance, shape, split_axes, state);
 }
 
 }  // namespace
 
 int main() {
   if (upconv3d::tests::no_gpu(90)) return upconv3d::tests::kSkipped;
-  std::uint64_t state = 0x9e3779b97f4a7c15ull;
-  int passed = 0, failed = 0;
+  Tally tally;
+  int sm_count = 0;
+  check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0), "asking for the SM count");
   for (const ConvInstance& instance : upconv3d::conv_instances()) {
     if (!instance.compiled) continue;
-    for (int index = 0; index < 4 * int(std::size(kCases)); ++index) {
-      const Case& shape = kCases[index / 4];
-      const int split_axes = index % 4;
-      std::string problem;
-      try {
-        problem = run_case(instance, shape, split_axes, state);
-      } catch (const std::exception& error) {
-        problem = error.what();
-      }
-      problem.empty() ? ++passed : ++failed;
-      if (!problem.empty()) {
-        std::printf("FAILED %s N=%lld C=%lld K=%lld: %s\n", instance.name, (long long)shape.n,
-                    (long long)shape.c, (long long)shape.k, problem.c_str());
-      }
-    }
+    tally.run(instance, "preparing its cases", [&] {
+      run_instance(instance, sm_count, tally);
+      return std::string();
+    });
   }
-  std::printf("%d passed, %d failed\n", passed, failed);
-  return failed || !passed ? EXIT_FAILURE : EXIT_SUCCESS;
+  std::printf("%d passed, %d failed\n", tally.passed, tally.failed);
+  return tally.failed || !tally.passed ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -239,14 +239,7 @@ void run_finalize(std::int64_t n, std::int64_t k, std::int64_t tiles, std::int64
   Buffer part(n * tiles * k * 2 * size_of(stat)), table(3 * n * k * size_of(stat));
   Buffer scratch(finalize_scratch_bytes(shape, dtype));
   upload(part.data(), partials, stat);
-  // The counts given, as the SM90 plan does; the cases above leave them to the tile's index.
-  std::vector<std::int32_t> counts(tiles, static_cast<std::int32_t>(tile_positions));
-  counts.back() = static_cast<std::int32_t>(last);
-  Buffer counts_buffer(tiles * 4);
-  check(cudaMemcpy(counts_buffer.data(), counts.data(), counts.size() * 4, cudaMemcpyHostToDevice),
-        "uploading counts");
-  launch_group_norm_finalize({shape, dtype, part.data(), nullptr, nullptr, eps, scratch.data(), table.data(),
-                              reinterpret_cast<const std::int32_t*>(counts_buffer.data())},
+  launch_group_norm_finalize({shape, dtype, part.data(), nullptr, nullptr, eps, scratch.data(), table.data()},
                              nullptr);
   const std::vector<double> got = download(table.data(), 3 * n * k, stat);
 

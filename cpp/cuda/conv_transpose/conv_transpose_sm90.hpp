@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Launcher of conv_transpose_relu_moments_sm90, forward stage 2 of 4, free of CUTLASS so that host code can
-/// include it. One launcher per line of cpp/instances.cmake.
+/// Launcher of conv_transpose_relu_group_norm_sm90, everything after packing, free of CUTLASS so that host
+/// code can include it. One launcher per line of cpp/instances.cmake.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,15 +19,27 @@ struct ConvTransposeParams {
   const void* x_lo = nullptr;                    // the same, three products only
   const void* w_hi = nullptr;                    // [T*R*S,K,C] operand
   const void* w_lo = nullptr;                    // the same, three products only
-  const void* bias = nullptr;                    // [K] activation dtype, or null
+  const void* bias = nullptr;                    // [K] dtype, or null
   const std::int32_t* unscale_sample = nullptr;  // [N] exponents, or null where operands are unscaled
   const std::int32_t* unscale_column = nullptr;  // [K] exponents, or null
-  void* a = nullptr;                             // [N,Z,P,Q,K] activation dtype, written: relu(conv + bias)
-  float* part = nullptr;                         // [N,tiles,K,2] written: (mean, M2) of a as stored
-  std::int32_t* counts = nullptr;                // [tiles] written: positions behind each partial moment
-  int split_axes = 0;                            // axes along which borders are cut off, see border_slabs
-  int sm_count = 0;                              // blocks of the persistent grid
+  const void* gamma = nullptr;                   // [K] dtype, or null for 1
+  const void* beta = nullptr;                    // [K] dtype, or null for 0
+  void* a = nullptr;  // [N,Z,P,Q,K] dtype, written: y, or relu(conv + bias) where channel_table is given
+  // Scratch memory, 256-byte aligned; moments, granules: see Plan.
+  float* part = nullptr;           // [N,moments,granules,2]: (mean, M2) of relu(conv + bias) as stored
+  float* table = nullptr;          // [N,G,4]: mean, rest of the mean, 1/sqrt(var + eps), unused
+  float* channel_table = nullptr;  // [3,N,K] written: mean, scale, shift; null: this kernel normalizes
+  std::int8_t* steps = nullptr;    // [N,moments,K], instances that store fewer bits than dtype has; else null
+  std::int32_t* counters = nullptr;  // [counter_count(problem)], zero
+  int split_axes = 0;                // axes along which borders are cut off, see border_slabs
+  bool share_taps = false;  // loads of x serve several taps: tap_sharing_slabs instead of border_slabs
+  int sm_count = 0;         // blocks of the persistent grid
 };
+
+/// Counters that a launch needs, which must be zero when it begins.
+inline std::int64_t counter_count(const Problem& problem) {
+  return 1 + 2 * problem.n;
+}
 
 using ConvTransposeLauncher = void (*)(const ConvTransposeParams& params, cudaStream_t stream);
 

@@ -125,10 +125,10 @@ SlabInput encode_slab_input(const Problem& problem, const Slab& slab, DType oper
   return input;
 }
 
-CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType activation, void* a,
-                               int box_positions, int box_k) {
-  const Im2colBox box{problem.out(), problem.k, slab.origin, slab.extent, {}, {}};
-  return encode_im2col("relu(conv)", problem, activation, a, box, box_positions, box_k,
+CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType element, std::int64_t channels,
+                               void* y, int box_positions, int box_channels) {
+  const Im2colBox box{problem.out(), channels, slab.origin, slab.extent, {}, {}};
+  return encode_im2col("relu(conv)", problem, element, y, box, box_positions, box_channels,
                        CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 

@@ -34,9 +34,10 @@ SlabInput encode_slab_input(const Problem& problem, const Slab& slab, DType oper
 /// w [T*R*S,K,C] 16 bit, read in tiles of one tap x `box_k` output channels x `box_channels`.
 CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels);
 
-/// A slab of a [N,Z,P,Q,K], stored in tiles of `box_positions` consecutive positions x `box_k` channels. The
-/// walk goes on from one sample's slab to the next one's: whole tiles of one sample only.
-CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType activation, void* a,
-                               int box_positions, int box_k);
+/// A slab of y as [N,Z,P,Q,channels] of `element`, stored in tiles of `box_positions` consecutive positions x
+/// `box_k` channels. The walk goes on from one sample's slab to the next one's: whole tiles of one sample
+/// only.
+CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType element, std::int64_t channels,
+                               void* y, int box_positions, int box_channels);
 
 }  // namespace upconv3d::cuda

@@ -7,8 +7,8 @@
 ///
 /// A group's moments are the merged moments of tiles*(K/G) partials, all in double: per thread in chunks that
 /// stay in registers, then across the block as one many-way merge, mean = sum(count*mean)/sum(count) first
-/// and M2 = sum(M2 + count*(mean_i - mean)^2) second. Counts follow from the tile's index or are given. Each
-/// order is fixed.
+/// and M2 = sum(M2 + count*(mean_i - mean)^2) second. Counts follow from the tile's index. Each order is
+/// fixed.
 ///
 /// One block per (sample, group) where that is quick; else a group's partials are cut into segments, one
 /// block each, and a second kernel merges the segments' moments, kept in `scratch`.
@@ -40,15 +40,14 @@ constexpr std::int64_t kBlocksWanted = 512;
 template <class T>
 struct FinalizeArgs {
   GroupNormShape shape;
-  std::int64_t channels;       // of a group, K/G
-  std::int64_t segments;       // per group
-  const Stat<T>* part;         // [N,tiles,K,2] stat
-  const std::int32_t* counts;  // [tiles] positions of each tile, or null: all full but the last
-  const T* gamma;              // [K] T, or null
-  const T* beta;               // [K] T, or null
-  double eps;                  // activation units squared
-  double* scratch;             // [N,G,segments,3] double, or null where segments is 1
-  Stat<T>* table;              // [3,N,K] stat
+  std::int64_t channels;  // of a group, K/G
+  std::int64_t segments;  // per group
+  const Stat<T>* part;    // [N,tiles,K,2] stat
+  const T* gamma;         // [K] T, or null
+  const T* beta;          // [K] T, or null
+  double eps;             // activation units squared
+  double* scratch;        // [N,G,segments,3] double, or null where segments is 1
+  Stat<T>* table;         // [3,N,K] stat
 };
 
 struct DoubleMoments {
@@ -97,11 +96,7 @@ __device__ DoubleMoments merge_partials(const FinalizeArgs<T>& args, std::int64_
     for (int i = 0; i < kChunk; ++i, partial += kThreads) {
       const bool valid = partial < end;
       pair[i] = valid ? part[tile * k + channel] : Pair{};
-      if (args.counts != nullptr) {
-        count[i] = valid ? static_cast<double>(args.counts[tile]) : 0.0;
-      } else {
-        count[i] = valid ? (tile == tiles - 1 ? last_count : tile_count) : 0.0;
-      }
+      count[i] = valid ? (tile == tiles - 1 ? last_count : tile_count) : 0.0;
       tile += step_tile;
       channel += step_channel;
       if (channel >= args.channels) {
@@ -240,7 +235,6 @@ void launch_group_norm_finalize(const FinalizeParams& params, cudaStream_t strea
     args.channels = shape.k / shape.num_groups;
     args.segments = segments_of(shape);
     args.part = static_cast<const Stat<T>*>(params.part);
-    args.counts = params.counts;
     args.gamma = static_cast<const T*>(params.gamma);
     args.beta = static_cast<const T*>(params.beta);
     args.eps = params.eps;

@@ -3,9 +3,9 @@
 /// GroupNorm in three stages, each a launcher: partial moments, finalize, normalize.
 ///
 /// Partial moments are (mean, M2) per (sample, tile, channel). A tile is a stretch of at most tile_positions
-/// positions. In the library plan tile t begins at t*tile_positions, so that its count needs no storage; in
-/// the SM90 plan tiles belong to slabs, and `counts` says how many positions each has. Merging follows Chan,
-/// Golub & LeVeque (1979) in a fixed order: the same bits on every run.
+/// positions; tile t begins at t*tile_positions, so that its count needs no storage. Merging follows Chan,
+/// Golub & LeVeque (1979) in a fixed order: the same bits on every run. The SM90 plan merges moments inside
+/// its convolution kernel and takes only normalize from here.
 ///
 /// Statistics are kept in float, or in double where the activation is float64 ("stat" below).
 #pragma once
@@ -50,8 +50,6 @@ struct FinalizeParams {
   double eps = 0.0;               // activation units squared
   void* scratch = nullptr;        // finalize_scratch_bytes(shape, dtype)
   void* table = nullptr;          // [3,N,K] stat, written: mean, scale, shift
-  /// [tiles] positions behind each partial, where they do not follow from the tile's index; else null.
-  const std::int32_t* counts = nullptr;
 };
 std::int64_t finalize_scratch_bytes(const GroupNormShape& shape, DType dtype);
 void launch_group_norm_finalize(const FinalizeParams& params, cudaStream_t stream);

@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: Apache-2.0
+/// conv_transpose_relu_group_norm_sm90: the forward pass after packing, for stride 1, dilation 1, groups 1.
+///
+///   x     [N,D,H,W,C]                 operand  read through TMA im2col
+///   w     [T*R*S,K,C]                 operand  packed by layout/pack
+///   a     [N,Z,P,Q,K]                 output   relu(conv + bias), then y: normalized in place
+///   part  [N,moments,K/granule,2]     float    (mean, M2) of the *rounded* relu(conv)
+///   table [N,G,4]                     float    mean, rest of the mean, 1/sqrt(var + eps)
+///
+/// Where y is to be [N,K,Z,P,Q] this kernel ends with the moments, as channel_table [3,N,K]; normalizing and
+/// transposing is then group_norm_normalize's work.
+///
+/// An implicit GEMM whose rows are output channels (gemm_m = K) and whose columns are output positions of one
+/// sample (gemm_n = Z*P*Q), reduced over taps and input channels (gemm_k = T*R*S*C).
+///
+/// Tiles belong to slabs: boxes of positions that the same taps reach (core/border_slabs.hpp). Taps that
+/// would read only padding are thus not multiplied. A tile never straddles two samples, so part needs no
+/// atomics and results repeat bit for bit, whichever block computes a tile.
+///
+/// One block per multiprocessor, three warpgroups:
+///   warp 0       hands out tiles and loads their operands by TMA (mainloop_sm90.cuh)
+///   warps 4-11   two warpgroups multiply by wgmma; bias, ReLU, rounding (relu_epilogue_sm90.cuh)
+///   warps 1, 2   store the results of warpgroup 1, 2 and take their moments (drain_sm90.cuh)
+///   warp 3       merges moments and normalizes finished samples; when no tile is left, the warps that
+///                multiplied help with what remains (group_norm_sm90.cuh)
+///
+/// With three products, operands come as v = hi + lo and every k-block accumulates hi*lo + lo*hi + hi*hi in
+/// the tensor cores, then adds that into float registers: tensor cores truncate as they accumulate, and only
+/// short sums may be left to them (Ootomo & Yokota, arXiv:2203.03341).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/conv_transpose/kernel_params_sm90.cuh"
+
+#include "cutlass/arch/reg_reconfig.h"
+
+#include "core/border_slabs.hpp"
+#include "core/index_math.hpp"
+#include "cuda/check.hpp"
+#include "cuda/conv_transpose/conv_transpose_sm90.hpp"
+#include "cuda/conv_transpose/drain_sm90.cuh"
+#include "cuda/conv_transpose/group_norm_sm90.cuh"
+#include "cuda/conv_transpose/mainloop_sm90.cuh"
+#include "cuda/conv_transpose/relu_epilogue_sm90.cuh"
+#include "cuda/conv_transpose/tensor_maps_sm90.hpp"
+
+namespace upconv3d::cuda {
+
+/// Consumers: two warpgroups multiply what load_tiles brings and stage the results.
+template <class Traits>
+CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, SharedMemory<Traits> const& shared) {
+  using namespace cute;
+  ControlStorage<Traits>& control = *shared.control;
+  int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
+  auto rings = make_operand_rings(params, shared);
+  Tensor acc =
+      partition_fragment_C(typename Traits::TiledMma{},
+                           Shape<Int<Traits::BLK_K>, Int<Traits::BLK_POS>>{});  // ((2,2,WG_POS/8),1,1)
+  char* const staging = shared.staging + warpgroup * Traits::WG_STAGING_BYTES;
+  RingCursor slot;
+  RingCursor staged{warpgroup, 0};
+  for (;;) {
+    control.tiles.wait_full(slot);
+    int const tile = control.tile[slot.slot];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) control.tiles.arrive_empty(slot.slot);
+    slot.advance(kTileSlots);
+    if (tile < 0) break;
+    TileCoord const coord = tile_of_launch(params, tile);
+    KernelSlab<Traits> const& slab = params.slabs[coord.slab];
+    int const x_loads = slab.taps[0] * (slab.taps[1] / slab.shared_taps) * slab.taps[2] * params.c_blocks;
+    int const shared_rows = slab.width.divisor;
+    if constexpr (Traits::PRODUCTS == 1) {
+      mma_one_product(rings, x_loads, slab.shared_taps, shared_rows, acc);
+    } else {
+      mma_three_products(rings, x_loads, slab.shared_taps, shared_rows, acc);
+    }
+    control.staging.wait_empty(staged);
+    int const channel = coord.channel + warpgroup % Traits::WARPGROUPS_K * 64;
+    int const valid = slab.positions - coord.position - warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS;
+    ReluEpilogue<Traits>::stage(params, coord.n, channel, valid, acc, staging, control.step[warpgroup]);
+    cute::tma_store_fence();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) control.staging.arrive_full(warpgroup);
+    staged.phase ^= 1;
+  }
+  // All done long ago; said for the compiler, which else waits inside the branches that follow.
+  cute::warpgroup_wait<0>();
+}
+
+/// Helper warps 1 and 2: store staged half tiles and take their moments.
+template <class Traits>
+CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory<Traits> const& shared,
+                                int warpgroup) {
+  ControlStorage<Traits>& control = *shared.control;
+  char const* const staging = shared.staging + warpgroup * Traits::WG_STAGING_BYTES;
+  std::int8_t const* const steps = control.step[warpgroup];
+  RingCursor slot;
+  RingCursor staged{warpgroup, 0};
+  for (;;) {
+    control.tiles.wait_full(slot);
+    int const tile = control.tile[slot.slot];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) control.tiles.arrive_empty(slot.slot);
+    slot.advance(kTileSlots);
+    if (tile < 0) break;
+    control.staging.wait_full(staged);
+    __syncwarp();
+    TileCoord const coord = tile_of_launch(params, tile);
+    KernelSlab<Traits> const& slab = params.slabs[coord.slab];
+    HalfTile const half = Drain<Traits>::half_tile(params, coord, warpgroup);
+    if (half.valid > 0) {
+      if constexpr (Traits::QUANTIZED) Drain<Traits>::write_steps(params, half, steps);
+      Drain<Traits>::store(params, slab, half, staging);
+      Drain<Traits>::moments(params, half, staging, steps);
+      if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();  // read from shared memory
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      control.staging.arrive_empty(warpgroup);
+      // Written, not just read: who normalizes reads it through L2.
+      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+      asm volatile("fence.proxy.async;" ::: "memory");
+    }
+    arrive_release(params.arrivals + coord.n);
+    staged.phase ^= 1;
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::THREADS, 1)
+    conv_transpose_relu_group_norm_sm90(__grid_constant__ const KernelParams<Traits> params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  // 128-byte swizzled tiles must start on 1024-byte boundaries.
+  extern __shared__ __align__(1024) char raw_shared[];
+  SharedMemory<Traits> const shared(raw_shared, params.rings);
+  ControlStorage<Traits>& control = *shared.control;
+  constexpr int kConsumerWarps = 8;
+  constexpr int kDrainWarps = 2;
+  if (threadIdx.x == 0) {
+    control.x.init(1, kConsumerWarps);
+    control.w.init(1, kConsumerWarps);
+    control.tiles.init(1, kConsumerWarps + kDrainWarps);
+    control.staging.init(kConsumerWarps / 2, 1);
+    control.items.init(1, 1);
+    control.next_item = 0;
+    cutlass::arch::fence_barrier_init();
+  }
+  if (threadIdx.x < params.num_slabs) {
+    KernelSlab<Traits> const& slab = params.slabs[threadIdx.x];
+    control.first_tile[threadIdx.x] = slab.first_tile;
+    control.first_moment[threadIdx.x] = slab.first_moment;
+    control.last_count[threadIdx.x] = (slab.positions - 1) % Traits::WG_POS + 1;
+  }
+  __syncthreads();
+
+  int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (warp >= 4) {
+    cutlass::arch::warpgroup_reg_alloc<Traits::CONSUMER_REGISTERS>();
+    multiply_tiles(params, shared);
+    GroupNormWorker<Traits> worker(params, control);
+    if (params.normalizes) worker.finish();
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::HELPER_REGISTERS>();
+    if (threadIdx.x == 0) load_tiles(params, shared);
+    if (warp == 1 || warp == 2) drain_tiles(params, shared, warp - 1);
+    if (warp == 3) {
+      GroupNormWorker<Traits> worker(params, control);
+      params.normalizes ? worker.run_ahead(shared.items) : worker.run_finalize();
+    }
+  }
+#endif
+}
+
+/// The slabs' descriptors and geometry.
+template <class Traits>
+void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, KernelParams<Traits>& to) {
+  const Problem& problem = params.problem;
+  const std::vector<Slab> slabs = plan_slabs(problem, params.split_axes, params.share_taps);
+  if (slabs.size() > kMaxSlabs) {
+    throw std::logic_error("upconv3d: the SM90 kernel takes at most " + std::to_string(kMaxSlabs) +
+                           " slabs; got " + std::to_string(slabs.size()) + " for " + describe(problem) +
+                           ". select_plan must cut fewer axes.");
+  }
+  const void* const x[2] = {params.x_hi, params.x_lo};
+  const std::int64_t k_tiles = ceil_div(problem.k, Traits::BLK_K);
+  std::int64_t tiles = 0, moments = 0;
+  int shared_rows = 0;
+  for (const Slab& from : slabs) {
+    KernelSlab<Traits>& slab = to.slabs[to.num_slabs++];
+    slab.shared_taps = 1;
+    int rows = 0;  // beyond BLK_POS
+    if (params.share_taps && shares_x_loads(problem, from)) {
+      slab.shared_taps = static_cast<int>(from.taps[1]);
+      rows = static_cast<int>((from.taps[1] - 1) * from.extent[2]);
+      shared_rows = std::max(shared_rows, rows);
+    }
+    for (int split = 0; split < Traits::SPLITS; ++split) {
+      const SlabInput input =
+          encode_slab_input(problem, from, operand, x[split], Traits::BLK_POS + rows, Traits::BLK_C);
+      slab.x[split] = input.x;
+      std::copy_n(input.corner, 3, slab.corner);
+    }
+    // Unorm16 is 16 bit in rows of twice as many.
+    const DType element = Traits::QUANTIZED ? DType::kFloat16 : output;
+    const std::int64_t channels = Traits::QUANTIZED ? 2 * problem.k : problem.k;
+    slab.a =
+        encode_slab_output(problem, from, element, channels, params.a,
+                           kStagePositions<typename Traits::Stored>, kPanelChannels<typename Traits::Stored>);
+    slab.item = encode_slab_output(problem, from, element, channels, params.a, Traits::ITEM_POS,
+                                   kPanelChannels<typename Traits::Stored>);
+    slab.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
+    slab.height = cutlass::FastDivmod(static_cast<int>(from.extent[1]));
+    slab.positions = static_cast<int>(from.positions());
+    for (int axis = 0; axis < 3; ++axis) {
+      slab.origin[axis] = static_cast<int>(from.origin[axis]);
+      slab.tap_begin[axis] = static_cast<int>(from.tap_begin[axis]);
+      slab.taps[axis] = static_cast<int>(from.taps[axis]);
+    }
+    const std::int64_t pos_tiles = ceil_div(from.positions(), Traits::BLK_POS);
+    slab.pos_tiles = static_cast<int>(pos_tiles);
+    slab.first_tile = static_cast<int>(tiles);
+    slab.first_moment = static_cast<int>(moments);
+    tiles += pos_tiles * k_tiles;
+    moments += ceil_div(from.positions(), Traits::WG_POS);
+  }
+  if (tiles * problem.n > kMaxSm90Tiles || problem.positions() > kMaxSm90Count) {
+    throw std::logic_error("upconv3d: the SM90 kernel counts up to " + std::to_string(kMaxSm90Tiles) +
+                           " tiles; got " + std::to_string(tiles * problem.n) + " tiles for " +
+                           describe(problem) + ". select_plan must choose another plan.");
+  }
+  to.rings = ring_shape<Traits>(shared_rows);
+  to.k_tiles = cutlass::FastDivmod(static_cast<int>(k_tiles));
+  to.tiles_per_sample = cutlass::FastDivmod(static_cast<int>(tiles));
+  to.num_tiles = static_cast<int>(tiles * problem.n);
+  to.moments = static_cast<int>(moments);
+}
+
+template <class Traits>
+KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType operand, DType output) {
+  using Output = typename Traits::Output;
+  const Problem& problem = params.problem;
+  KernelParams<Traits> to{};
+  fill_slabs(params, operand, output, to);
+  const void* const w[2] = {params.w_hi, params.w_lo};
+  for (int split = 0; split < Traits::SPLITS; ++split) {
+    to.w[split] = encode_w(problem, operand, w[split], Traits::BLK_K, Traits::BLK_C);
+  }
+  const Extent3 out = problem.out();
+  for (int axis = 0; axis < 3; ++axis) {
+    to.kernel[axis] = static_cast<int>(problem.kernel[axis]);
+    to.out[axis] = static_cast<int>(out[axis]);
+  }
+  to.samples = static_cast<int>(problem.n);
+  to.k = static_cast<int>(problem.k);
+  to.c_blocks = static_cast<int>(ceil_div(problem.c, Traits::BLK_C));
+  to.a = static_cast<Output*>(params.a);
+  to.normalizes = params.channel_table == nullptr;
+  to.bias = static_cast<const Output*>(params.bias);
+  to.unscale_sample = params.unscale_sample;
+  to.unscale_column = params.unscale_column;
+  to.steps = params.steps;
+  to.gamma = static_cast<const Output*>(params.gamma);
+  to.beta = static_cast<const Output*>(params.beta);
+  to.eps = problem.eps;
+  to.part = reinterpret_cast<float2*>(params.part);
+  to.granule_shift = moment_granule_shift(problem);
+  to.groups = static_cast<int>(problem.num_groups);
+  const std::int64_t group_channels = problem.k / problem.num_groups;
+  to.group_channels = cutlass::FastDivmod(static_cast<int>(group_channels));
+  to.group_granules = cutlass::FastDivmod(static_cast<int>(group_channels >> to.granule_shift));
+  to.table = reinterpret_cast<float4*>(params.table);
+  to.channel_table = params.channel_table;
+  to.next_tile = params.counters;
+  to.arrivals = params.counters + 1;
+  to.finalized = params.counters + 1 + problem.n;
+  return to;
+}
+
+/// Launches one persistent block per multiprocessor, all at once.
+template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS>
+void launch_conv_transpose_relu_group_norm_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
+  using Traits = ConvTransposeTraitsSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS>;
+  constexpr DType operand = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
+  constexpr DType output = std::is_same_v<typename Traits::Output, float> ? DType::kFloat32 : operand;
+  auto kernel_params = make_kernel_params<Traits>(params, operand, output);
+  const auto kernel = conv_transpose_relu_group_norm_sm90<Traits>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMemoryBytes),
+        "reserving shared memory for conv_transpose_relu_group_norm_sm90");
+  cudaLaunchAttribute cooperative{};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(std::min(kernel_params.num_tiles, params.sm_count)));
+  config.blockDim = dim3(Traits::THREADS);
+  config.dynamicSmemBytes = kSharedMemoryBytes;
+  config.stream = stream;
+  config.attrs = &cooperative;
+  config.numAttrs = 1;
+  void* arguments[] = {&kernel_params};
+  const auto launch = [&] {
+    return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
+  };
+  cudaError_t status = launch();
+  // A context may be granted fewer multiprocessors than the device has (green contexts, MPS). Any number of
+  // blocks will do.
+  while (status == cudaErrorCooperativeLaunchTooLarge && config.gridDim.x > 1) {
+    cudaGetLastError();
+    config.gridDim.x = (config.gridDim.x + 1) / 2;
+    status = launch();
+  }
+  check(status, "conv_transpose_relu_group_norm_sm90");
+}
+
+}  // namespace upconv3d::cuda

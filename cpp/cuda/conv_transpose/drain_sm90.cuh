@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// The epilogue's second half, by one helper warp per consumer warpgroup: a staged half tile (64 channels x
+/// WG_POS positions, see relu_epilogue_sm90.cuh) is stored in y's memory and its moments are taken, while the
+/// consumers multiply the next tile.
+///
+/// Where the kernel itself normalizes, relu(conv) lies where the result will lie, so that this takes no
+/// memory of its own. Unorm16 takes half the room of the float32 it becomes; it lies at the beginning of the
+/// memory of its position's BLK_K channels, which one warp reads and then overwrites.
+#pragma once
+
+#include <cstdint>
+
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+
+#include "cuda/conv_transpose/kernel_params_sm90.cuh"
+#include "cuda/conv_transpose/relu_epilogue_sm90.cuh"
+
+namespace upconv3d::cuda {
+
+/// A stored value as a float: itself, or Unorm16's integer.
+CUTLASS_DEVICE float stored_to_float(float v) {
+  return v;
+}
+CUTLASS_DEVICE float stored_to_float(cutlass::bfloat16_t v) {
+  return float(v);
+}
+CUTLASS_DEVICE float stored_to_float(cutlass::half_t v) {
+  return float(v);
+}
+CUTLASS_DEVICE float stored_to_float(Unorm16 v) {
+  return __uint_as_float(0x4b000000u | v.bits) - 0x1p23f;
+}
+
+/// 2^step of Unorm16; NaN where the values were not finite, so that the whole group becomes NaN as in
+/// PyTorch.
+CUTLASS_DEVICE float step_value(int step) {
+  return step == kNoStep ? __int_as_float(0x7fc00000) : clamped_power_of_two(step);
+}
+
+/// (count, mean, M2), merged by Chan, Golub & LeVeque (1979).
+struct RunningMoments {
+  float count = 0.f;
+  float mean = 0.f;
+  float m2 = 0.f;
+
+  CUTLASS_DEVICE void merge(RunningMoments const& other) {
+    // What counts nothing may hold anything, NaN too.
+    if (other.count == 0.f) return;
+    float const total = count + other.count;
+    float const delta = other.mean - mean;
+    float const share = other.count / total;
+    mean += delta * share;
+    // In this order a weight of 0 silences a delta whose square would overflow.
+    m2 += other.m2 + delta * (count * share) * delta;
+    count = total;
+  }
+
+  CUTLASS_DEVICE RunningMoments from_lane(int lane_mask) const {
+    return {__shfl_xor_sync(0xffffffffu, count, lane_mask), __shfl_xor_sync(0xffffffffu, mean, lane_mask),
+            __shfl_xor_sync(0xffffffffu, m2, lane_mask)};
+  }
+};
+
+/// Moments of `count` values from their sums shifted by one of them, p: as n*(mean-p)^2 <= n*M2, the
+/// subtraction loses at most log2(n+1) of 24 bits, and nothing in practice.
+CUTLASS_DEVICE RunningMoments shifted_moments(float count, float pivot, float sum, float sum_squares) {
+  float const mean_shift = sum / count;
+  // Squares that overflow are a variance of Inf, not Inf - Inf.
+  float const m2 = isinf(sum_squares) ? sum_squares : sum_squares - sum * mean_shift;
+  // A comparison, not fmaxf: NaN must reach the variance.
+  return {count, pivot + mean_shift, m2 < 0.f ? 0.f : m2};
+}
+
+/// A half tile's place.
+struct HalfTile {
+  int n;         // sample
+  int channel;   // first of 64
+  int position;  // first of WG_POS within the slab
+  int valid;     // positions inside the slab, at most WG_POS; may be negative
+  int moment;    // index of its partial moments
+};
+
+template <class Traits>
+struct Drain {
+  using Stored = typename Traits::Stored;
+  static constexpr int WG_POS = Traits::WG_POS;
+  static constexpr int kVector = 16 / int(sizeof(Stored));  // values of a chunk
+
+  CUTLASS_DEVICE static HalfTile half_tile(KernelParams<Traits> const& params, TileCoord const& tile,
+                                           int warpgroup) {
+    KernelSlab<Traits> const& slab = params.slabs[tile.slab];
+    HalfTile half;
+    half.n = tile.n;
+    half.channel = tile.channel + warpgroup % Traits::WARPGROUPS_K * 64;
+    half.position = tile.position + warpgroup / Traits::WARPGROUPS_K * WG_POS;
+    half.valid = min(WG_POS, slab.positions - half.position);
+    half.moment = slab.first_moment + half.position / WG_POS;
+    return half;
+  }
+
+  /// TMA stores of all whole buffers; a buffer that ends beyond the slab would reach
+  /// the next sample, so its positions are stored by threads.
+  CUTLASS_DEVICE static void store(KernelParams<Traits> const& params, KernelSlab<Traits> const& slab,
+                                   HalfTile const& half, char const* staging) {
+    constexpr int kPositions = kStagePositions<Stored>;
+    constexpr int kChannels = kPanelChannels<Stored>;
+    int const whole = half.valid / kPositions;
+    if (threadIdx.x % 32 == 0) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int stage = 0; stage < whole; ++stage) {
+        int q, p;
+        int const z = slab.height.divmod(p, slab.width.divmod(q, half.position + stage * kPositions));
+        CUTLASS_PRAGMA_UNROLL
+        for (int panel = 0; panel < 64 / kChannels; ++panel) {
+          int const channel = half.channel + panel * kChannels;
+          if (channel >= params.k) continue;
+          cute::SM90_TMA_STORE_IM2COL_5D::copy(&slab.a,
+                                               staging + stage * kStageBytes + panel * (kStageBytes / 2),
+                                               stored_channel(channel), q, p, z, half.n);
+        }
+      }
+      cute::tma_store_arrive();
+    }
+    constexpr int kChunks = 64 / kVector;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = whole * kPositions * kChunks + threadIdx.x % 32; i < half.valid * kChunks; i += 32) {
+      int const position = i / kChunks, chunk = i % kChunks;
+      int const channel = half.channel + chunk * kVector;
+      if (channel >= params.k) continue;
+      std::int64_t const pixel =
+          half.n * std::int64_t(pixels(params)) + pixel_of(params, slab, half.position + position);
+      Stored* const row = reinterpret_cast<Stored*>(params.a + pixel * params.k);
+      *reinterpret_cast<uint4*>(row + stored_channel(channel)) =
+          *reinterpret_cast<uint4 const*>(staging + staged_chunk<Stored>(position, chunk));
+    }
+  }
+
+  /// Where a channel of a position lies, in Stored.
+  CUTLASS_DEVICE static int stored_channel(int channel) {
+    return Traits::QUANTIZED ? channel / Traits::BLK_K * 2 * Traits::BLK_K + channel % Traits::BLK_K
+                             : channel;
+  }
+
+  CUTLASS_DEVICE static int pixels(KernelParams<Traits> const& params) {
+    return params.out[0] * params.out[1] * params.out[2];
+  }
+
+  /// Takes the moments: a lane has one chunk of channels, and every 2nd or 4th position.
+  CUTLASS_DEVICE static void moments(KernelParams<Traits> const& params, HalfTile const& half,
+                                     char const* staging, std::int8_t const* steps) {
+    constexpr int kChunks = 64 / kVector;
+    constexpr int kRows = 32 / kChunks;
+    int const lane = threadIdx.x % 32;
+    int const chunk = lane % kChunks;
+    cutlass::Array<Stored, kVector> values = load_chunk(staging + staged_chunk<Stored>(0, chunk));
+    float pivot[kVector], sum[kVector], sum_squares[kVector];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVector; ++i) {
+      pivot[i] = stored_to_float(values[i]);
+      sum[i] = sum_squares[i] = 0.f;
+    }
+#pragma unroll 4
+    for (int position = lane / kChunks; position < half.valid; position += kRows) {
+      values = load_chunk(staging + staged_chunk<Stored>(position, chunk));
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kVector; ++i) {
+        float const shifted = stored_to_float(values[i]) - pivot[i];
+        sum[i] += shifted;
+        sum_squares[i] += shifted * shifted;
+      }
+    }
+    RunningMoments moments[kVector];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVector; ++i) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int lane_mask = kChunks; lane_mask < 32; lane_mask *= 2) {
+        sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], lane_mask);
+        sum_squares[i] += __shfl_xor_sync(0xffffffffu, sum_squares[i], lane_mask);
+      }
+      moments[i] = shifted_moments(float(half.valid), pivot[i], sum[i], sum_squares[i]);
+      if constexpr (Traits::QUANTIZED) scale_by_step(moments[i], steps[chunk * kVector + i]);
+    }
+    write_chunk_moments(params, half, half.channel + chunk * kVector, moments, lane < kChunks);
+  }
+
+  /// Writes the exponents of the channels, for who normalizes.
+  CUTLASS_DEVICE static void write_steps(KernelParams<Traits> const& params, HalfTile const& half,
+                                         std::int8_t const* steps) {
+    std::int64_t const row = std::int64_t(half.n) * params.moments + half.moment;
+    CUTLASS_PRAGMA_UNROLL
+    for (int c = threadIdx.x % 32; c < 64; c += 32) {
+      if (half.channel + c < params.k) params.steps[row * params.k + half.channel + c] = steps[c];
+    }
+  }
+
+ private:
+  CUTLASS_DEVICE static cutlass::Array<Stored, kVector> load_chunk(char const* address) {
+    uint4 const word = *reinterpret_cast<uint4 const*>(address);
+    return reinterpret_cast<cutlass::Array<Stored, kVector> const&>(word);
+  }
+
+  CUTLASS_DEVICE static void scale_by_step(RunningMoments& moments, int step) {
+    float const value = step_value(step);
+    moments.mean *= value;
+    moments.m2 = moments.m2 * value * value;
+  }
+
+  /// Merges kVector neighbouring channels, whose counts are equal, into granules, and those of neighbouring
+  /// chunks where a granule is wider.
+  CUTLASS_DEVICE static void write_chunk_moments(KernelParams<Traits> const& params, HalfTile const& half,
+                                                 int channel, RunningMoments (&moments)[kVector],
+                                                 bool first_row) {
+    int const granule = 1 << params.granule_shift;
+    CUTLASS_PRAGMA_UNROLL
+    for (int width = 1; width < kVector; width *= 2) {
+      if (granule <= width) break;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kVector; i += 2 * width) moments[i].merge(moments[i + width]);
+    }
+    for (int width = kVector; width < granule; width *= 2) {
+      moments[0].merge(moments[0].from_lane(width / kVector));
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVector; ++i) {
+      if (first_row && (channel + i) % granule == 0 && channel + i < params.k) {
+        write_moments(params, half, channel + i, moments[i]);
+      }
+    }
+  }
+
+  CUTLASS_DEVICE static void write_moments(KernelParams<Traits> const& params, HalfTile const& half,
+                                           int channel, RunningMoments const& moments) {
+    std::int64_t const row = std::int64_t(half.n) * params.moments + half.moment;
+    params.part[row * (params.k >> params.granule_shift) + (channel >> params.granule_shift)] =
+        make_float2(moments.mean, moments.m2);
+  }
+};
+
+}  // namespace upconv3d::cuda

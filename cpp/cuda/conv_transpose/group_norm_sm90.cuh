@@ -1,0 +1,454 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// GroupNorm inside conv_transpose_relu_group_norm_sm90, by warps that do not multiply.
+///
+/// Each half tile's store is followed by an arrival at its sample's counter. Once all have arrived, some warp
+/// merges the partial moments of each of the sample's groups (finalize); once all groups are in the table,
+/// the sample is normalized in place, in items that are spread over all blocks. While tiles remain to be
+/// computed, a warp only takes what is ready; after that it waits. Blocks thus wait for each other, so the
+/// launch is cooperative: all of them are on the card.
+///
+/// Which block and warp does a piece of this work depends on timing; its result does not.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/conv_transpose/drain_sm90.cuh"
+#include "cuda/conv_transpose/kernel_params_sm90.cuh"
+
+namespace upconv3d::cuda {
+
+CUTLASS_DEVICE int load_acquire(int const* counter) {
+  int value;
+  asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+/// One more at `counter`, after everything that this warp wrote. The whole warp calls it.
+CUTLASS_DEVICE void arrive_release(int* counter) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    __threadfence();
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+  }
+}
+
+/// Polling a counter in L2 more often than this would take bandwidth from those who are being waited for.
+inline constexpr unsigned kPollNanoseconds = 200;
+
+template <class Traits>
+class GroupNormWorker {
+ public:
+  using Params = KernelParams<Traits>;
+  using Slab = KernelSlab<Traits>;
+  using Stored = typename Traits::Stored;
+  using Output = typename Traits::Output;
+
+  static constexpr int kVector = 16 / int(sizeof(Stored));  // values of 16 bytes
+
+  static constexpr int kItemsPerTile = Traits::ITEMS_PER_TILE;
+
+  CUTLASS_DEVICE GroupNormWorker(Params const& params, ControlStorage<Traits>& control)
+      : params_(params), control_(control) {
+    int const items = params.tiles_per_sample.divisor * kItemsPerTile;
+    items_per_sample_ = cutlass::FastDivmod(items);
+    all_items_ = items * params.samples;
+    next_group_ = blockIdx.x;
+  }
+
+  /// Normalizes what is left, waiting for other blocks. The whole warp calls it.
+  CUTLASS_DEVICE void finish() {
+    while (!done_) {
+      if (take()) {
+        normalize(take_held());
+      } else {
+        __nanosleep(kPollNanoseconds);
+      }
+    }
+  }
+
+  /// Merges the moments of this block's groups, and nothing else.
+  CUTLASS_DEVICE void run_finalize() {
+    while (!finalize_done()) {
+      if (!finalize_step()) __nanosleep(kPollNanoseconds);
+    }
+  }
+
+  /// Merges moments and normalizes until nothing is left: while one item is normalized, TMA
+  /// brings the next ones. A load takes long while the operands' loads keep the memory system busy, and there
+  /// is only this one warp.
+  ///
+  /// \param buffers [ITEM_BUFFERS] [BLK_K/panel channels][ITEM_POS][panel channels] Stored, swizzled
+  CUTLASS_DEVICE void run_ahead(char* buffers) {
+    RingCursor load, use;
+    Item items[Traits::ITEM_BUFFERS];
+    int loading = 0;
+    for (;;) {
+      while (loading < Traits::ITEM_BUFFERS && take()) {
+        Item const item = take_held();
+        set(items, load.slot, item);
+        load_item(item, load.slot, buffers);
+        load.advance(Traits::ITEM_BUFFERS);
+        ++loading;
+      }
+      if (loading > 0) {
+        control_.items.wait_full(use);
+        normalize_loaded(get(items, use.slot), buffers + use.slot * Traits::ITEM_BYTES);
+        __syncwarp();  // before TMA overwrites what was read
+        use.advance(Traits::ITEM_BUFFERS);
+        --loading;
+        finalize_step();
+      } else if (!finalize_step()) {
+        if (done_ && finalize_done()) return;
+        __nanosleep(kPollNanoseconds);
+      }
+    }
+  }
+
+  /// Merges the moments of one group of this block's if its sample has arrived. Returns whether it did.
+  CUTLASS_DEVICE bool finalize_step() {
+    if (finalize_done()) return false;
+    int const sample = next_group_ / params_.groups;
+    if (__shfl_sync(0xffffffffu, load_acquire(params_.arrivals + sample), 0) <
+        2 * params_.tiles_per_sample.divisor) {
+      return false;
+    }
+    __syncwarp();
+    finalize(sample, next_group_ - sample * params_.groups);
+    arrive_release(params_.finalized + sample);
+    next_group_ += gridDim.x;
+    return true;
+  }
+  CUTLASS_DEVICE bool finalize_done() const { return next_group_ >= params_.samples * params_.groups; }
+
+ private:
+  /// A share of a tile of a sample.
+  struct Item {
+    int sample;
+    int slab;
+    int channel;   // the tile's first
+    int position;  // the tile's first, within the slab
+    int share;     // of the tile, below ITEMS_PER_TILE
+  };
+
+  /// Register arrays take constant indices only.
+  CUTLASS_DEVICE static void set(Item (&items)[Traits::ITEM_BUFFERS], int slot, Item const& item) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Traits::ITEM_BUFFERS; ++i) {
+      if (i == slot) items[i] = item;
+    }
+  }
+  CUTLASS_DEVICE static Item get(Item const (&items)[Traits::ITEM_BUFFERS], int slot) {
+    Item item = items[0];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 1; i < Traits::ITEM_BUFFERS; ++i) {
+      if (i == slot) item = items[i];
+    }
+    return item;
+  }
+
+  /// Holds an item whose sample is ready, if there is one.
+  CUTLASS_DEVICE bool take() {
+    if (held_ < 0 && !done_) {
+      // One lane's look: others might see another warp's next step, and take another branch.
+      int const next = __shfl_sync(0xffffffffu, *const_cast<int volatile*>(&control_.next_item), 0);
+      if (!sample_ready(next)) return false;
+      int taken = 0;
+      if (threadIdx.x % 32 == 0) taken = atomicAdd(&control_.next_item, 1);
+      held_ = __shfl_sync(0xffffffffu, taken, 0);
+    }
+    // Another warp may have taken an item in between, so that the one held is of a sample not yet ready.
+    return !done_ && sample_ready(held_);
+  }
+  /// The item held, which is thereby taken. Lanes search the slabs side by side: their parameters lie in
+  /// constant memory, where one after the other would cost more than normalizing does.
+  CUTLASS_DEVICE Item take_held() {
+    int index;
+    int const sample = items_per_sample_.divmod(index, launch_item(held_));
+    held_ = -1;
+    // The latest tiles first: of a sample that does not fit L2 they are what is left there.
+    index = items_per_sample_.divisor - 1 - index;
+    int const tile = index / kItemsPerTile, lane = threadIdx.x % 32;
+    bool const begins = lane < params_.num_slabs && tile >= control_.first_tile[lane];
+    Item item;
+    item.sample = sample;
+    item.slab = __popc(__ballot_sync(0xffffffffu, begins)) - 1;
+    int k_tile;
+    int const pos_tile = params_.k_tiles.divmod(k_tile, tile - control_.first_tile[item.slab]);
+    item.channel = k_tile * Traits::BLK_K;
+    item.position = pos_tile * Traits::BLK_POS;
+    item.share = index % kItemsPerTile;
+    return item;
+  }
+
+  /// Number among all blocks' items of this block's n-th.
+  CUTLASS_DEVICE int launch_item(int n) const { return int(blockIdx.x) + n * int(gridDim.x); }
+
+  /// Whether the item's sample can be normalized; sets done_ where there is no such item.
+  CUTLASS_DEVICE bool sample_ready(int item) {
+    if (launch_item(item) >= all_items_) {
+      done_ = true;
+      return false;
+    }
+    int unused;
+    int const sample = items_per_sample_.divmod(unused, launch_item(item));
+    if (sample < ready_samples_) return true;
+    if (__shfl_sync(0xffffffffu, load_acquire(params_.finalized + sample), 0) < params_.groups) return false;
+    __syncwarp();
+    // What the counter says was written, TMA may now read too.
+    asm volatile("fence.proxy.async;" ::: "memory");
+    ready_samples_ = sample + 1;
+    return true;
+  }
+
+  /// Positions behind partial moment `moment`; `slab` is a slab that begins at or before it.
+  CUTLASS_DEVICE int moment_positions(int moment, int& slab) const {
+    while (slab + 1 < params_.num_slabs && moment >= control_.first_moment[slab + 1]) ++slab;
+    int const end = slab + 1 < params_.num_slabs ? control_.first_moment[slab + 1] : params_.moments;
+    return moment + 1 < end ? Traits::WG_POS : control_.last_count[slab];
+  }
+
+  /// table[sample, group] from part: sums of count, count*mean and M2 + count*mean^2, means shifted by the
+  /// first one, in double: 29 bits more than what they sum, so the shift need not be good.
+  CUTLASS_DEVICE void finalize(int sample, int group) const {
+    constexpr int kLoads = 8;  // in flight per lane
+    int const per_moment = params_.group_granules.divisor;
+    int const row = params_.k >> params_.granule_shift;
+    int const total = params_.moments * per_moment;
+    float2 const* const part =
+        params_.part + std::int64_t(sample) * params_.moments * row + group * per_moment;
+    float const granule = float(1 << params_.granule_shift);
+    double const pivot = __ldcg(part).x;
+    double count = 0, sum = 0, sum_squares = 0;
+    int slab = 0;
+    for (int first = threadIdx.x % 32; first < total; first += 32 * kLoads) {
+      float2 pair[kLoads];
+      float pair_count[kLoads];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        int const index = min(first + 32 * i, total - 1);
+        int sub;
+        int const moment = params_.group_granules.divmod(sub, index);
+        pair[i] = __ldcg(part + std::int64_t(moment) * row + sub);
+        pair_count[i] = first + 32 * i < total ? granule * float(moment_positions(moment, slab)) : 0.f;
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        if (pair_count[i] == 0.f) continue;
+        double const delta = pair[i].x - pivot;
+        count += pair_count[i];
+        sum += pair_count[i] * delta;
+        sum_squares += pair[i].y + pair_count[i] * delta * delta;
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int lane = 16; lane > 0; lane /= 2) {
+      count += __shfl_xor_sync(0xffffffffu, count, lane);
+      sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+      sum_squares += __shfl_xor_sync(0xffffffffu, sum_squares, lane);
+    }
+    double const mean_shift = sum / count;
+    double const m2 = sum_squares - sum * mean_shift;
+    double const mean = pivot + mean_shift;
+    double const variance = m2 < 0 ? 0.0 : m2 / count;  // NaN stays NaN
+    float const mean_float = float(mean);
+    float4 const row_of_table =
+        make_float4(mean_float, float(mean - mean_float), float(1.0 / sqrt(variance + params_.eps)), 0.f);
+    if (params_.normalizes) {
+      if (threadIdx.x % 32 == 0) params_.table[std::int64_t(sample) * params_.groups + group] = row_of_table;
+      return;
+    }
+    std::int64_t const plane = std::int64_t(params_.samples) * params_.k;
+    int const channels = params_.group_channels.divisor;
+    for (int i = threadIdx.x % 32; i < channels; i += 32) {
+      int const channel = group * channels + i;
+      ChannelMap const map = channel_map(row_of_table, channel);
+      float* const to = params_.channel_table + std::int64_t(sample) * params_.k + channel;
+      to[0] = map.mean;
+      to[plane] = map.scale;
+      to[2 * plane] = map.shift;
+    }
+  }
+
+  /// y = (v - mean)*scale + shift of a channel, v = stored value * step. In maps_, shift holds -mean*scale
+  /// too where Stored has 16 bit.
+  struct ChannelMap {
+    float mean, scale, shift;
+
+    CUTLASS_DEVICE float operator()(float v) const {
+      // Values of 16 bit are rounded so much more coarsely than mean*scale that one step will do.
+      return sizeof(Stored) == 2 ? v * scale + shift : (v - mean) * scale + shift;
+    }
+  };
+
+  /// \param row of table
+  CUTLASS_DEVICE ChannelMap channel_map(float4 const& row, int channel) const {
+    float const gamma = params_.gamma ? float(params_.gamma[channel]) : 1.f;
+    float const beta = params_.beta ? float(params_.beta[channel]) : 0.f;
+    ChannelMap map;
+    map.mean = row.x;
+    map.scale = gamma * row.z;
+    map.shift = beta - row.y * map.scale;
+    return map;
+  }
+
+  /// maps_ for the chunk of channels from `channel` on: as a rule the same as for the last item.
+  CUTLASS_DEVICE void load_maps(int sample, int channel) {
+    if (maps_sample_ == sample && maps_channel_ == channel) return;
+    maps_sample_ = sample;
+    maps_channel_ = channel;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVector; ++i) {
+      int unused;
+      int const group = params_.group_channels.divmod(unused, channel + i);
+      maps_[i] =
+          channel_map(__ldcg(params_.table + std::int64_t(sample) * params_.groups + group), channel + i);
+      if constexpr (sizeof(Stored) == 2) maps_[i].shift -= maps_[i].mean * maps_[i].scale;
+    }
+  }
+
+  /// Steps of a chunk of channels, which is 8 bytes.
+  CUTLASS_DEVICE void load_steps(int sample, int moment, int channel, float (&step)[kVector]) const {
+    static_assert(!Traits::QUANTIZED || kVector == 8);
+    std::int8_t const* const from =
+        params_.steps + (std::int64_t(sample) * params_.moments + moment) * params_.k + channel;
+    uint2 const word = __ldcg(reinterpret_cast<uint2 const*>(from));
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVector; ++i) {
+      step[i] = step_value(int(((i < 4 ? word.x : word.y) << (24 - i % 4 * 8))) >> 24);
+    }
+  }
+
+  /// Starts the load of an item. Positions beyond the slab are another sample's and not used.
+  CUTLASS_DEVICE void load_item(Item const& item, int slot, char* buffers) {
+    if (threadIdx.x % 32 != 0) return;
+    constexpr int kPanel = kPanelChannels<Stored>;
+    Slab const& slab = params_.slabs[item.slab];
+    // An im2col load must begin inside the slab, also that of an item which lies beyond it whole.
+    int const position = min(item.position + item.share * Traits::ITEM_POS, slab.positions - 1);
+    std::uint64_t* const barrier = control_.items.expect(slot, Traits::ITEM_BYTES);
+    int q, p;
+    int const z = slab.height.divmod(p, slab.width.divmod(q, position));
+    CUTLASS_PRAGMA_UNROLL
+    for (int panel = 0; panel < Traits::BLK_K / kPanel; ++panel) {
+      cute::SM90_TMA_LOAD_IM2COL_5D::copy(
+          &slab.item, barrier, buffers + slot * Traits::ITEM_BYTES + panel * (Traits::ITEM_POS * 128),
+          Drain<Traits>::stored_channel(item.channel) + panel * kPanel, q, p, z, item.sample,
+          std::uint16_t(0), std::uint16_t(0), std::uint16_t(0));
+    }
+  }
+
+  /// y of an item that load_item has brought.
+  CUTLASS_DEVICE void normalize_loaded(Item const& item, char const* buffer) {
+    constexpr int kChunks = Traits::BLK_K / kVector;  // of a position
+    constexpr int kRows = 32 / kChunks;               // positions that a warp takes at once
+    // Positions of a lane that are worked on side by side: shared memory answers late while wgmma reads it.
+    constexpr int kBatch = 4;
+    static_assert(Traits::ITEM_POS % (kRows * kBatch) == 0 && Traits::ITEM_POS <= 32);
+    Slab const& slab = params_.slabs[item.slab];
+    int const lane = threadIdx.x % 32;
+    int const chunk = lane % kChunks;
+    int const channel = item.channel + chunk * kVector;
+    int const begin = item.position + item.share * Traits::ITEM_POS;
+    int const count = channel < params_.k ? slab.positions - begin : 0;
+    // A lane finds one position's place, for all.
+    int const pixel = pixel_of(params_, slab, min(begin + lane, slab.positions - 1));
+    if (channel < params_.k) load_maps(item.sample, channel);
+    float step[kVector];
+    if constexpr (Traits::QUANTIZED) {
+      if (count > 0) load_steps(item.sample, slab.first_moment + begin / Traits::WG_POS, channel, step);
+    }
+    Output* const to =
+        params_.a + item.sample * std::int64_t(Drain<Traits>::pixels(params_)) * params_.k + channel;
+    char const* const panel = buffer + chunk / 8 * (Traits::ITEM_POS * 128);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int first = lane / kChunks; first - lane / kChunks < Traits::ITEM_POS; first += kRows * kBatch) {
+      uint4 in[kBatch];
+      int row_pixel[kBatch];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        int const row = first + i * kRows;
+        row_pixel[i] = __shfl_sync(0xffffffffu, pixel, row);
+        in[i] = *reinterpret_cast<uint4 const*>(panel + row * 128 + ((chunk % 8) ^ (row % 8)) * 16);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        store_normalized(in[i], step, to + std::int64_t(row_pixel[i]) * params_.k, first + i * kRows < count);
+      }
+    }
+  }
+
+  /// The chunk `in` through maps_, stored if `valid`.
+  CUTLASS_DEVICE void store_normalized(uint4 const& in, float const (&step)[kVector], Output* to,
+                                       bool valid) const {
+    auto const& values = reinterpret_cast<cutlass::Array<Stored, kVector> const&>(in);
+    cutlass::Array<float, kVector> result;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVector; ++i) {
+      ChannelMap map = maps_[i];
+      if constexpr (Traits::QUANTIZED) map.scale *= step[i];
+      result[i] = map(stored_to_float(values[i]));
+    }
+    auto const out = cutlass::NumericArrayConverter<Output, float, kVector>{}(result);
+    CUTLASS_PRAGMA_UNROLL
+    for (int word = 0; word < kVector * int(sizeof(Output)) / 16; ++word) {
+      if (valid) __stcs(reinterpret_cast<uint4*>(to) + word, reinterpret_cast<uint4 const*>(&out)[word]);
+    }
+  }
+
+  /// BLK_POS/8 positions x BLK_K channels; a lane keeps to one chunk of channels.
+  CUTLASS_DEVICE void normalize(Item const& item) {
+    constexpr int kChunks = Traits::BLK_K / kVector;  // of a position
+    constexpr int kRows = 32 / kChunks;               // positions that a warp reads at once
+    constexpr int kPositions = Traits::BLK_POS / kItemsPerTile;
+    constexpr int kLoads = 8;  // in flight per lane
+    static_assert(kPositions % (kRows * kLoads) == 0);
+    Slab const& slab = params_.slabs[item.slab];
+    int const lane = threadIdx.x % 32;
+    int const channel = item.channel + lane % kChunks * kVector;
+    int const begin = item.position + item.share * kPositions;
+    int const end = min(begin + kPositions, slab.positions);
+    if (begin >= end) return;
+    bool const inside = channel < params_.k;
+    int const moment = slab.first_moment + begin / Traits::WG_POS;
+    if (inside) load_maps(item.sample, channel);
+    float step[kVector];
+    if constexpr (Traits::QUANTIZED) {
+      if (inside) load_steps(item.sample, moment, channel, step);
+    }
+    Output* const sample = params_.a + item.sample * std::int64_t(Drain<Traits>::pixels(params_)) * params_.k;
+    int const stored_channel = Drain<Traits>::stored_channel(channel);
+    for (int first = begin + lane / kChunks; first - lane / kChunks < end; first += kRows * kLoads) {
+      uint4 in[kLoads];
+      int pixel[kLoads];  // -1: none
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        int const position = first + i * kRows;
+        pixel[i] = inside && position < end ? pixel_of(params_, slab, position) : -1;
+        if (pixel[i] < 0) continue;
+        Stored const* const row =
+            reinterpret_cast<Stored const*>(sample + std::int64_t(pixel[i]) * params_.k);
+        in[i] = __ldcg(reinterpret_cast<uint4 const*>(row + stored_channel));
+      }
+      __syncwarp();  // Unorm16: one lane's result lies where another lane reads
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        store_normalized(in[i], step, sample + std::int64_t(pixel[i]) * params_.k + channel, pixel[i] >= 0);
+      }
+    }
+  }
+
+  Params const& params_;
+  ControlStorage<Traits>& control_;
+  cutlass::FastDivmod items_per_sample_;
+  int all_items_;             // of all samples and blocks
+  int held_ = -1;             // item taken and not yet done: this block's n-th
+  int ready_samples_ = 0;     // known to be in the table
+  ChannelMap maps_[kVector];  // of the channels that items last used
+  int maps_sample_ = -1;
+  int maps_channel_ = -1;
+  int next_group_;  // of this block's share of all samples' groups; one warp's business
+  bool done_ = false;
+};
+
+}  // namespace upconv3d::cuda

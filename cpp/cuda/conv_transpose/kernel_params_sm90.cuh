@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// What conv_transpose_relu_group_norm_sm90 is compiled for (traits), what a launch hands it (parameters),
+/// and how it lays out shared memory.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+// kernel_hardware_info.hpp first: sm90 headers of CUTLASS 4.2 use it without including it.
+#include "cutlass/kernel_hardware_info.hpp"
+
+#include "cute/atom/mma_atom.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/cutlass.h"
+#include "cutlass/fast_math.h"
+#include "cutlass/gemm/collective/builders/sm90_common.inl"
+
+#include "core/border_slabs.hpp"
+#include "cuda/conv_transpose/ring_sm90.cuh"
+#include "cuda/conv_transpose/tensor_maps_sm90.hpp"
+
+namespace upconv3d::cuda {
+
+/// relu(conv) on its way to a float32 y at TF32's accuracy: value = bits * 2^step, with one step per channel
+/// and partial moment, so that the error is at most 2^-16 of the channel's largest value there.
+struct Unorm16 {
+  std::uint16_t bits;
+};
+
+/// What a block may have on arch 90, and how much of it barriers and small exchanges take.
+inline constexpr int kSharedMemoryBytes = 227 * 1024;
+inline constexpr int kControlBytes = 1024;
+
+/// Tiles that the producer may be ahead of who stores them.
+inline constexpr int kTileSlots = 4;
+
+template <class Operand_, int PRODUCTS_, class Stored_, int BLK_K_, int BLK_POS_>
+struct ConvTransposeTraitsSm90 {
+  using Operand = Operand_;
+  using Stored = Stored_;  // relu(conv) between the epilogue and the normalization
+  static constexpr bool QUANTIZED = std::is_same_v<Stored, Unorm16>;
+  using Output = std::conditional_t<QUANTIZED, float, Stored>;  // y, bias, gamma, beta
+  static constexpr int PRODUCTS = PRODUCTS_;
+  static constexpr int SPLITS = PRODUCTS == 3 ? 2 : 1;  // hi, or hi and lo
+  static constexpr int BLK_K = BLK_K_;                  // output channels of a tile
+  static constexpr int BLK_POS = BLK_POS_;              // output positions of a tile
+  static constexpr int BLK_C = 64;                      // input channels of a k-block: a 128-byte swizzle row
+  static_assert(PRODUCTS == 1 || PRODUCTS == 3);
+  static_assert(BLK_K == 64 || BLK_K == 128, "wgmma has 64 rows; two consumer warpgroups");
+
+  // Two consumer warpgroups of 64 channels each; where a tile has but 64 channels they share the positions.
+  static constexpr int WARPGROUPS_K = BLK_K / 64;
+  static constexpr int WARPGROUPS_POS = 2 / WARPGROUPS_K;
+  static constexpr int WG_POS = BLK_POS / WARPGROUPS_POS;
+
+  using MmaOp =
+      decltype(cute::GMMA::ss_op_selector<Operand, Operand, float,
+                                          cute::Shape<cute::_64, cute::Int<WG_POS>, cute::Int<BLK_C>>>());
+  using TiledMma = decltype(cute::make_tiled_mma(
+      MmaOp{}, cute::Layout<cute::Shape<cute::Int<WARPGROUPS_K>, cute::Int<WARPGROUPS_POS>, cute::_1>>{}));
+
+  using SmemAtom = cute::GMMA::Layout_K_SW128_Atom<Operand>;
+  using SmemLayoutX = decltype(cute::tile_to_shape(
+      SmemAtom{}, cute::Shape<cute::Int<BLK_POS>, cute::Int<BLK_C>>{}));  // (BLK_POS,BLK_C)
+  using SmemLayoutW = decltype(cute::tile_to_shape(
+      SmemAtom{}, cute::Shape<cute::Int<BLK_K>, cute::Int<BLK_C>>{}));  // (BLK_K,BLK_C)
+
+  static constexpr int ROW_BYTES = BLK_C * int(sizeof(Operand));
+  static constexpr int W_BYTES = BLK_K * ROW_BYTES;
+  static constexpr int STAGING_BYTES = BLK_K * BLK_POS * int(sizeof(Stored));
+  static constexpr int WG_STAGING_BYTES = STAGING_BYTES / 2;
+
+  /// Normalization items that a tile is cut into: a share of its positions.
+  static constexpr int ITEMS_PER_TILE = 8;
+  static constexpr int ITEM_POS = BLK_POS / ITEMS_PER_TILE;
+  static constexpr int ITEM_BYTES = STAGING_BYTES / ITEMS_PER_TILE;
+  /// Items on their way into shared memory while another is normalized.
+  static constexpr int ITEM_BUFFERS = 2;
+
+  /// What is left for the rings of x and w.
+  static constexpr int RING_BYTES =
+      kSharedMemoryBytes - kControlBytes - STAGING_BYTES - ITEM_BUFFERS * ITEM_BYTES;
+
+  static constexpr int THREADS = 3 * 128;  // one warpgroup of helpers, two consumer warpgroups
+  // A launch takes 168 registers for each of 384 threads, and what helpers give back consumers may take: they
+  // need their accumulators (up to 128) and what converts them, helpers what they have in flight.
+  static constexpr int HELPER_REGISTERS = 136;
+  static constexpr int CONSUMER_REGISTERS = 184;
+  static_assert(128 * HELPER_REGISTERS + 256 * CONSUMER_REGISTERS <= 168 * THREADS,
+                "else the launch waits for registers forever");
+};
+
+/// How shared memory is divided between the rings of x and w. A unit is one operand tile of one split.
+struct RingShape {
+  int x_units;
+  int x_unit_bytes;
+  int w_units;
+};
+
+inline constexpr int kMaxXUnits = 8;
+inline constexpr int kMaxWUnits = 12;
+
+/// \param shared_rows rows that the longest load of x has beyond BLK_POS; 0 where each load serves one tap
+template <class Traits>
+RingShape ring_shape(int shared_rows) {
+  const int x_bytes = (Traits::BLK_POS + shared_rows) * Traits::ROW_BYTES;
+  const auto w_units = [&](int x_stages) {
+    return (Traits::RING_BYTES - x_stages * Traits::SPLITS * x_bytes) / Traits::W_BYTES;
+  };
+  // Two loads of x that serve several taps each last long enough; else as many stages of x as of w.
+  int x_stages = 2;
+  while (shared_rows == 0 && (x_stages + 1) * Traits::SPLITS <= kMaxXUnits &&
+         w_units(x_stages + 1) >= (x_stages + 1) * Traits::SPLITS) {
+    ++x_stages;
+  }
+  return {x_stages * Traits::SPLITS, x_bytes, std::min(w_units(x_stages), kMaxWUnits)};
+}
+
+/// Barriers and small exchanges; at the end of shared memory.
+template <class Traits>
+struct ControlStorage {
+  RingBarriers<kMaxXUnits> x;
+  RingBarriers<kMaxWUnits> w;
+  RingBarriers<kTileSlots> tiles;
+  RingBarriers<2> staging;  // slot: consumer warpgroup
+  RingBarriers<Traits::ITEM_BUFFERS> items;
+  int tile[kTileSlots];  // index in launch order, or -1: no more
+  // Of the slabs, for lanes that each look at another one: constant memory answers those one after the other.
+  int first_tile[kMaxSlabs];
+  int first_moment[kMaxSlabs];
+  int last_count[kMaxSlabs];  // positions behind the slab's last partial moment
+  int next_item;              // normalization items of this block that were taken
+  std::int8_t step[2][64];    // Unorm16: exponents of the staged channels
+};
+
+template <class Traits>
+struct KernelSlab {
+  CUtensorMap x[Traits::SPLITS];      // hi, lo; just the input that the slab reads
+  CUtensorMap a;                      // the slab in a: boxes that are stored
+  CUtensorMap item;                   // the same, boxes that are normalized
+  cutlass::FastDivmod width, height;  // of the slab along Q and P
+  int origin[3];                      // its first z,p,q
+  int corner[3];                      // first window's coordinates in x
+  int tap_begin[3];                   // first flipped tap along T,R,S
+  int taps[3];                        // flipped taps along T,R,S
+  int shared_taps;                    // of taps[1], how many one load of x serves: all or 1
+  int positions;                      // of the slab
+  int pos_tiles;                      // ceil(positions / BLK_POS)
+  int first_tile;                     // of a sample's tiles
+  int first_moment;                   // of a sample's partial moments
+};
+
+template <class Traits>
+struct KernelParams {
+  using Output = typename Traits::Output;
+  KernelSlab<Traits> slabs[kMaxSlabs];
+  CUtensorMap w[Traits::SPLITS];
+  int num_slabs;
+  int kernel[3];                         // T,R,S
+  int out[3];                            // Z,P,Q
+  int samples;                           // N
+  int k;                                 // output channels
+  int c_blocks;                          // ceil(C / BLK_C)
+  cutlass::FastDivmod k_tiles;           // ceil(K / BLK_K)
+  cutlass::FastDivmod tiles_per_sample;  // k_tiles * pos_tiles of all slabs
+  int num_tiles;                         // of all samples
+  RingShape rings;
+  Output* a;           // [N,Z,P,Q,K] relu(conv) as Stored, and then y if this kernel normalizes
+  bool normalizes;     // else group_norm_normalize does, from channel_table
+  Output const* bias;  // [K], or null
+  std::int32_t const* unscale_sample;  // [N] exponents, float32 output only
+  std::int32_t const* unscale_column;  // [K] exponents, float32 output only
+  std::int8_t* steps;                  // [N,moments,K] exponents, Unorm16 only
+  // GroupNorm
+  Output const* gamma;                 // [K], or null for 1
+  Output const* beta;                  // [K], or null for 0
+  double eps;                          // activation units squared
+  float2* part;                        // [N,moments,K/granule] (mean, M2)
+  int moments;                         // partial moments of a sample along its positions, WG_POS each
+  int granule_shift;                   // granule = 2^shift neighbouring channels of one group share a moment
+  int groups;                          // G
+  cutlass::FastDivmod group_channels;  // K/G
+  cutlass::FastDivmod group_granules;  // K/G/granule
+  float4* table;                       // [N,G] (mean, rest of the mean, 1/sqrt(var+eps), unused)
+  float* channel_table;                // [3,N,K] mean, scale, shift, where this kernel does not normalize
+  // Counters, zero before the launch.
+  int* next_tile;  // tiles handed out beyond each block's first
+  int* arrivals;   // [N] stored half tiles, two per tile
+  int* finalized;  // [N] groups in table
+};
+
+/// A tile's place.
+struct TileCoord {
+  int n;  // sample
+  int slab;
+  int channel;   // first output channel
+  int position;  // first position within the slab
+};
+
+/// Where tile `local` of a sample lies. Slab by slab, channels innermost, so that neighbours share x in L2.
+template <class Traits>
+CUTLASS_DEVICE TileCoord tile_of_sample(KernelParams<Traits> const& params, int n, int local) {
+  TileCoord coord;
+  coord.n = n;
+  coord.slab = 0;
+  while (coord.slab + 1 < params.num_slabs && local >= params.slabs[coord.slab + 1].first_tile) ++coord.slab;
+  int k_tile;
+  int const pos_tile = params.k_tiles.divmod(k_tile, local - params.slabs[coord.slab].first_tile);
+  coord.channel = k_tile * Traits::BLK_K;
+  coord.position = pos_tile * Traits::BLK_POS;
+  return coord;
+}
+
+/// Where tile `tile` of the launch lies: sample by sample, so that a sample can be normalized while the next
+/// is computed; within one, slabs with the costliest first, so that the end of the launch is even.
+template <class Traits>
+CUTLASS_DEVICE TileCoord tile_of_launch(KernelParams<Traits> const& params, int tile) {
+  int local;
+  int const n = params.tiles_per_sample.divmod(local, tile);
+  return tile_of_sample(params, n, local);
+}
+
+/// Index in [Z,P,Q] of a slab's position.
+template <class Traits>
+CUTLASS_DEVICE int pixel_of(KernelParams<Traits> const& params, KernelSlab<Traits> const& slab,
+                            int position) {
+  int p, q;
+  int const z = slab.height.divmod(p, slab.width.divmod(q, position));
+  return ((z + slab.origin[0]) * params.out[1] + p + slab.origin[1]) * params.out[2] + q + slab.origin[2];
+}
+
+/// The parts of shared memory.
+template <class Traits>
+struct SharedMemory {
+  char* x;        // [x_units] x tiles, (BLK_POS + shared rows,BLK_C) swizzled each
+  char* w;        // [w_units] w tiles, (BLK_K,BLK_C) swizzled each
+  char* staging;  // [2] half tiles of Stored on their way to memory
+  char* items;    // [ITEM_BUFFERS] items on their way to be normalized
+  ControlStorage<Traits>* control;
+
+  CUTLASS_DEVICE SharedMemory(char* base, RingShape const& rings) {
+    static_assert(sizeof(ControlStorage<Traits>) <= kControlBytes);
+    x = base;
+    w = x + rings.x_units * rings.x_unit_bytes;
+    staging = base + Traits::RING_BYTES;
+    items = staging + Traits::STAGING_BYTES;
+    control = reinterpret_cast<ControlStorage<Traits>*>(base + kSharedMemoryBytes - kControlBytes);
+  }
+};
+
+}  // namespace upconv3d::cuda

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// The implicit GEMM of conv_transpose_relu_group_norm_sm90: a producer thread that loads, two warpgroups
+/// that multiply.
+///
+/// Where a slab spans the output's whole height, no padding cuts taps off, and rows are a multiple of 8
+/// positions (a swizzle atom) long, position j's input for tap r is position j + r*width's for tap 0, also
+/// across the ends of planes: there both are beyond the volume, hence zero. One load of BLK_POS + (R-1)*width
+/// positions then serves all R taps, each with a descriptor that starts r*width rows later: far less traffic
+/// from L2 and into shared memory, whose bandwidth is what bounds this loop otherwise. (The same along the
+/// width would need descriptors that start between atoms; those read shared memory at half the rate.)
+#pragma once
+
+#include <cstdint>
+
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cute/atom/mma_atom.hpp"
+#include "cute/tensor.hpp"
+
+#include "cuda/conv_transpose/kernel_params_sm90.cuh"
+
+namespace upconv3d::cuda {
+
+/// Producer: one thread hands out tiles and issues the loads of every k-block. Tiles are taken from a
+/// counter, since their costs differ; where a tile is computed changes no bit of it.
+template <class Traits>
+CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<Traits> const& shared) {
+  ControlStorage<Traits>& control = *shared.control;
+  RingShape const& rings = params.rings;
+  RingCursor x, w, slot;
+  for (int tile = blockIdx.x;;) {
+    bool const more = tile < params.num_tiles;
+    control.tiles.wait_empty(slot);
+    control.tile[slot.slot] = more ? tile : -1;
+    control.tiles.arrive_full(slot.slot);
+    slot.advance(kTileSlots);
+    if (!more) break;
+    // Asked for now, used after this tile's loads.
+    int const next_tile = int(gridDim.x) + atomicAdd(params.next_tile, 1);
+
+    TileCoord const coord = tile_of_launch(params, tile);
+    KernelSlab<Traits> const& slab = params.slabs[coord.slab];
+    int q, p;
+    int const z = slab.height.divmod(p, slab.width.divmod(q, coord.position));
+    int const d = z + slab.corner[0], h = p + slab.corner[1], v = q + slab.corner[2];
+    int const x_bytes = (Traits::BLK_POS + (slab.shared_taps - 1) * slab.width.divisor) * Traits::ROW_BYTES;
+    for (int t = 0; t < slab.taps[0]; ++t) {
+      for (int r_begin = 0; r_begin < slab.taps[1]; r_begin += slab.shared_taps) {
+        for (int s = 0; s < slab.taps[2]; ++s) {
+          for (int c_block = 0; c_block < params.c_blocks; ++c_block) {
+            int const c = c_block * Traits::BLK_C;
+            CUTLASS_PRAGMA_UNROLL
+            for (int split = 0; split < Traits::SPLITS; ++split) {
+              control.x.wait_empty(x);
+              cute::SM90_TMA_LOAD_IM2COL_5D::copy(&slab.x[split], control.x.expect(x.slot, x_bytes),
+                                                  shared.x + x.slot * rings.x_unit_bytes, c, v, h, d, coord.n,
+                                                  std::uint16_t(s), std::uint16_t(r_begin), std::uint16_t(t));
+              x.advance(rings.x_units);
+            }
+            for (int r = r_begin; r < r_begin + slab.shared_taps; ++r) {
+              // w is not flipped in memory: tap T-1-t'
+              int const tap_t = params.kernel[0] - 1 - slab.tap_begin[0] - t;
+              int const tap_r = params.kernel[1] - 1 - slab.tap_begin[1] - r;
+              int const tap_s = params.kernel[2] - 1 - slab.tap_begin[2] - s;
+              int const tap = (tap_t * params.kernel[1] + tap_r) * params.kernel[2] + tap_s;
+              CUTLASS_PRAGMA_UNROLL
+              for (int split = 0; split < Traits::SPLITS; ++split) {
+                control.w.wait_empty(w);
+                // Every tile reads these channels' rows of w for all taps: w is what must stay in L2.
+                cute::SM90_TMA_LOAD_3D::copy(&params.w[split], control.w.expect(w.slot, Traits::W_BYTES),
+                                             std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
+                                             shared.w + w.slot * Traits::W_BYTES, c, coord.channel, tap);
+                w.advance(rings.w_units);
+              }
+            }
+          }
+        }
+      }
+    }
+    tile = next_tile;
+  }
+}
+
+/// A consumer warpgroup's view of the rings.
+///
+/// \tparam FragmentW (MMA,MMA_K,BLK_C/16) descriptors of the first unit of w
+/// \tparam FragmentX (MMA,MMA_POS,BLK_C/16) descriptors of the first unit of x
+template <class Traits, class FragmentW, class FragmentX>
+class OperandRings {
+ public:
+  CUTLASS_DEVICE OperandRings(ControlStorage<Traits>& control, RingShape const& rings, FragmentW const& w,
+                              FragmentX const& x)
+      : control_(control), rings_(rings), w_(w), x_(x) {}
+
+  /// acc += w*x of one tap and k-block: units `w_slot` and `x_slot`, x from row `row` on, a multiple of 8.
+  template <class Accumulator>
+  CUTLASS_DEVICE void multiply(int w_slot, int x_slot, int row, Accumulator& acc) {
+    using namespace cute;
+    constexpr int kUnit = 16;  // descriptors count in 16 bytes
+    Tensor w = make_tensor(w_.data() + w_slot * (Traits::W_BYTES / kUnit), w_.layout());
+    Tensor x =
+        make_tensor(x_.data() + (x_slot * (rings_.x_unit_bytes / kUnit) + row * (Traits::ROW_BYTES / kUnit)),
+                    x_.layout());
+    CUTLASS_PRAGMA_UNROLL
+    for (int kb = 0; kb < size<2>(w); ++kb) {
+      cute::gemm(mma_, w(_, _, kb), x(_, _, kb), acc);
+      mma_.accumulate_ = GMMA::ScaleOut::One;
+    }
+  }
+  CUTLASS_DEVICE void clear_accumulator() { mma_.accumulate_ = cute::GMMA::ScaleOut::Zero; }
+
+  /// Waits for the splits of the next k-block's x or w; returns their slots.
+  CUTLASS_DEVICE void wait_x(int (&slots)[Traits::SPLITS]) { wait(control_.x, x_at_, rings_.x_units, slots); }
+  CUTLASS_DEVICE void wait_w(int (&slots)[Traits::SPLITS]) { wait(control_.w, w_at_, rings_.w_units, slots); }
+
+  /// This warp no longer reads the slots.
+  CUTLASS_DEVICE void release_x(int const (&slots)[Traits::SPLITS]) const { release(control_.x, slots); }
+  CUTLASS_DEVICE void release_w(int const (&slots)[Traits::SPLITS]) const { release(control_.w, slots); }
+
+ private:
+  template <class Barriers>
+  CUTLASS_DEVICE static void wait(Barriers const& barriers, RingCursor& at, int units,
+                                  int (&slots)[Traits::SPLITS]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int split = 0; split < Traits::SPLITS; ++split) {
+      barriers.wait_full(at);
+      slots[split] = at.slot;
+      at.advance(units);
+    }
+  }
+  template <class Barriers>
+  CUTLASS_DEVICE static void release(Barriers const& barriers, int const (&slots)[Traits::SPLITS]) {
+    if (threadIdx.x % 32 != 0) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int split = 0; split < Traits::SPLITS; ++split) barriers.arrive_empty(slots[split]);
+  }
+
+  typename Traits::TiledMma mma_;
+  ControlStorage<Traits>& control_;
+  RingShape const& rings_;
+  FragmentW w_;
+  FragmentX x_;
+  RingCursor x_at_, w_at_;
+};
+
+template <class Traits>
+CUTLASS_DEVICE auto make_operand_rings(KernelParams<Traits> const& params,
+                                       SharedMemory<Traits> const& shared) {
+  using namespace cute;
+  using Operand = typename Traits::Operand;
+  auto thread_mma = typename Traits::TiledMma{}.get_thread_slice(threadIdx.x - 128);
+  Tensor sW = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.w)),
+                          typename Traits::SmemLayoutW{});  // (BLK_K,BLK_C)
+  Tensor sX = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.x)),
+                          typename Traits::SmemLayoutX{});                // (BLK_POS,BLK_C)
+  auto const w = thread_mma.make_fragment_A(thread_mma.partition_A(sW));  // (MMA,MMA_K,BLK_C/16)
+  auto const x = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (MMA,MMA_POS,BLK_C/16)
+  using FragmentW = cute::remove_cvref_t<decltype(w)>;
+  using FragmentX = cute::remove_cvref_t<decltype(x)>;
+  return OperandRings<Traits, FragmentW, FragmentX>(*shared.control, params.rings, w, x);
+}
+
+/// acc = sum over k-blocks of w*x, taps that share a load of x lying `shared_rows` rows apart in it;
+/// accumulated by the tensor cores throughout.
+template <class Rings, class Accumulator>
+CUTLASS_DEVICE void mma_one_product(Rings& rings, int x_loads, int shared_taps, int shared_rows,
+                                    Accumulator& acc) {
+  int x_slot[1], w_slot[1], x_done[1] = {-1}, w_done[1] = {-1};
+  rings.clear_accumulator();
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int load = 0; load < x_loads; ++load) {
+    rings.wait_x(x_slot);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int tap = 0; tap < shared_taps; ++tap) {
+      rings.wait_w(w_slot);
+      cute::warpgroup_fence_operand(acc);
+      cute::warpgroup_arrive();
+      rings.multiply(w_slot[0], x_slot[0], tap * shared_rows, acc);
+      cute::warpgroup_commit_batch();
+      cute::warpgroup_wait<1>();  // the batch before this one is done: what it read may be overwritten
+      if (w_done[0] >= 0) rings.release_w(w_done);
+      if (tap == 0 && x_done[0] >= 0) rings.release_x(x_done);
+      w_done[0] = w_slot[0];
+    }
+    x_done[0] = x_slot[0];
+  }
+  cute::warpgroup_wait<0>();
+  cute::warpgroup_fence_operand(acc);
+  rings.release_w(w_done);
+  rings.release_x(x_done);
+}
+
+/// acc = sum over k-blocks of (w_hi*x_lo + w_lo*x_hi + w_hi*x_hi), the small products first; each k-block's
+/// sum leaves the tensor cores, which truncate, for float registers, which round.
+template <class Rings, class Accumulator>
+CUTLASS_DEVICE void mma_three_products(Rings& rings, int x_loads, int shared_taps, int shared_rows,
+                                       Accumulator& acc) {
+  cute::clear(acc);
+  auto partial = cute::make_fragment_like(acc);
+  int x_slot[2], w_slot[2];
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int load = 0; load < x_loads; ++load) {
+    rings.wait_x(x_slot);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int tap = 0; tap < shared_taps; ++tap) {
+      rings.wait_w(w_slot);
+      rings.clear_accumulator();
+      cute::warpgroup_fence_operand(partial);
+      cute::warpgroup_arrive();
+      rings.multiply(w_slot[0], x_slot[1], tap * shared_rows, partial);
+      rings.multiply(w_slot[1], x_slot[0], tap * shared_rows, partial);
+      rings.multiply(w_slot[0], x_slot[0], tap * shared_rows, partial);
+      cute::warpgroup_commit_batch();
+      cute::warpgroup_wait<0>();
+      cute::warpgroup_fence_operand(partial);
+      rings.release_w(w_slot);
+      if (tap + 1 == shared_taps) rings.release_x(x_slot);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < cute::size(acc); ++i) acc(i) += partial(i);
+    }
+  }
+}
+
+}  // namespace upconv3d::cuda

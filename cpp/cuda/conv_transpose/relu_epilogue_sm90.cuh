@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// The epilogue's first half, by the consumer warps: unscale, bias, activation, conversion, and the way into
+/// shared memory, where drain_sm90.cuh takes over.
+///
+/// A consumer warpgroup holds 64 output channels x WG_POS output positions in wgmma's accumulator layout: a
+/// thread owns two channels (rows lane/4 and lane/4 + 8 of its warp's 16) and, in each block of 8 positions,
+/// the pair at 2*(lane%4).
+///
+/// Staged half tiles, 16-byte chunks permuted so that neither side meets a bank conflict:
+///   16 bit   [WG_POS/64] buffers of [64 positions][64 channels], chunk ^ position%8
+///   float    [WG_POS/32] buffers of 2 panels of [32 positions][32 channels], the same
+/// Buffers are 8 KB with rows of 128 bytes, as TMA stores with a 128-byte swizzle want them.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cute/arch/copy_sm90.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/epilogue/thread/activation.h"
+#include "cutlass/numeric_conversion.h"
+
+#include "cuda/conv_transpose/kernel_params_sm90.cuh"
+
+namespace upconv3d::cuda {
+
+inline constexpr int kStageBytes = 8192;
+
+/// Positions of a staging buffer.
+template <class Stored>
+inline constexpr int kStagePositions = kStageBytes / 64 / int(sizeof(Stored));
+
+/// Channels of a 128-byte row of a staging buffer.
+template <class Stored>
+inline constexpr int kPanelChannels = 128 / int(sizeof(Stored));
+
+/// Byte of a staged half tile where the 16-byte chunk `chunk` of a position's 64 channels lies.
+template <class Stored>
+CUTLASS_DEVICE int staged_chunk(int position, int chunk) {
+  constexpr int kPositions = kStagePositions<Stored>;
+  int const row = position % kPositions;
+  return position / kPositions * kStageBytes + chunk / 8 * (kStageBytes / 2) + row * 128 +
+         ((chunk % 8) ^ (position % 8)) * 16;
+}
+
+/// ReLU that lets NaN through, as torch.relu does.
+struct ReluActivation {
+  CUTLASS_DEVICE float operator()(float v) const { return cutlass::epilogue::thread::ReLu<float>{}(v); }
+};
+
+/// 2^e for e within float's normal range, the nearest end of it otherwise.
+CUTLASS_DEVICE float clamped_power_of_two(int e) {
+  return __int_as_float((max(-126, min(127, e)) + 127) << 23);
+}
+
+/// Exponent that Unorm16 uses for "not finite".
+inline constexpr int kNoStep = -128;
+
+template <class Traits, class ActivationFn = ReluActivation>
+struct ReluEpilogue {
+  using Stored = typename Traits::Stored;
+  static constexpr int WG_POS = Traits::WG_POS;
+  static constexpr int kBlocks = WG_POS / 8;  // blocks of 8 positions, wgmma's column unit
+
+  /// Consumes acc ((2,2,WG_POS/8),1,1).
+  ///
+  /// \param channel first of the warpgroup's 64
+  /// \param valid   positions inside the slab; those beyond belong to the next sample
+  /// \param staging [64 channels x WG_POS positions] Stored, this warpgroup's
+  /// \param steps   [64] written: exponents of the channels, Unorm16 only
+  template <class Accumulator>
+  CUTLASS_DEVICE static void stage(KernelParams<Traits> const& params, int n, int channel, int valid,
+                                   Accumulator& acc, char* staging, std::int8_t* steps) {
+    activate(params, n, channel, acc);
+    [[maybe_unused]] int step[2];
+    if constexpr (Traits::QUANTIZED) quantize(acc, valid, step);
+    if constexpr (sizeof(Stored) == 4) {
+      stage_float(acc, staging);
+    } else {
+      stage_half(acc, staging);
+    }
+    if constexpr (Traits::QUANTIZED) {
+      if (threadIdx.x % 4 == 0) {
+        steps[row()] = std::int8_t(step[0]);
+        steps[row() + 8] = std::int8_t(step[1]);
+      }
+    }
+  }
+
+ private:
+  /// The thread's first of two rows, within the warpgroup's 64.
+  CUTLASS_DEVICE static int row() { return (threadIdx.x / 32) % 4 * 16 + threadIdx.x % 32 / 4; }
+
+  /// acc = activation(unscaled acc + bias).
+  template <class Accumulator>
+  CUTLASS_DEVICE static void activate(KernelParams<Traits> const& params, int n, int channel0,
+                                      Accumulator& acc) {
+    ActivationFn activation;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      // Rows beyond K are computed like the last one and never stored: no branch in which warps diverge may
+      // come between wgmma and the use of its result.
+      int const channel = min(channel0 + row() + 8 * j, params.k - 1);
+      float const bias = params.bias ? float(params.bias[channel]) : 0.f;
+      // Two factors, since 2^e of a product of scales may leave float's range where the value does not.
+      float scale[2] = {1.f, 1.f};
+      if constexpr (sizeof(typename Traits::Output) == 4) {
+        int const exponent = params.unscale_sample[n] + params.unscale_column[channel];
+        scale[0] = clamped_power_of_two(exponent / 2);
+        scale[1] = clamped_power_of_two(exponent - exponent / 2);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < kBlocks; ++block) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float& v = acc(i + 2 * j + 4 * block);
+          if constexpr (sizeof(typename Traits::Output) == 4) {
+            v = activation(v * scale[0] * scale[1] + bias);
+          } else {
+            v = activation(v + bias);
+          }
+        }
+      }
+    }
+  }
+
+  /// acc = acc / 2^step rounded to an integer below 2^16, in the lower half of the float's bits; one step per
+  /// channel, from its largest value in this half tile.
+  template <class Accumulator>
+  CUTLASS_DEVICE static void quantize(Accumulator& acc, int valid, int (&steps)[2]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      float largest = 0.f;
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < kBlocks; ++block) {
+        int const position = 8 * block + 2 * (threadIdx.x % 4);
+        float const first = position < valid ? acc(2 * j + 4 * block) : 0.f;
+        float const second = position + 1 < valid ? acc(1 + 2 * j + 4 * block) : 0.f;
+        largest = max_nan(largest, max_nan(first, second));
+      }
+      largest = max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      // A little above the largest value, so that rounding to the nearest integer stays below 2^16.
+      float const bound = largest * (1.f + 0x1p-15f);
+      int const reach = (__float_as_int(bound) >> 23) - 126;  // bound < 2^reach
+      bool const finite = bound < __int_as_float(0x7f800000);
+      // Down to 2^-126: what is smaller than that is rounded to a multiple of it.
+      int const step = finite ? max(reach - 16, -126) : kNoStep;
+      steps[j] = step;
+      float const scale = finite ? clamped_power_of_two(-step) : 0.f;
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < kBlocks; ++block) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          // Beside 2^23 a float's last bit is worth 1.
+          float& v = acc(i + 2 * j + 4 * block);
+          v = v * scale + 0x1p23f;
+        }
+      }
+    }
+  }
+
+  /// max that lets NaN through, unlike fmaxf.
+  CUTLASS_DEVICE static float max_nan(float a, float b) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+  }
+
+  /// Two values as they are stored, the first in the lower half.
+  CUTLASS_DEVICE static std::uint32_t pack(float first, float second) {
+    if constexpr (Traits::QUANTIZED) {
+      // In one piece of assembly, because the compiler would else keep the accumulators as integers
+      // throughout the main loop, copy them after every wgmma, and so wait for each.
+      std::uint32_t packed;
+      asm("{\n.reg .b32 first, second;\nmov.b32 first, %1;\nmov.b32 second, %2;\n"
+          "prmt.b32 %0, first, second, 0x5410;\n}"
+          : "=r"(packed)
+          : "f"(first), "f"(second));
+      return packed;
+    } else {
+      cutlass::Array<float, 2> const pair{first, second};
+      auto const rounded = cutlass::NumericArrayConverter<Stored, float, 2>{}(pair);
+      return reinterpret_cast<std::uint32_t const&>(rounded);
+    }
+  }
+
+  /// The four 8x8 matrices of positions 8*b to 8*b+15: matrix m has channels 8*(m%2) and positions 8*(m/2)
+  /// on.
+  template <class Accumulator>
+  CUTLASS_DEVICE static void pack_matrices(Accumulator const& acc, int b, std::uint32_t (&packed)[4]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int m = 0; m < 4; ++m) {
+      int const first = 2 * (m % 2) + 4 * (b + m / 2);
+      packed[m] = pack(acc(first), acc(first + 1));
+    }
+  }
+
+  template <class Accumulator>
+  CUTLASS_DEVICE static void stage_half(Accumulator const& acc, char* staging) {
+    int const lane = threadIdx.x % 32;
+    int const matrix = lane / 8;
+    int const chunk = (threadIdx.x / 32) % 4 * 2 + matrix % 2;  // 16-byte column of 8 channels
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < kBlocks; b += 2) {
+      std::uint32_t packed[4];
+      pack_matrices(acc, b, packed);
+      int const position = (b + matrix / 2) * 8 + lane % 8;
+      char* const address = staging + staged_chunk<Stored>(position, chunk);
+      cute::SM90_U16x8_STSM_T::copy(packed[0], packed[1], packed[2], packed[3],
+                                    *reinterpret_cast<cute::uint128_t*>(address));
+    }
+  }
+
+  template <class Accumulator>
+  CUTLASS_DEVICE static void stage_float(Accumulator const& acc, char* staging) {
+    int const lane = threadIdx.x % 32;
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int ji = 0; ji < 4; ++ji) {
+        int const position = 8 * b + 2 * (lane % 4) + ji % 2;
+        int const channel = row() + 8 * (ji / 2);
+        *reinterpret_cast<float*>(staging + staged_chunk<Stored>(position, channel / 4) + channel % 4 * 4) =
+            acc(ji + 4 * b);
+      }
+    }
+  }
+};
+
+}  // namespace upconv3d::cuda
