@@ -20,13 +20,12 @@
 ///
 /// What float16's range costs where the assumption holds. A value under 2^-14 is held to 2^-24 absolute, and
 /// with three products one under 2^-3 to 2^-25 (its lo is subnormal).
-///   x, 1 product:  2^-24 against a largest |x'| of 2^-10 or more in the same sample and channel: 2^-14 of
-///   it,
-///                  an eighth of what TF32's rounding (2^-11) does to the largest itself.
+///   x, 1 product:  2^-24 against a largest |x'| of 2^-10 or more in the same sample and channel:
+///                  2^-14 of it, an eighth of what TF32's rounding (2^-11) does to the largest itself.
 ///   x, 3 products: 2^-25 against 2^2 or more: 2^-27 of the largest, an eighth of float32's rounding (2^-24).
-///   w, 1 product:  2^-24 times |x'| < 2^15 makes 2^-9; the column's largest weight meets an |x'| of 2^-10 or
-///                  more, a term of 2^13 * 2^-10 = 2^3. So 2^-12 of the largest term, half of TF32's
-///                  rounding.
+///   w, 1 product:  2^-24 times |x'| < 2^15 makes 2^-9; the column's largest weight meets an |x'| of
+///                  2^-10 or more, a term of 2^13 * 2^-10 = 2^3. So 2^-12 of the largest term, half of
+///                  TF32's rounding.
 ///   w, 3 products: 2^-25 * 2^15 = 2^-10 against 2^13 * 2^2 = 2^15: 2^-25 of the largest term, half of
 ///                  float32's rounding.
 /// The last two need the column's largest weights to meet a channel that is not zero throughout the sample.
