@@ -2,6 +2,7 @@
 #include "core/border_slabs.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "core/index_math.hpp"
@@ -9,54 +10,124 @@
 namespace upconv3d {
 namespace {
 
-/// Neighbouring output coordinates of one axis that use the same flipped taps.
+/// One axis of a slab.
 struct Band {
-  std::int64_t origin, extent, tap_begin, taps;
+  std::int64_t origin, extent, step;
+  std::int64_t window, dilation;
+  std::int64_t tap, tap_step, taps;
 };
 
-std::vector<Band> bands_of(std::int64_t in, std::int64_t out, std::int64_t kernel, std::int64_t padding) {
+/// `band` from position `first` on, `extent` of them, with its taps from `tap_begin` to `tap_end`.
+Band part_of(const Band& band, std::int64_t first, std::int64_t extent, std::int64_t tap_begin,
+             std::int64_t tap_end) {
+  Band part = band;
+  part.origin += first * band.step;
+  part.extent = extent;
+  part.window += first + tap_begin * band.dilation;
+  part.tap -= tap_begin * band.tap_step;
+  part.taps = std::max<std::int64_t>(tap_end - tap_begin, 0);
+  return part;
+}
+
+/// Taps of `band` that read the volume for some of the windows from `first` to `last`: their range.
+std::pair<std::int64_t, std::int64_t> taps_inside(const Band& band, std::int64_t first, std::int64_t last,
+                                                  std::int64_t in) {
+  const std::int64_t begin = last >= 0 ? 0 : ceil_div(-last, band.dilation);
+  const std::int64_t end = first >= in ? 0 : ceil_div(in - first, band.dilation);
+  return {std::min(begin, band.taps), std::min(end, band.taps)};
+}
+
+/// The phases of one axis: output coordinates of equal remainder modulo the stride.
+std::vector<Band> phases_of(const Problem& problem, int axis) {
+  const std::int64_t stride = problem.stride[axis], dilation = problem.dilation[axis];
+  const std::int64_t in = problem.in[axis], out = problem.out()[axis];
+  // Tap t reaches output i*stride - padding + t*dilation: every tap_step-th tap reaches the same phase.
+  const std::int64_t tap_step = stride / std::gcd(stride, dilation);
+  std::vector<Band> phases;
+  for (std::int64_t origin = 0; origin < std::min(stride, out); ++origin) {
+    Band phase{origin, ceil_div(out - origin, stride), stride, 0, tap_step * dilation / stride, 0, tap_step,
+               0};
+    for (std::int64_t tap = 0; tap < problem.kernel[axis]; ++tap) {
+      const std::int64_t reach = origin + problem.padding[axis] - tap * dilation;
+      if (reach % stride != 0) continue;
+      phase.tap = tap;  // the last one reads the lowest input
+      phase.window = reach / stride;
+      ++phase.taps;
+    }
+    const auto [begin, end] = taps_inside(phase, phase.window, phase.window + phase.extent - 1, in);
+    phases.push_back(part_of(phase, 0, phase.extent, begin, end));
+  }
+  return phases;
+}
+
+/// A phase cut where the taps that read the volume change.
+std::vector<Band> bands_of(const Band& phase, std::int64_t in) {
   std::vector<Band> bands;
-  for (std::int64_t o = 0; o < out;) {
-    const std::int64_t window = o + padding - (kernel - 1);
-    const std::int64_t begin = std::max<std::int64_t>(0, -window);
-    const std::int64_t end = std::min(kernel, in - window);
+  std::pair<std::int64_t, std::int64_t> previous{-1, -1};
+  for (std::int64_t i = 0; i < phase.extent;) {
+    const std::int64_t window = phase.window + i;
+    auto taps = taps_inside(phase, window, window, in);
+    if (taps.first >= taps.second) taps = {0, 0};
     // A window inside the volume keeps all taps until its last one meets the far border.
-    const std::int64_t inside = window >= 0 ? in - kernel - window + 1 : 1;
-    const std::int64_t extent = std::clamp<std::int64_t>(inside, 1, out - o);
-    bands.push_back({o, extent, begin, end - begin});
-    o += extent;
+    const bool inside = phase.taps > 0 && window >= 0 && taps.second == phase.taps;
+    const std::int64_t reach = inside ? in - (phase.taps - 1) * phase.dilation - window : 1;
+    const std::int64_t extent = std::clamp<std::int64_t>(reach, 1, phase.extent - i);
+    if (taps == previous) {
+      bands.back().extent += extent;
+    } else {
+      bands.push_back(part_of(phase, i, extent, taps.first, taps.second));
+    }
+    previous = taps;
+    i += extent;
   }
   return bands;
+}
+
+Band axis_of(const Slab& slab, int axis) {
+  return {slab.origin[axis],   slab.extent[axis], slab.step[axis],     slab.window[axis],
+          slab.dilation[axis], slab.tap[axis],    slab.tap_step[axis], slab.taps[axis]};
+}
+
+Slab with_axis(Slab slab, int axis, const Band& band) {
+  slab.origin[axis] = band.origin;
+  slab.extent[axis] = band.extent;
+  slab.step[axis] = band.step;
+  slab.window[axis] = band.window;
+  slab.dilation[axis] = band.dilation;
+  slab.tap[axis] = band.tap;
+  slab.tap_step[axis] = band.tap_step;
+  slab.taps[axis] = band.taps;
+  return slab;
+}
+
+void sort_by_taps(std::vector<Slab>& slabs) {
+  std::stable_sort(slabs.begin(), slabs.end(),
+                   [](const Slab& a, const Slab& b) { return a.tap_count() > b.tap_count(); });
 }
 
 }  // namespace
 
 std::vector<Slab> border_slabs(const Problem& problem, int split_axes) {
-  Slab rest;
-  rest.extent = problem.out();
-  rest.taps = problem.kernel;
   std::vector<Slab> slabs;
-  for (int axis = 0; axis < split_axes; ++axis) {
-    const std::vector<Band> bands =
-        bands_of(problem.in[axis], rest.extent[axis], problem.kernel[axis], problem.padding[axis]);
-    const auto widest = std::max_element(bands.begin(), bands.end(),
-                                         [](const Band& a, const Band& b) { return a.extent < b.extent; });
-    const auto cut = [&](const Band& band) {
-      Slab slab = rest;
-      slab.origin[axis] = band.origin;
-      slab.extent[axis] = band.extent;
-      slab.tap_begin[axis] = band.tap_begin;
-      slab.taps[axis] = band.taps;
-      return slab;
-    };
-    for (auto band = bands.begin(); band != bands.end(); ++band) {
-      if (band != widest) slabs.push_back(cut(*band));
+  const std::vector<Band> height = phases_of(problem, 1), width = phases_of(problem, 2);
+  for (const Band& z : phases_of(problem, 0)) {
+    for (const Band& p : height) {
+      for (const Band& q : width) {
+        Slab rest = with_axis(with_axis(with_axis({}, 0, z), 1, p), 2, q);
+        for (int axis = 0; axis < split_axes; ++axis) {
+          const std::vector<Band> bands = bands_of(axis_of(rest, axis), problem.in[axis]);
+          const auto widest = std::max_element(
+              bands.begin(), bands.end(), [](const Band& a, const Band& b) { return a.extent < b.extent; });
+          for (auto band = bands.begin(); band != bands.end(); ++band) {
+            if (band != widest) slabs.push_back(with_axis(rest, axis, *band));
+          }
+          rest = with_axis(rest, axis, *widest);
+        }
+        slabs.push_back(rest);
+      }
     }
-    rest = cut(*widest);
   }
-  slabs.push_back(rest);
-  std::stable_sort(slabs.begin(), slabs.end(),
-                   [](const Slab& a, const Slab& b) { return a.tap_count() > b.tap_count(); });
+  sort_by_taps(slabs);
   return slabs;
 }
 
@@ -65,30 +136,42 @@ std::vector<Slab> tap_sharing_slabs(const Problem& problem) {
   const std::int64_t columns = problem.out()[2];
   const std::int64_t aligned = columns / kSharedRowUnit * kSharedRowUnit;
   for (const Slab& whole_rows : border_slabs(problem, 1)) {
+    const Band row = axis_of(whole_rows, 2);
     for (const auto& [begin, end] : {std::pair{std::int64_t{0}, aligned}, std::pair{aligned, columns}}) {
       if (begin == end) continue;
-      Slab slab = whole_rows;
-      slab.origin[2] = begin;
-      slab.extent[2] = end - begin;
-      // All taps that reach any of the columns.
-      const std::int64_t first_window = begin + problem.padding[2] - (problem.kernel[2] - 1);
-      const std::int64_t last_window = end - 1 + problem.padding[2] - (problem.kernel[2] - 1);
-      slab.tap_begin[2] = std::clamp<std::int64_t>(-last_window, 0, problem.kernel[2] - 1);
-      slab.taps[2] =
-          std::clamp<std::int64_t>(problem.in[2] - first_window, slab.tap_begin[2] + 1, problem.kernel[2]) -
-          slab.tap_begin[2];
-      slabs.push_back(slab);
+      const auto [tap_begin, tap_end] =
+          taps_inside(row, row.window + begin, row.window + end - 1, problem.in[2]);
+      slabs.push_back(with_axis(whole_rows, 2, part_of(row, begin, end - begin, tap_begin, tap_end)));
     }
   }
-  std::stable_sort(slabs.begin(), slabs.end(),
-                   [](const Slab& a, const Slab& b) { return a.tap_count() > b.tap_count(); });
+  sort_by_taps(slabs);
   return slabs;
 }
 
 bool shares_x_loads(const Problem& problem, const Slab& slab) {
   const std::int64_t taps = slab.taps[1];
-  return problem.padding[1] == 0 && slab.extent[1] == problem.out()[1] && taps == problem.kernel[1] &&
-         taps > 1 && slab.extent[2] % kSharedRowUnit == 0 && (taps - 1) * slab.extent[2] <= kMaxSharedRows;
+  return slab.step == Extent3{1, 1, 1} && slab.dilation == Extent3{1, 1, 1} && problem.padding[1] == 0 &&
+         slab.extent[1] == problem.out()[1] && taps == problem.kernel[1] && taps > 1 &&
+         slab.extent[2] % kSharedRowUnit == 0 && (taps - 1) * slab.extent[2] <= kMaxSharedRows;
+}
+
+InputBox input_box(const Problem& problem, const Slab& slab) {
+  InputBox box;
+  const bool reached = slab.tap_count() > 0;
+  for (int axis = 0; axis < 3; ++axis) {
+    if (!reached) {
+      box.extent[axis] = std::min(problem.in[axis], slab.extent[axis]);
+      box.upper[axis] = slab.extent[axis] - box.extent[axis];
+      continue;
+    }
+    const std::int64_t first = slab.window[axis];
+    const std::int64_t last = first + slab.extent[axis] - 1 + (slab.taps[axis] - 1) * slab.dilation[axis];
+    box.origin[axis] = std::max<std::int64_t>(first, 0);
+    box.extent[axis] = std::min(last, problem.in[axis] - 1) - box.origin[axis] + 1;
+    box.lower[axis] = first - box.origin[axis];
+    box.upper[axis] = box.lower[axis] + slab.extent[axis] - box.extent[axis];
+  }
+  return box;
 }
 
 std::int64_t slab_tiles(const std::vector<Slab>& slabs, std::int64_t block_positions) {

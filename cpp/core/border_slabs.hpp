@@ -2,9 +2,11 @@
 /// \file
 /// Output positions sorted by the taps that reach them.
 ///
-/// Near a border, some taps of a transposed convolution read nothing but padding. A slab is a box of output
-/// positions that all use the same taps along the axes that were split, so that the others need not be
-/// multiplied at all.
+/// A transposed convolution of stride s is s^3 dense convolutions of stride 1, one per phase: output
+/// positions of equal remainder modulo s are reached by the same taps, every (s/gcd(s,dilation))-th of the
+/// kernel, and neighbours among them read neighbouring inputs. Near a border, some taps read nothing but
+/// padding. A slab is a box of positions of one phase that all use the same taps along the axes that were
+/// split, so that the others need not be multiplied at all.
 #pragma once
 
 #include <cstdint>
@@ -15,27 +17,34 @@
 
 namespace upconv3d {
 
-/// A box of output positions of one sample and the taps it needs. Taps are flipped, t' = T-1-t: position o
-/// reads input o + padding - (T-1) + t'.
+/// A box of output positions of one sample and the taps it needs. Along each axis, position i of the slab is
+/// output origin + i*step, and its m-th tap multiplies input window + i + m*dilation by w's tap - m*tap_step:
+/// taps come flipped, as inputs rise.
 struct Slab {
-  Extent3 origin{};     // first z,p,q
-  Extent3 extent{};     // positions along z,p,q
-  Extent3 tap_begin{};  // first flipped tap along each axis
-  Extent3 taps{};       // flipped taps along each axis, at least 1
+  Extent3 origin{};           // first z,p,q
+  Extent3 extent{};           // positions along z,p,q
+  Extent3 step{1, 1, 1};      // from one position to the next: the stride
+  Extent3 window{};           // input that position 0's first tap reads; may lie outside the volume
+  Extent3 dilation{1, 1, 1};  // from one tap's input to the next's
+  Extent3 tap{};              // the first tap, an index into the kernel
+  Extent3 tap_step{1, 1, 1};  // from one tap to the next, which is smaller
+  Extent3 taps{};             // taps along each axis; 0 where no tap reaches any position
 
   std::int64_t positions() const { return volume(extent); }
   std::int64_t tap_count() const { return volume(taps); }
 };
 
-/// The slabs of a stride-1, dilation-1 problem; together they cover every output position once.
+/// The slabs of a problem; together they cover every output position once.
 ///
-/// Borders are cut off along the first `split_axes` axes (0 to 3: none, depth, height, width), each from what
-/// the axis before left over: depth slabs span the whole height and width, height slabs the whole width.
-/// Sorted by falling tap count, so that tiles handed out in this order end with the cheap ones.
+/// Each phase is a slab, or several: borders are cut off along the first `split_axes` axes (0 to 3: none,
+/// depth, height, width), each from what the axis before left over: depth slabs span the whole height and
+/// width, height slabs the whole width. A tap that reads only padding for all positions of a slab is left
+/// out. Sorted by falling tap count, so that tiles handed out in this order end with the cheap ones.
 std::vector<Slab> border_slabs(const Problem& problem, int split_axes);
 
 /// Slabs for loads of x that serve all taps along the height: rows of a multiple of 8 positions wherever the
-/// width allows, the whole height, borders cut off along the depth alone. Sorted as border_slabs' are.
+/// width allows, the whole height, borders cut off along the depth alone. Sorted as border_slabs' are. For
+/// stride 1 and dilation 1.
 inline constexpr std::int64_t kSharedRowUnit = 8;
 inline constexpr std::int64_t kMaxSharedRows = 128;  // two x tiles of the largest kind and three of w fit
 std::vector<Slab> tap_sharing_slabs(const Problem& problem);
@@ -46,6 +55,16 @@ std::vector<Slab> tap_sharing_slabs(const Problem& problem);
 /// padding along it.
 bool shares_x_loads(const Problem& problem, const Slab& slab);
 
+/// The part of x that a slab reads, and where its windows lie relative to that: what an im2col descriptor
+/// needs. A slab without taps gets some box of x that has as many windows.
+struct InputBox {
+  Extent3 origin{};  // first input coordinate inside the volume
+  Extent3 extent{};  // inputs inside the volume
+  Extent3 lower{};   // first position's window, relative to the box; at most 0
+  Extent3 upper{};   // last position's window, relative to the box's last input
+};
+InputBox input_box(const Problem& problem, const Slab& slab);
+
 /// The SM90 kernel's counters of tiles and positions are 32-bit; the margin is room for one step beyond the
 /// last tile.
 inline constexpr std::int64_t kMaxSm90Count =
@@ -54,9 +73,9 @@ inline constexpr std::int64_t kMaxSm90Count =
 /// Tiles of one launch: each is normalized in 8 items, which are counted too.
 inline constexpr std::int64_t kMaxSm90Tiles = kMaxSm90Count / 8;
 
-/// Slabs that one launch of the SM90 kernel takes, 13 to 16 KB of parameters: kernel 5 cut along all axes,
-/// kernel 7 along two.
-inline constexpr int kMaxSlabs = 25;
+/// Slabs that one launch of the SM90 kernel takes, 14 to 18 KB of parameters: stride 3 uncut, kernel 5 of
+/// stride 1 cut along all axes, kernel 7 along two.
+inline constexpr int kMaxSlabs = 27;
 
 /// The slabs of a plan: tap_sharing_slabs, or border_slabs along `split_axes` axes.
 inline std::vector<Slab> plan_slabs(const Problem& problem, int split_axes, bool share_taps) {

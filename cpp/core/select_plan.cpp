@@ -21,6 +21,21 @@ namespace {
 constexpr std::int64_t kIm2colMinCorner = -16;
 constexpr std::int64_t kIm2colMaxCorner = 15;
 constexpr std::int64_t kIm2colMaxOffset = 30;
+
+/// Whether TMA im2col can describe what the slabs read.
+bool within_im2col(const Problem& p, const std::vector<Slab>& slabs) {
+  return std::all_of(slabs.begin(), slabs.end(), [&](const Slab& slab) {
+    const InputBox box = input_box(p, slab);
+    for (int axis = 0; axis < 3; ++axis) {
+      if (box.lower[axis] < kIm2colMinCorner || box.upper[axis] < kIm2colMinCorner ||
+          box.upper[axis] > kIm2colMaxCorner ||
+          (slab.taps[axis] - 1) * slab.dilation[axis] > kIm2colMaxOffset) {
+        return false;
+      }
+    }
+    return true;
+  });
+}
 constexpr std::int64_t kChannelMultiple = 8;
 
 /// The variant family that a dtype runs on: what is multiplied, in how many products, and what is stored.
@@ -46,30 +61,27 @@ std::string family_text(const Family& f) {
 
 /// The first rule of the SM90 kernel on shape and dtype that the problem breaks, or "".
 std::string sm90_shape_obstacle(const Problem& p) {
-  constexpr Extent3 kOnes = {1, 1, 1};
-  constexpr Extent3 kZeros = {0, 0, 0};
   if (p.dtype == DType::kFloat64) return "float64 has no tensor-core kernel";
-  if (p.stride != kOnes) return concat("stride ", triple_text(p.stride), " is not 1");
-  if (p.dilation != kOnes) return concat("dilation ", triple_text(p.dilation), " is not 1");
   if (p.groups != 1) return concat("groups ", p.groups, " is not 1");
-  if (p.output_padding != kZeros)
-    return concat("output_padding ", triple_text(p.output_padding), " is not 0");
   if (p.c % kChannelMultiple != 0) return concat("input channels ", p.c, " are not a multiple of 8");
   if (p.k % kChannelMultiple != 0) return concat("output channels ", p.k, " are not a multiple of 8");
-  for (int axis = 0; axis < 3; ++axis) {
-    const std::int64_t lower = p.padding[axis] - (p.kernel[axis] - 1);
-    const std::int64_t upper = -p.padding[axis];
-    if (p.kernel[axis] - 1 > kIm2colMaxOffset || lower < kIm2colMinCorner || lower > kIm2colMaxCorner ||
-        upper < kIm2colMinCorner) {
-      return concat("kernel ", extent_text(p.kernel), " with padding ", triple_text(p.padding),
-                    " is beyond TMA's im2col limits (kernel - 1 <= 30, padding <= 16, -16 <= padding - "
-                    "(kernel - 1) <= 15)");
-    }
-  }
   const Extent3 out = p.out();
   const std::int64_t largest = std::max({p.n, p.c, p.k, p.in[0], p.in[1], p.in[2], out[0], out[1], out[2]});
   if (largest > kMaxSm90Count || p.positions() > kMaxSm90Count || volume(p.in) > kMaxSm90Count) {
     return concat("an extent or the positions of a sample exceed the kernel's 32-bit coordinates");
+  }
+  const std::int64_t phases = saturating_product(std::min(p.stride[0], out[0]), std::min(p.stride[1], out[1]),
+                                                 std::min(p.stride[2], out[2]));
+  if (phases > kMaxSlabs) {
+    return concat("stride ", triple_text(p.stride), " makes ", phases, " phases, more than the ", kMaxSlabs,
+                  " of one launch");
+  }
+  if (!within_im2col(p, border_slabs(p, 0))) {
+    return concat(
+        "kernel ", extent_text(p.kernel), " with stride ", triple_text(p.stride), ", padding ",
+        triple_text(p.padding), " and dilation ", triple_text(p.dilation),
+        " is beyond TMA's im2col limits (windows reach at most 16 beyond the volume, taps at most 30 "
+        "inputs apart)");
   }
   if (saturating_product(p.n, p.num_groups) > kMaxSm90Count) {
     return concat("samples x norm groups, ", p.n, " x ", p.num_groups,
@@ -151,23 +163,22 @@ Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count) {
   best_cycles *= kWorthwhileGain;
   const auto consider = [&](const Cut& cut, const std::vector<Slab>& slabs, double worthwhile_gain) {
     if (slabs.size() == 1 || slabs.size() > static_cast<std::size_t>(kMaxSlabs)) return;
+    if (!within_im2col(p, slabs)) return;
     const double cycles = estimated_cycles(p, instance, slabs, cut.share_taps, sm_count);
     if (cycles < best_cycles * worthwhile_gain) {
       best = cut;
       best_cycles = cycles;
     }
   };
-  for (int axes = 1; axes <= 3; ++axes) {
-    // A slab's box begins at the first input it reads: its upper corner is 1 - kernel.
-    if (p.kernel[axes - 1] - 1 > -kIm2colMinCorner) break;
-    consider({axes, false}, border_slabs(p, axes), 1.0);
-  }
-  const bool corners_fit = p.kernel[0] - 1 <= -kIm2colMinCorner && p.kernel[2] - 1 <= -kIm2colMinCorner;
+  for (int axes = 1; axes <= 3; ++axes) consider({axes, false}, border_slabs(p, axes), 1.0);
   // With three products, two loads of that many rows leave no room for w. With tiles of 128 x 256, which the
   // estimate sees 2 to 4 % ahead, sharing was 2 % quicker or slower by turns; smaller ones, which wait for
   // shared memory, gained 10 %.
+  constexpr Extent3 kOnes = {1, 1, 1};
   const double sharing_gain = instance.block_channels * instance.block_positions >= 128 * 256 ? 0.95 : 1.0;
-  if (corners_fit && instance.products == 1) consider({0, true}, tap_sharing_slabs(p), sharing_gain);
+  if (p.stride == kOnes && p.dilation == kOnes && instance.products == 1) {
+    consider({0, true}, tap_sharing_slabs(p), sharing_gain);
+  }
   return best;
 }
 
@@ -213,8 +224,7 @@ std::string sm90_obstacle(const Problem& p, const Device& device, const std::vec
 Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& instance) {
   Plan plan;
   plan.algorithm = Algorithm::kSm90ImplicitGemm;
-  plan.reason =
-      concat("Hopper, stride 1, dilation 1, groups 1, channels in eights: ", family_text(family_of(p)));
+  plan.reason = concat("Hopper, groups 1, channels in eights: ", family_text(family_of(p)));
   plan.instance = instance;
   plan.conv_layout = Layout::kNDHWC;
   plan.activation = instance.output;

@@ -5,6 +5,7 @@
 #include <exception>
 #include <functional>
 #include <iostream>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -209,22 +210,50 @@ void test_sm90_selection() {
   select_plan(p, hopper(), all_compiled());
 }
 
-/// Input coordinate that the flipped tap `tap` of output coordinate `at` reads; outside the volume: padding.
+constexpr std::int64_t kNoInput = std::numeric_limits<std::int64_t>::min();
+
+/// Input coordinate that tap `tap` of w brings to output coordinate `at`, or kNoInput. By the definition:
+/// input i reaches at = i*stride - padding + tap*dilation.
 std::int64_t input_of(const Problem& p, int axis, std::int64_t at, std::int64_t tap) {
-  return at + p.padding[axis] - (p.kernel[axis] - 1) + tap;
+  const std::int64_t reach = at + p.padding[axis] - tap * p.dilation[axis];
+  return reach % p.stride[axis] == 0 ? reach / p.stride[axis] : kNoInput;
 }
 
 bool inside(const Problem& p, int axis, std::int64_t x) {
   return x >= 0 && x < p.in[axis];
 }
 
-/// z,p,q of a slab's i-th position; those beyond its last plane lie in the planes that would follow.
-Extent3 position_of(const Slab& slab, std::int64_t i) {
-  return {slab.origin[0] + i / slab.extent[2] / slab.extent[1],
-          slab.origin[1] + i / slab.extent[2] % slab.extent[1], slab.origin[2] + i % slab.extent[2]};
+/// A slab's i-th position along each axis; those beyond its last plane lie in the planes that would follow.
+Extent3 index_of(const Slab& slab, std::int64_t i) {
+  return {i / slab.extent[2] / slab.extent[1], i / slab.extent[2] % slab.extent[1], i % slab.extent[2]};
 }
 
-/// Every position lies in one slab, and a tap that its slab leaves out reads padding.
+/// Input coordinate that a slab says its m-th tap reads at `index`.
+std::int64_t slab_input(const Slab& slab, int axis, std::int64_t index, std::int64_t m) {
+  return slab.window[axis] + index + m * slab.dilation[axis];
+}
+
+/// Whether the slab's taps at `index` are those that reach output coordinate `at`, less some that read
+/// padding; with `exact`, less all that do.
+bool taps_right(const Problem& p, const Slab& slab, int axis, std::int64_t index, bool exact) {
+  const std::int64_t at = slab.origin[axis] + index * slab.step[axis];
+  std::vector<std::int64_t> kept(static_cast<std::size_t>(p.kernel[axis]), kNoInput);
+  for (std::int64_t m = 0; m < slab.taps[axis]; ++m) {
+    const std::int64_t tap = slab.tap[axis] - m * slab.tap_step[axis];
+    if (tap < 0 || tap >= p.kernel[axis]) return false;
+    kept[static_cast<std::size_t>(tap)] = slab_input(slab, axis, index, m);
+  }
+  for (std::int64_t tap = 0; tap < p.kernel[axis]; ++tap) {
+    const std::int64_t wanted = input_of(p, axis, at, tap), got = kept[static_cast<std::size_t>(tap)];
+    if (got != kNoInput && got != wanted) return false;
+    if (got == kNoInput && inside(p, axis, wanted)) return false;
+    if (exact && got != kNoInput && !inside(p, axis, wanted)) return false;
+  }
+  return true;
+}
+
+/// Every position lies in one slab, whose taps are those that reach it; none of them reads padding along the
+/// depth, where that was split. (What is cut off along one axis keeps its borders along the next.)
 void test_slabs_of(const Problem& p, const std::vector<Slab>& slabs, int split_axes, const char* kind) {
   const Extent3 out = p.out();
   std::vector<int> covered(static_cast<std::size_t>(volume(out)));
@@ -234,18 +263,13 @@ void test_slabs_of(const Problem& p, const std::vector<Slab>& slabs, int split_a
     right = right && slab.tap_count() <= previous;
     previous = slab.tap_count();
     for (std::int64_t i = 0; i < slab.positions(); ++i) {
-      const Extent3 at = position_of(slab, i);
-      ++covered[static_cast<std::size_t>((at[0] * out[1] + at[1]) * out[2] + at[2])];
+      const Extent3 index = index_of(slab, i);
+      Extent3 at;
       for (int axis = 0; axis < 3; ++axis) {
-        for (std::int64_t t = 0; t < p.kernel[axis]; ++t) {
-          const bool reads = inside(p, axis, input_of(p, axis, at[axis], t));
-          const bool kept = t >= slab.tap_begin[axis] && t < slab.tap_begin[axis] + slab.taps[axis];
-          if (!kept && reads) right = false;
-          if (kept && axis < split_axes && slabs.size() > 1 && slab.taps[axis] < p.kernel[axis] && !reads) {
-            right = false;
-          }
-        }
+        at[axis] = slab.origin[axis] + index[axis] * slab.step[axis];
+        right = right && taps_right(p, slab, axis, index[axis], axis == 0 && split_axes > 0);
       }
+      ++covered[static_cast<std::size_t>((at[0] * out[1] + at[1]) * out[2] + at[2])];
     }
   }
   for (const int times : covered) right = right && times == 1;
@@ -264,18 +288,16 @@ void test_tap_sharing_slabs_of(const Problem& p) {
   const std::int64_t columns = p.out()[2], rest = columns % kSharedRowUnit;
   for (const Slab& slab : slabs) {
     const bool is_rest = slab.origin[2] == columns - rest;
-    expect(slab.origin[1] == 0 && slab.extent[1] == p.out()[1] && slab.tap_begin[1] == 0 &&
-               slab.taps[1] == p.kernel[1],
-           concat("whole heights: ", describe(p)));
+    expect(slab.origin[1] == 0 && slab.extent[1] == p.out()[1], concat("whole heights: ", describe(p)));
     expect(is_rest ? slab.extent[2] == rest : slab.origin[2] == 0 && slab.extent[2] == columns - rest,
            concat("rows of eights, then the rest: ", describe(p)));
-    for (std::int64_t t = 0; t < p.kernel[2]; ++t) {
+    for (std::int64_t tap = 0; tap < p.kernel[2]; ++tap) {
       bool reads = false;
       for (std::int64_t q = slab.origin[2]; q < slab.origin[2] + slab.extent[2]; ++q) {
-        reads = reads || inside(p, 2, input_of(p, 2, q, t));
+        reads = reads || inside(p, 2, input_of(p, 2, q, tap));
       }
-      const bool kept = t >= slab.tap_begin[2] && t < slab.tap_begin[2] + slab.taps[2];
-      expect(reads == kept, concat("tap ", t, " along the width: ", describe(p)));
+      const bool kept = tap <= slab.tap[2] && tap > slab.tap[2] - slab.taps[2];
+      expect(reads == kept, concat("tap ", tap, " along the width: ", describe(p)));
     }
   }
 }
@@ -286,9 +308,9 @@ void test_shared_loads_of(const Problem& p, const Slab& slab) {
   bool right = true;
   for (std::int64_t j = 0; j < slab.positions(); ++j) {
     for (std::int64_t r = 0; r < slab.taps[1]; ++r) {
-      const Extent3 own = position_of(slab, j), other = position_of(slab, j + r * slab.extent[2]);
-      const std::int64_t own_row = input_of(p, 1, own[1], slab.tap_begin[1] + r);
-      const std::int64_t other_row = input_of(p, 1, other[1], slab.tap_begin[1]);
+      const Extent3 own = index_of(slab, j), other = index_of(slab, j + r * slab.extent[2]);
+      const std::int64_t own_row = slab_input(slab, 1, own[1], r);
+      const std::int64_t other_row = slab_input(slab, 1, other[1], 0);
       const bool neither = !inside(p, 1, own_row) && !inside(p, 1, other_row);
       // Taps along depth and width are the same for both, so equal positions there read equal inputs.
       right = right && (neither || (own_row == other_row && own[0] == other[0] && own[2] == other[2]));
@@ -351,6 +373,43 @@ void test_border_slabs() {
   }
 }
 
+/// Strides and dilations, on axes of their own: phases with fewer taps, with none, with dilation that
+/// remains.
+void test_phases() {
+  struct Axis {
+    std::int64_t in, kernel, stride, padding, output_padding, dilation;
+  };
+  const Axis axes[] = {{5, 3, 2, 1, 1, 1}, {4, 2, 2, 0, 0, 1}, {3, 4, 2, 1, 0, 1}, {4, 1, 3, 0, 2, 1},
+                       {5, 3, 1, 2, 0, 2}, {4, 3, 2, 1, 0, 2}, {3, 5, 3, 4, 2, 2}, {1, 3, 2, 1, 1, 1},
+                       {6, 4, 4, 0, 0, 1}, {3, 5, 4, 3, 3, 6}, {2, 2, 2, 3, 1, 3}};
+  int tested = 0;
+  for (const Axis& depth : axes) {
+    for (const Axis& height : axes) {
+      const Axis& width = axes[static_cast<std::size_t>(tested % 11)];
+      const Axis* const by_axis[] = {&depth, &height, &width};
+      Problem p = headline();
+      for (std::size_t axis = 0; axis < 3; ++axis) {
+        p.in[axis] = by_axis[axis]->in, p.kernel[axis] = by_axis[axis]->kernel;
+        p.stride[axis] = by_axis[axis]->stride, p.padding[axis] = by_axis[axis]->padding;
+        p.output_padding[axis] = by_axis[axis]->output_padding, p.dilation[axis] = by_axis[axis]->dilation;
+      }
+      ++tested;
+      const Extent3 out = p.out();
+      if (out[0] < 1 || out[1] < 1 || out[2] < 1) continue;
+      for (int split = 0; split <= 3; ++split) test_border_slabs_of(p, split);
+    }
+  }
+  Problem p = headline();
+  p.stride = {2, 2, 2}, p.padding = {1, 1, 1}, p.output_padding = {1, 1, 1};
+  std::vector<Slab> slabs = border_slabs(p, 0);
+  expect(slabs.size() == 8 && slabs.front().tap_count() == 8 && slabs.back().tap_count() == 1,
+         "kernel 3, stride 2: phases of 8 taps down to 1");
+  p.kernel = {1, 1, 1}, p.padding = {0, 0, 0};
+  slabs = border_slabs(p, 0);
+  expect(slabs.size() == 8 && slabs.front().tap_count() == 1 && slabs[1].tap_count() == 0,
+         "kernel 1, stride 2: seven phases without a tap");
+}
+
 /// What select_plan cuts is within im2col's corners: a slab's upper corner is what its taps reach beyond it.
 void test_splits_within_im2col() {
   for (const Extent3 kernel : {Extent3{19, 3, 3}, Extent3{3, 19, 1}, Extent3{18, 1, 1}, Extent3{17, 3, 3}}) {
@@ -376,8 +435,10 @@ void test_library_selection() {
   const auto has = [](const std::string& text, const char* part) {
     return text.find(part) != std::string::npos;
   };
-  expect(has(reason([](Problem& p, Device&) { p.stride = {2, 2, 2}; }), "stride (2, 2, 2) is not 1"),
+  expect(has(reason([](Problem& p, Device&) { p.stride = {4, 4, 4}; }), "stride (4, 4, 4) makes 64 phases"),
          "stride");
+  expect(!has(reason([](Problem& p, Device&) { p.stride = {3, 3, 3}; }), "stride"), "27 phases");
+  expect(has(reason([](Problem& p, Device&) { p.dilation = {16, 1, 1}; }), "im2col"), "taps 32 inputs apart");
   expect(has(reason([](Problem& p, Device&) { p.groups = 2; }), "groups 2 is not 1"), "groups");
   expect(has(reason([](Problem& p, Device&) { p.c = 60; }), "input channels 60"), "channels");
   expect(has(reason([](Problem& p, Device&) { p.dtype = DType::kFloat64; }), "float64"), "float64");
@@ -385,8 +446,8 @@ void test_library_selection() {
          "Blackwell");
   expect(has(reason([](Problem& p, Device&) { p.kernel = {18, 3, 3}; }), "im2col"), "lower corner -17");
   expect(!has(reason([](Problem& p, Device&) { p.kernel = {17, 3, 3}; }), "im2col"), "lower corner -16");
-  expect(has(reason([](Problem& p, Device&) { p.padding = {17, 0, 0}, p.in = {64, 32, 32}; }), "im2col"),
-         "padding 17");
+  expect(!has(reason([](Problem& p, Device&) { p.padding = {17, 0, 0}, p.in = {64, 32, 32}; }), "im2col"),
+         "padding 17 leaves out the volume's own border");
   expect(has(select_plan(headline(), hopper(), {}).reason, "no kernel"), "nothing compiled");
   const Plan cpu = select_plan(headline(), Device{.max_threads = 2});
   expect(cpu.algorithm == Algorithm::kCpuLibrary && !cpu.instance, "CPU");
@@ -401,6 +462,7 @@ int main() {
     upconv3d::test_rules();
     upconv3d::test_formats();
     upconv3d::test_border_slabs();
+    upconv3d::test_phases();
     upconv3d::test_tap_sharing();
     upconv3d::test_sm90_selection();
     upconv3d::test_splits_within_im2col();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// conv_transpose_relu_group_norm_sm90: the forward pass after packing, for stride 1, dilation 1, groups 1.
+/// conv_transpose_relu_group_norm_sm90: the forward pass after packing, for groups 1.
 ///
 ///   x     [N,D,H,W,C]                 operand  read through TMA im2col
 ///   w     [T*R*S,K,C]                 operand  packed by layout/pack
@@ -13,9 +13,10 @@
 /// An implicit GEMM whose rows are output channels (gemm_m = K) and whose columns are output positions of one
 /// sample (gemm_n = Z*P*Q), reduced over taps and input channels (gemm_k = T*R*S*C).
 ///
-/// Tiles belong to slabs: boxes of positions that the same taps reach (core/border_slabs.hpp). Taps that
-/// would read only padding are thus not multiplied. A tile never straddles two samples, so part needs no
-/// atomics and results repeat bit for bit, whichever block computes a tile.
+/// Tiles belong to slabs: boxes of positions of one phase of the stride, which the same taps reach
+/// (core/border_slabs.hpp). Zeros that a stride inserts, and padding, are thus not multiplied. A tile never
+/// straddles two samples, so part needs no atomics and results repeat bit for bit, whichever block computes a
+/// tile.
 ///
 /// One block per multiprocessor, three warpgroups:
 ///   warp 0       hands out tiles and loads their operands by TMA (mainloop_sm90.cuh)
@@ -72,7 +73,8 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, SharedMem
     if (tile < 0) break;
     TileCoord const coord = tile_of_launch(params, tile);
     KernelSlab<Traits> const& slab = params.slabs[coord.slab];
-    int const x_loads = slab.taps[0] * (slab.taps[1] / slab.shared_taps) * slab.taps[2] * params.c_blocks;
+    int const x_loads =
+        slab.taps[0] * (slab.taps[1] / slab.shared_taps) * slab.taps[2] * (slab.c_end - slab.c_begin);
     int const shared_rows = slab.width.divisor;
     if constexpr (Traits::PRODUCTS == 1) {
       mma_one_product(rings, x_loads, slab.shared_taps, shared_rows, acc);
@@ -200,10 +202,8 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
       shared_rows = std::max(shared_rows, rows);
     }
     for (int split = 0; split < Traits::SPLITS; ++split) {
-      const SlabInput input =
+      slab.x[split] =
           encode_slab_input(problem, from, operand, x[split], Traits::BLK_POS + rows, Traits::BLK_C);
-      slab.x[split] = input.x;
-      std::copy_n(input.corner, 3, slab.corner);
     }
     // Unorm16 is 16 bit in rows of twice as many.
     const DType element = Traits::QUANTIZED ? DType::kFloat16 : output;
@@ -216,10 +216,20 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
     slab.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
     slab.height = cutlass::FastDivmod(static_cast<int>(from.extent[1]));
     slab.positions = static_cast<int>(from.positions());
+    const int c_blocks = static_cast<int>(ceil_div(problem.c, Traits::BLK_C));
+    // Where no tap reaches, the one k-block behind the last: x and w are zeros there.
+    const bool reached = from.tap_count() > 0;
+    slab.c_begin = reached ? 0 : c_blocks;
+    slab.c_end = reached ? c_blocks : c_blocks + 1;
+    const InputBox box = input_box(problem, from);
     for (int axis = 0; axis < 3; ++axis) {
+      slab.corner[axis] = static_cast<int>(box.lower[axis]);
       slab.origin[axis] = static_cast<int>(from.origin[axis]);
-      slab.tap_begin[axis] = static_cast<int>(from.tap_begin[axis]);
-      slab.taps[axis] = static_cast<int>(from.taps[axis]);
+      slab.step[axis] = static_cast<int>(from.step[axis]);
+      slab.dilation[axis] = static_cast<int>(from.dilation[axis]);
+      slab.tap[axis] = static_cast<int>(from.tap[axis]);
+      slab.tap_step[axis] = static_cast<int>(from.tap_step[axis]);
+      slab.taps[axis] = reached ? static_cast<int>(from.taps[axis]) : 1;
     }
     const std::int64_t pos_tiles = ceil_div(from.positions(), Traits::BLK_POS);
     slab.pos_tiles = static_cast<int>(pos_tiles);
@@ -257,7 +267,6 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   }
   to.samples = static_cast<int>(problem.n);
   to.k = static_cast<int>(problem.k);
-  to.c_blocks = static_cast<int>(ceil_div(problem.c, Traits::BLK_C));
   to.a = static_cast<Output*>(params.a);
   to.normalizes = params.channel_table == nullptr;
   to.bias = static_cast<const Output*>(params.bias);

@@ -142,9 +142,13 @@ struct KernelSlab {
   CUtensorMap item;                   // the same, boxes that are normalized
   cutlass::FastDivmod width, height;  // of the slab along Q and P
   int origin[3];                      // its first z,p,q
+  int step[3];                        // from one position to the next along z,p,q
   int corner[3];                      // first window's coordinates in x
-  int tap_begin[3];                   // first flipped tap along T,R,S
-  int taps[3];                        // flipped taps along T,R,S
+  int dilation[3];                    // of x's coordinates, from one tap to the next
+  int tap[3];                         // first tap along T,R,S: the largest
+  int tap_step[3];                    // from one tap to the next, downwards
+  int taps[3];                        // taps along T,R,S
+  int c_begin, c_end;                 // k-blocks of input channels
   int shared_taps;                    // of taps[1], how many one load of x serves: all or 1
   int positions;                      // of the slab
   int pos_tiles;                      // ceil(positions / BLK_POS)
@@ -162,7 +166,6 @@ struct KernelParams {
   int out[3];                            // Z,P,Q
   int samples;                           // N
   int k;                                 // output channels
-  int c_blocks;                          // ceil(C / BLK_C)
   cutlass::FastDivmod k_tiles;           // ceil(K / BLK_K)
   cutlass::FastDivmod tiles_per_sample;  // k_tiles * pos_tiles of all slabs
   int num_tiles;                         // of all samples
@@ -228,7 +231,9 @@ CUTLASS_DEVICE int pixel_of(KernelParams<Traits> const& params, KernelSlab<Trait
                             int position) {
   int p, q;
   int const z = slab.height.divmod(p, slab.width.divmod(q, position));
-  return ((z + slab.origin[0]) * params.out[1] + p + slab.origin[1]) * params.out[2] + q + slab.origin[2];
+  return ((z * slab.step[0] + slab.origin[0]) * params.out[1] + p * slab.step[1] + slab.origin[1]) *
+             params.out[2] +
+         q * slab.step[2] + slab.origin[2];
 }
 
 /// The parts of shared memory.

@@ -47,21 +47,22 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
     for (int t = 0; t < slab.taps[0]; ++t) {
       for (int r_begin = 0; r_begin < slab.taps[1]; r_begin += slab.shared_taps) {
         for (int s = 0; s < slab.taps[2]; ++s) {
-          for (int c_block = 0; c_block < params.c_blocks; ++c_block) {
+          for (int c_block = slab.c_begin; c_block < slab.c_end; ++c_block) {
             int const c = c_block * Traits::BLK_C;
             CUTLASS_PRAGMA_UNROLL
             for (int split = 0; split < Traits::SPLITS; ++split) {
               control.x.wait_empty(x);
-              cute::SM90_TMA_LOAD_IM2COL_5D::copy(&slab.x[split], control.x.expect(x.slot, x_bytes),
-                                                  shared.x + x.slot * rings.x_unit_bytes, c, v, h, d, coord.n,
-                                                  std::uint16_t(s), std::uint16_t(r_begin), std::uint16_t(t));
+              cute::SM90_TMA_LOAD_IM2COL_5D::copy(
+                  &slab.x[split], control.x.expect(x.slot, x_bytes), shared.x + x.slot * rings.x_unit_bytes,
+                  c, v, h, d, coord.n, std::uint16_t(s * slab.dilation[2]),
+                  std::uint16_t(r_begin * slab.dilation[1]), std::uint16_t(t * slab.dilation[0]));
               x.advance(rings.x_units);
             }
             for (int r = r_begin; r < r_begin + slab.shared_taps; ++r) {
-              // w is not flipped in memory: tap T-1-t'
-              int const tap_t = params.kernel[0] - 1 - slab.tap_begin[0] - t;
-              int const tap_r = params.kernel[1] - 1 - slab.tap_begin[1] - r;
-              int const tap_s = params.kernel[2] - 1 - slab.tap_begin[2] - s;
+              // Inputs rise, taps of w fall.
+              int const tap_t = slab.tap[0] - t * slab.tap_step[0];
+              int const tap_r = slab.tap[1] - r * slab.tap_step[1];
+              int const tap_s = slab.tap[2] - s * slab.tap_step[2];
               int const tap = (tap_t * params.kernel[1] + tap_r) * params.kernel[2] + tap_s;
               CUTLASS_PRAGMA_UNROLL
               for (int split = 0; split < Traits::SPLITS; ++split) {

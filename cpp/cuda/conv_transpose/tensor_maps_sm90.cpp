@@ -64,12 +64,13 @@ constexpr cuuint32_t kUnitStrides[5] = {1, 1, 1, 1, 1};
 
 namespace {
 
-/// An im2col descriptor over a box of a dense [N,D,H,W,C] tensor.
+/// An im2col descriptor over a box of a dense [N,D,H,W,C] tensor, of every step-th element of it.
 struct Im2colBox {
   Extent3 volume;         // D,H,W of the tensor
   std::int64_t channels;  // C
   Extent3 origin;         // of the box
-  Extent3 extent;
+  Extent3 step;
+  Extent3 extent;        // in steps
   Extent3 lower, upper;  // corners of the bounding box, relative to the box
 };
 
@@ -84,8 +85,9 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
                                  static_cast<cuuint64_t>(box.extent[2]),
                                  static_cast<cuuint64_t>(box.extent[1]),
                                  static_cast<cuuint64_t>(box.extent[0]), static_cast<cuuint64_t>(problem.n)};
-  const cuuint64_t strides[4] = {static_cast<cuuint64_t>(pixel), static_cast<cuuint64_t>(pixel * width),
-                                 static_cast<cuuint64_t>(pixel * width * height),
+  const cuuint64_t strides[4] = {static_cast<cuuint64_t>(pixel * box.step[2]),
+                                 static_cast<cuuint64_t>(pixel * width * box.step[1]),
+                                 static_cast<cuuint64_t>(pixel * width * height * box.step[0]),
                                  static_cast<cuuint64_t>(pixel * width * height * depth)};
   int lower[3], upper[3];
   for (int axis = 0; axis < 3; ++axis) {
@@ -105,29 +107,17 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
 
 }  // namespace
 
-SlabInput encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
-                            int box_positions, int box_channels) {
-  Im2colBox box{problem.in, problem.c, {}, {}, {}, {}};
-  SlabInput input;
-  for (int axis = 0; axis < 3; ++axis) {
-    // first and last input coordinate that the slab's windows touch, and what of that is inside the volume
-    const std::int64_t first =
-        slab.origin[axis] + problem.padding[axis] - (problem.kernel[axis] - 1) + slab.tap_begin[axis];
-    const std::int64_t last = first + slab.extent[axis] - 1 + slab.taps[axis] - 1;
-    box.origin[axis] = std::max<std::int64_t>(first, 0);
-    box.extent[axis] = std::min(last, problem.in[axis] - 1) - box.origin[axis] + 1;
-    box.lower[axis] = first - box.origin[axis];
-    box.upper[axis] = box.lower[axis] + slab.extent[axis] - box.extent[axis];
-    input.corner[axis] = static_cast<int>(box.lower[axis]);
-  }
-  input.x = encode_im2col("x", problem, operand, const_cast<void*>(x), box, box_positions, box_channels,
-                          CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
-  return input;
+CUtensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
+                              int box_positions, int box_channels) {
+  const InputBox part = input_box(problem, slab);
+  const Im2colBox box{problem.in, problem.c, part.origin, {1, 1, 1}, part.extent, part.lower, part.upper};
+  return encode_im2col("x", problem, operand, const_cast<void*>(x), box, box_positions, box_channels,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType element, std::int64_t channels,
                                void* y, int box_positions, int box_channels) {
-  const Im2colBox box{problem.out(), channels, slab.origin, slab.extent, {}, {}};
+  const Im2colBox box{problem.out(), channels, slab.origin, slab.step, slab.extent, {}, {}};
   return encode_im2col("relu(conv)", problem, element, y, box, box_positions, box_channels,
                        CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }

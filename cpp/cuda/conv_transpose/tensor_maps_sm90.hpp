@@ -14,29 +14,22 @@
 
 namespace upconv3d::cuda {
 
-/// What a slab's producer needs beside the descriptor of x: where, in the descriptor's own coordinates, the
-/// window of the slab's first position begins along D,H,W (0 or, where padding is read, negative).
-struct SlabInput {
-  CUtensorMap x;
-  int corner[3];
-};
-
-/// The part of x [N,D,H,W,C] 16 bit that a slab reads, for TMA im2col: `box_positions` output positions x
-/// `box_channels` channels.
+/// The part of x [N,D,H,W,C] 16 bit that a slab reads, for TMA im2col: `box_positions` output
+/// positions x `box_channels` channels.
 ///
-/// At stride 1 a transposed convolution gathers x at z + padding - t. With the flipped tap t' = T-1-t that is
-/// a plain convolution. The descriptor spans just the input inside the volume, so that a slab cut off at a
+/// Within a slab a transposed convolution is a plain one of stride 1: positions i read x at window + i +
+/// m*dilation. The descriptor spans just the input inside the volume (input_box), so that a slab cut off at a
 /// border reads nothing out of bounds, which costs im2col extra cycles; its corners make the bounding box
 /// hold the slab's positions of every sample, which im2col walks one after the other.
-SlabInput encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
-                            int box_positions, int box_channels);
+CUtensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
+                              int box_positions, int box_channels);
 
 /// w [T*R*S,K,C] 16 bit, read in tiles of one tap x `box_k` output channels x `box_channels`.
 CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels);
 
-/// A slab of y as [N,Z,P,Q,channels] of `element`, stored in tiles of `box_positions` consecutive positions x
-/// `box_k` channels. The walk goes on from one sample's slab to the next one's: whole tiles of one sample
-/// only.
+/// A slab of y, every step-th position of [N,Z,P,Q,channels] of `element`, stored in tiles of `box_positions`
+/// consecutive positions x `box_k` channels. The walk goes on from one sample's slab to the next one's: whole
+/// tiles of one sample only.
 CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType element, std::int64_t channels,
                                void* y, int box_positions, int box_channels);
 
