@@ -175,7 +175,7 @@ class GroupNormWorker {
     item.slab = __popc(__ballot_sync(0xffffffffu, begins)) - 1;
     int k_tile;
     int const pos_tile = params_.k_tiles.divmod(k_tile, tile - control_.first_tile[item.slab]);
-    item.channel = k_tile * Traits::BLK_K;
+    item.channel = tile_channel(params_, k_tile);
     item.position = pos_tile * Traits::BLK_POS;
     item.share = index % kItemsPerTile;
     return item;
@@ -333,7 +333,7 @@ class GroupNormWorker {
     for (int panel = 0; panel < Traits::BLK_K / kPanel; ++panel) {
       cute::SM90_TMA_LOAD_IM2COL_5D::copy(
           &slab.item, barrier, buffers + slot * Traits::ITEM_BYTES + panel * (Traits::ITEM_POS * 128),
-          Drain<Traits>::stored_channel(item.channel) + panel * kPanel, q, p, z, item.sample,
+          Drain<Traits>::stored_channel(item.channel, item.channel) + panel * kPanel, q, p, z, item.sample,
           std::uint16_t(0), std::uint16_t(0), std::uint16_t(0));
     }
   }
@@ -350,10 +350,11 @@ class GroupNormWorker {
     int const chunk = lane % kChunks;
     int const channel = item.channel + chunk * kVector;
     int const begin = item.position + item.share * Traits::ITEM_POS;
-    int const count = channel < params_.k ? slab.positions - begin : 0;
+    bool const inside = channel < channel_end(params_, item.channel);
+    int const count = inside ? slab.positions - begin : 0;
     // A lane finds one position's place, for all.
     int const pixel = pixel_of(params_, slab, min(begin + lane, slab.positions - 1));
-    if (channel < params_.k) load_maps(item.sample, channel);
+    if (inside) load_maps(item.sample, channel);
     float step[kVector];
     if constexpr (Traits::QUANTIZED) {
       if (count > 0) load_steps(item.sample, slab.first_moment + begin / Traits::WG_POS, channel, step);
@@ -409,7 +410,7 @@ class GroupNormWorker {
     int const begin = item.position + item.share * kPositions;
     int const end = min(begin + kPositions, slab.positions);
     if (begin >= end) return;
-    bool const inside = channel < params_.k;
+    bool const inside = channel < channel_end(params_, item.channel);
     int const moment = slab.first_moment + begin / Traits::WG_POS;
     if (inside) load_maps(item.sample, channel);
     float step[kVector];
@@ -417,7 +418,7 @@ class GroupNormWorker {
       if (inside) load_steps(item.sample, moment, channel, step);
     }
     Output* const sample = params_.a + item.sample * std::int64_t(Drain<Traits>::pixels(params_)) * params_.k;
-    int const stored_channel = Drain<Traits>::stored_channel(channel);
+    int const stored_channel = Drain<Traits>::stored_channel(item.channel, channel);
     for (int first = begin + lane / kChunks; first - lane / kChunks < end; first += kRows * kLoads) {
       uint4 in[kLoads];
       int pixel[kLoads];  // -1: none
