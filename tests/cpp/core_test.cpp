@@ -11,7 +11,6 @@
 
 #include "core/arguments.hpp"
 #include "core/border_slabs.hpp"
-#include "core/channels.hpp"
 #include "core/errors.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
@@ -209,51 +208,6 @@ void test_sm90_selection() {
   p = headline();
   p.n = 0;
   select_plan(p, hopper(), all_compiled());
-}
-
-/// Channels and groups of any size on the SM90 kernel: what is padded, what is packed, who normalizes.
-void test_channels() {
-  const auto plan_of = [](const std::function<void(Problem&)>& change) {
-    Problem p = headline();
-    change(p);
-    return select_plan(p, hopper(), all_compiled());
-  };
-  const auto says = [](const Plan& plan, const char* part) {
-    return plan.instance && plan.channels.find(part) != std::string::npos &&
-           describe(plan).find(part) != std::string::npos;
-  };
-  expect(plan_of([](Problem&) {}).channels.empty(), "channels in eights lie as they are");
-  const Plan inputs = plan_of([](Problem& p) { p.c = 20; });
-  expect(says(inputs, "input channels padded from 20 to 24"), "20 input channels");
-  expect(inputs.pack_x && inputs.activation_in_y, "x is padded as it is packed; y is as ever");
-  expect(inputs.stages == std::vector<std::string>{"pack_operands", inputs.instance->name}, "and so are stages");
-  const Plan outputs = plan_of([](Problem& p) { p.k = 100, p.num_groups = 25; });
-  expect(says(outputs, "output channels stored beside y, padded from 100 to 104"), "100 output channels");
-  expect(!outputs.pack_x && !outputs.activation_in_y, "rows that are no chunks are normalized by another kernel");
-  expect(outputs.stages.back() == "group_norm_normalize", "which is a stage of its own");
-  const Plan tf32 = plan_of([](Problem& p) {
-    p.dtype = DType::kFloat32, p.precision = Precision::kTF32, p.k = 20, p.num_groups = 1;
-  });
-  expect(tf32.instance && tf32.instance->stored_bits == 32, "no steps for who knows no tiles");
-  expect(says(plan_of([](Problem& p) { p.c = p.k = p.num_groups = 1; }), "padded from 1 to 8"), "one channel");
-
-  const Plan packed = plan_of([](Problem& p) { p.groups = 2; });
-  expect(says(packed, "2 groups of 32 input and 64 output channels"), "2 groups");
-  expect(packed.pack_x && packed.activation_in_y, "groups of fewer channels than a k-block are packed apart");
-  const Plan lying = plan_of([](Problem& p) { p.c = 256, p.groups = 4; });
-  expect(lying.instance && !lying.pack_x, "groups of whole k-blocks are read where they lie");
-  expect(says(plan_of([](Problem& p) { p.c = 12, p.groups = 4; }), "each group's input channels padded from 3 to 8"),
-         "3 input channels a group");
-
-  Problem p = headline();
-  expect(channel_tiles(p, 128) == 1, "tiles of 128 channels");
-  p.groups = 4;
-  expect(channel_tiles(p, 128) == 4 && channel_tiles(p, 64) == 4, "no tile holds two groups");
-  expect(operand_channels(p) == 16, "packed rows hold one group");
-  p.k = 96, p.groups = 2, p.num_groups = 1;
-  expect(moment_granule_shift(p) == 4, "a granule of 16 channels divides groups of 48");
-  p.groups = 1;
-  expect(moment_granule_shift(p) == 5, "and one of 32 the 96 of all");
 }
 
 constexpr std::int64_t kNoInput = std::numeric_limits<std::int64_t>::min();
@@ -511,7 +465,6 @@ int main() {
     upconv3d::test_phases();
     upconv3d::test_tap_sharing();
     upconv3d::test_sm90_selection();
-    upconv3d::test_channels();
     upconv3d::test_splits_within_im2col();
     upconv3d::test_library_selection();
   } catch (const std::exception& error) {
