@@ -57,7 +57,7 @@ void test_channels() {
   };
   expect(plan_of([](Problem&) {}).channels.empty(), "channels in eights lie as they are");
   const Plan inputs = plan_of([](Problem& p) { p.c = 20; });
-  expect(says(inputs, "input channels padded from 20 to 24"), "20 input channels");
+  expect(says(inputs, "input channels padded from 20 to 64"), "20 input channels");
   expect(inputs.pack_x && inputs.activation_in_y, "x is padded as it is packed; y is as ever");
   expect(inputs.stages == std::vector<std::string>{"pack_operands", inputs.instance->name},
          "and so are stages");
@@ -70,17 +70,22 @@ void test_channels() {
     p.dtype = DType::kFloat32, p.precision = Precision::kTF32, p.k = 20, p.num_groups = 1;
   });
   expect(tf32.instance && tf32.instance->stored_bits == 32, "no steps for who knows no tiles");
-  expect(says(plan_of([](Problem& p) { p.c = p.k = p.num_groups = 1; }), "padded from 1 to 8"),
-         "one channel");
+  const Plan few = plan_of([](Problem& p) { p.c = 3, p.k = 100, p.num_groups = 1; });
+  expect(says(few, "input channels padded from 3 to 16"), "3 input channels");
+  expect(
+      plan_of([](Problem& p) { p.c = 48; }).pack_x == false && plan_of([](Problem& p) { p.c = 24; }).pack_x,
+      "rows of whole sectors are read where they lie, others are not");
+  expect(!plan_of([](Problem& p) { p.c = p.k = p.num_groups = 1; }).instance, "one channel is the library's");
 
   const Plan packed = plan_of([](Problem& p) { p.groups = 2; });
   expect(says(packed, "2 groups of 32 input and 64 output channels"), "2 groups");
   expect(packed.pack_x && packed.activation_in_y, "groups of fewer channels than a k-block are packed apart");
   const Plan lying = plan_of([](Problem& p) { p.c = 256, p.groups = 4; });
   expect(lying.instance && !lying.pack_x, "groups of whole k-blocks are read where they lie");
-  expect(says(plan_of([](Problem& p) { p.c = 12, p.groups = 4; }),
-              "each group's input channels padded from 3 to 8"),
-         "3 input channels a group");
+  const auto grouped = [](Problem& p) { p.c = 20, p.groups = 4, p.dtype = DType::kFloat32; };
+  expect(says(plan_of(grouped), "each group's input channels padded from 5 to 16"),
+         "5 input channels a group");
+  expect(!plan_of([](Problem& p) { p.groups = 8; }).instance, "16 bit: groups of 8 are the library's");
 
   Problem p = dense();
   expect(channel_tiles(p, 128) == 1, "tiles of 128 channels");

@@ -84,7 +84,8 @@ template <class Expected>
 void compare_packed(const Case& test, const char* array, std::int64_t rows,
                     const std::vector<std::uint16_t>& hi, const std::vector<std::uint16_t>& lo,
                     const Expected& expected) {
-  const std::int64_t channels = test.c / test.groups, pitch = upconv3d::padded_channels(channels);
+  const std::int64_t channels = test.c / test.groups;
+  const std::int64_t pitch = upconv3d::operand_channels(problem_of(test));
   for (std::int64_t row = 0; row < rows; ++row) {
     for (std::int64_t c = 0; c < pitch; ++c) {
       const std::int64_t i = row * pitch + c;

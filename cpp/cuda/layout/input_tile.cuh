@@ -35,7 +35,7 @@ struct InputArgs {
   std::uint32_t* x_absmax;       // [N,C] uint32, Scaling::kAssumed only: raised
   std::int64_t channels;         // C
   std::int64_t positions;        // D*H*W
-  std::int64_t pitch;            // operand_channels: of a group, and zeros behind them
+  std::uint32_t pitch;           // operand_channels: of a group, and zeros behind them
   std::uint32_t groups;          // of the convolution
   std::uint32_t group_channels;  // C/groups
   std::uint32_t position_tiles;
@@ -115,9 +115,9 @@ __device__ inline int tile_slot(int row, int vector) {
   return vector ^ ((kVector == 4 ? row / 4 : row) % kTileVectors);
 }
 
-/// Largest finite |x| of each of a warp's 8 channels below `end`, to x_absmax.
+/// Largest finite |x| of the first `count` of a warp's 8 channels, to x_absmax.
 __device__ inline void record_warp_absmax(const InputArgs& args, std::int64_t n, std::int64_t channel,
-                                          std::int64_t end, const float (&values)[8][4]) {
+                                          int count, const float (&values)[8][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   std::uint32_t own = 0;
 #pragma unroll
@@ -134,7 +134,7 @@ __device__ inline void record_warp_absmax(const InputArgs& args, std::int64_t n,
     }
     if (lane == j) own = largest;
   }
-  if (lane < 8 && channel + lane < end && own != 0) {
+  if (lane < min(count, 8) && own != 0) {
     atomicMax(args.x_absmax + n * args.channels + channel + lane, own);
   }
 }
@@ -174,11 +174,11 @@ __device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& t
   const std::int64_t first_position = tile.position * kTilePositions;
   const std::uint32_t group_tiles = args.channel_tiles / args.groups;
   const std::uint32_t group = tile.channel / group_tiles;
-  const std::int64_t end = static_cast<std::int64_t>(group + 1) * args.group_channels;  // of the group
-  const std::int64_t first_in_group = static_cast<std::int64_t>(tile.channel % group_tiles) * kTileChannels;
-  const std::int64_t channel = end - args.group_channels + first_in_group + warp * 8;
+  const std::uint32_t first_in_group = tile.channel % group_tiles * kTileChannels;
+  const std::uint32_t in_group = first_in_group + warp * 8;
+  const std::int64_t channel = static_cast<std::int64_t>(group) * args.group_channels + in_group;
 
-  if (channel < end) {
+  if (in_group < args.pitch) {
     const T* const source =
         static_cast<const T*>(args.x) + (tile.n * args.channels + channel) * args.positions + first_position;
     T values[8][4] = {};
@@ -188,13 +188,14 @@ __device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& t
       for (int i = 0; i < 4; i += kVector) {
         const int p = tile_position<kVector>(lane, i);
         T part[kVector];
-        if (channel + j >= end || first_position + p >= args.positions) continue;
+        if (in_group + j >= args.group_channels || first_position + p >= args.positions) continue;
         load_once(source + j * args.positions + p, part);
 #pragma unroll
         for (int q = 0; q < kVector; ++q) values[j][i + q] = part[q];
       }
     }
-    if constexpr (kScaling == Scaling::kAssumed) record_warp_absmax(args, tile.n, channel, end, values);
+    if constexpr (kScaling == Scaling::kAssumed)
+      record_warp_absmax(args, tile.n, channel, static_cast<int>(args.group_channels - in_group), values);
 
     if constexpr (kScaling == Scaling::kChosen) scale_in_place(args, tile.n, channel, values);
 #pragma unroll
@@ -223,7 +224,7 @@ __device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& t
     const int item = i * kInputThreads + thread;
     const int row = item / kTileVectors;
     const int vector = item % kTileVectors;
-    const std::int64_t out_channel = first_in_group + vector * 8;
+    const std::uint32_t out_channel = first_in_group + vector * 8;
     if (first_position + row >= args.positions || out_channel >= args.pitch) continue;
     const std::int64_t out_row = (tile.n * args.groups + group) * args.positions + first_position + row;
     const int slot = tile_slot<kVector>(row, vector);
@@ -242,8 +243,7 @@ struct PackedChannel {
   std::uint32_t within;  // the group; of zeros no less than group_channels
 
   __device__ PackedChannel(const InputArgs& args, std::uint32_t packed)
-      : group(packed / static_cast<std::uint32_t>(args.pitch)),
-        within(packed - group * static_cast<std::uint32_t>(args.pitch)) {}
+      : group(packed / args.pitch), within(packed - group * args.pitch) {}
   __device__ bool is_zero(const InputArgs& args) const { return within >= args.group_channels; }
   __device__ std::int64_t channel(const InputArgs& args) const {
     return static_cast<std::int64_t>(group) * args.group_channels + within;
@@ -283,8 +283,7 @@ __device__ inline void record_block_absmax(const InputArgs& args, const InputTil
   }
   __syncthreads();
   const std::uint32_t first = tile.channel * args.lanes * kVector;
-  const std::uint32_t count =
-      min(args.lanes * kVector, args.groups * static_cast<std::uint32_t>(args.pitch) - first);
+  const std::uint32_t count = min(args.lanes * kVector, args.groups * args.pitch - first);
   for (std::uint32_t i = threadIdx.x; i < count; i += kInputThreads) {
     const std::uint32_t largest = block_largest[i % kVector][i / kVector];
     if (largest == 0) continue;  // as zeros behind a group are

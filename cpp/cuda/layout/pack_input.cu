@@ -167,7 +167,7 @@ InputArgs input_args(const PackParams& params, int vector) {
       .x_absmax = params.scales.x_absmax,
       .channels = problem.c,
       .positions = positions,
-      .pitch = operand_channels(problem),
+      .pitch = static_cast<std::uint32_t>(operand_channels(problem)),
       .groups = static_cast<std::uint32_t>(problem.groups),
       .group_channels = static_cast<std::uint32_t>(group_inputs(problem)),
       .position_tiles = static_cast<std::uint32_t>(position_tiles),

@@ -93,7 +93,7 @@ InputArgs copy_args(const PackParams& params) {
   args.hi = static_cast<std::uint16_t*>(params.x_hi);
   args.channels = problem.c;
   args.positions = volume(problem.in);
-  args.pitch = operand_channels(problem);
+  args.pitch = static_cast<std::uint32_t>(operand_channels(problem));
   args.groups = static_cast<std::uint32_t>(problem.groups);
   args.group_channels = static_cast<std::uint32_t>(group_inputs(problem));
   args.lanes = static_cast<std::uint32_t>(problem.groups * args.pitch / kChannelUnit);

@@ -44,7 +44,7 @@ struct WeightArgs {
 };
 
 inline std::int64_t weight_items(const WeightArgs& args) {
-  return static_cast<std::int64_t>(args.taps) * args.columns * ceil_div(args.channels, 8);
+  return static_cast<std::int64_t>(args.taps) * args.columns * (args.pitch / 8);
 }
 
 /// `sector_columns`: columns that share a 32-byte sector where K is innermost. `blocks`: how many blocks of
@@ -131,7 +131,7 @@ struct WeightColumn {
   }
 };
 
-/// The 8 channels from 8 * walk.vector on; zeros past the group's.
+/// The 8 channels from 8 * walk.vector on; zeros behind the group's.
 template <class T>
 __device__ inline void load_item(const WeightArgs& args, const WeightWalk& walk, const WeightColumn& column,
                                  T (&v)[8]) {
@@ -209,7 +209,7 @@ __device__ inline void pack_weight_columns(const WeightArgs& args, std::uint32_t
   }
   if (column.k >= args.k) return;
 
-  const std::int64_t items = static_cast<std::int64_t>(args.taps) * args.columns * ((args.channels + 7) / 8);
+  const std::int64_t items = static_cast<std::int64_t>(args.taps) * args.columns * (args.pitch / 8);
   const std::int64_t end = min(first_item + args.block_items, items);
   WeightWalk walk(args, first_item);
   for (std::int64_t item = first_item + threadIdx.x; item < end; item += blockDim.x, walk.advance()) {
