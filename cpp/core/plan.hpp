@@ -73,6 +73,7 @@ struct Plan {
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
   int split_axes = 0;                    // axes along which the SM90 kernel cuts borders off (border_slabs)
   bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)
+  std::int64_t window_tiles = 0;         // SM90: position tiles of a window of the launch order, 0: none
   std::int64_t tiles = 0;                // partial moments per sample and channel (SM90: and granule of them)
   std::string channels;                  // how channels are padded or grouped, "" where they lie as they are
   std::vector<std::string> stages;       // kernels in launch order, by name
