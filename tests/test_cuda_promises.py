@@ -284,7 +284,7 @@ def random_block(index, device) -> tuple[str, Block]:
     extent = [rng.randrange(1, 16, 2) for _ in range(3)]
     # Output positions per axis: extent + kernel - 1 - 2*padding; at least 2, so that groups have a variance.
     extent = [max(e, 3 + 2 * p - t) for e, p, t in zip(extent, padding, kernel, strict=True)]
-    n, c, k = rng.randint(1, 5), 8 * rng.randint(1, 25), 8 * rng.randint(1, 25)
+    n, c, k = rng.randint(1, 5), *(max(8, rng.choice([1, 8]) * rng.randint(1, 25)) for _ in range(2))
     num_groups = rng.choice([g for g in range(1, k + 1) if k % g == 0])
     numbers = {
         "num_groups": num_groups,

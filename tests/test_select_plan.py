@@ -125,6 +125,12 @@ ACCEPTED = {
     "anisotropic": {"kernel": (1, 3, 5), "padding": [0, 1, 2]},
     "channels-8": {"c": 8, "k": 8},
     "channels-24-40": {"c": 24, "k": 40},
+    "channels-3-100": {"c": 3, "k": 100, "num_groups": 4},
+    "channels-64-2": {"c": 64, "k": 2, "num_groups": 1},
+    "channels-60-124": {"c": 60, "k": 124, "num_groups": 31},
+    "groups-of-32": {"groups": 2},
+    "groups-of-16": {"groups": 4, "num_groups": 1, "dtype": "float32"},
+    "groups-of-5-inputs": {"c": 20, "groups": 4, "dtype": "float32"},
     "instance-norm": {"num_groups": 128},
     "layer-norm": {"num_groups": 1},
     "one-sample": {"n": 1},
@@ -139,14 +145,34 @@ def test_sm90_accepts(name):
     assert plan.algorithm == "sm90_implicit_gemm", plan.reason
 
 
+def test_channels_are_padded_to_eights():
+    """Input channels as x is packed, output channels in scratch memory that another kernel normalizes."""
+    inputs = plan_of(facts(c=20))
+    assert inputs.pack_x and inputs.activation_in_y
+    assert "input channels padded from 20 to 64" in str(inputs)
+    outputs = plan_of(facts(k=100, num_groups=25))
+    assert not outputs.pack_x and not outputs.activation_in_y
+    assert outputs.stages[-1] == "group_norm_normalize"
+    assert "output channels stored beside y, padded from 100 to 104" in str(outputs)
+    assert "padded" not in str(plan_of(facts()))
+
+
+def test_groups_are_packed_apart_unless_they_are_whole_blocks():
+    packed, lying = plan_of(facts(groups=2)), plan_of(facts(c=256, groups=4))
+    assert packed.pack_x and not lying.pack_x
+    assert "2 groups of 32 input and 64 output channels" in str(packed)
+    assert packed.flops == plan_of(facts()).flops / 2
+
+
 REFUSED = {
     "float64": ({"dtype": "float64"}, "float64"),
-    "stride": ({"stride": [2, 2, 2]}, "stride"),
-    "stride-one-axis": ({"stride": [1, 1, 2]}, "stride"),
-    "dilation": ({"dilation": [1, 2, 1]}, "dilation"),
-    "groups": ({"groups": 2}, "groups"),
-    "input-channels": ({"c": 60}, "60"),
-    "output-channels": ({"k": 124, "num_groups": 4}, "124"),
+    "stride": ({"stride": [4, 4, 4]}, "stride"),
+    "dilation": ({"dilation": [1, 16, 1]}, "dilation"),
+    "channels-1": ({"c": 1, "k": 1, "num_groups": 1}, "channels fill"),
+    "channels-24-3": ({"c": 24, "k": 3, "num_groups": 3}, "channels fill"),
+    "groups-of-16": ({"groups": 4}, "channels fill 12.5% of the tiles"),
+    "depthwise": ({"k": 64, "groups": 64}, "groups 64 leave 1 output channels each"),
+    "groups-of-12-outputs": ({"k": 24, "groups": 2}, "groups 2 leave 12 output channels each"),
     "kernel-beyond-im2col": ({"kernel": (19, 1, 1)}, "im2col"),
     "padding-beyond-im2col": ({"kernel": (33, 1, 1), "padding": [17, 0, 0]}, "im2col"),
 }

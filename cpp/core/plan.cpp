@@ -28,6 +28,7 @@ std::string describe(const Plan& plan) {
   text += concat("\n  convolution: stores ", name(plan.activation), ' ', name(plan.conv_layout),
                  plan.activation_in_y ? " in y's memory" : " beside y",
                  plan.pack_x ? ", from a packed copy of x" : "");
+  if (!plan.channels.empty()) text += concat("\n  channels: ", plan.channels);
   if (plan.split_axes > 0) {
     text += concat("\n  borders: cut off along ", plan.split_axes, plan.split_axes == 1 ? " axis" : " axes",
                    ", so that taps which read only padding are skipped");

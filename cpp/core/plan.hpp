@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "core/channels.hpp"
 #include "core/problem.hpp"
 
 namespace upconv3d {
@@ -41,11 +42,12 @@ inline std::int64_t moment_positions(const ConvInstance& instance) {
 }
 
 /// Neighbouring channels of one norm group that share a partial moment in the SM90 kernel, as a power of two:
-/// at most the 64 channels of a consumer warpgroup.
+/// at most the 64 channels of a consumer warpgroup, and all of one convolution group.
 inline int moment_granule_shift(const Problem& problem) {
   constexpr int kMaxShift = 6;
-  const auto group_channels = static_cast<std::uint64_t>(problem.k / problem.num_groups);
-  return std::min(kMaxShift, std::countr_zero(group_channels));
+  const auto norm_channels = static_cast<std::uint64_t>(problem.k / problem.num_groups);
+  const auto conv_channels = static_cast<std::uint64_t>(group_outputs(problem));
+  return std::min({kMaxShift, std::countr_zero(norm_channels), std::countr_zero(conv_channels)});
 }
 
 /// Every variant of instances.cmake, compiled or not, in the order listed there.
@@ -65,13 +67,15 @@ struct Plan {
   std::optional<ConvInstance> instance;  // kSm90ImplicitGemm only
   Layout conv_layout = Layout::kNCDHW;   // memory format in which the convolution runs and stores
   DType activation = DType::kFloat32;    // dtype of relu(conv) between convolution and normalize
-  bool pack_x = false;                   // x is copied into operand form first (layout, dtype or alignment)
+  bool pack_x = false;                   // x is copied into operand form first (layout, dtype, channels or
+                                         // alignment)
   bool activation_in_y = false;          // relu(conv) is stored in y's memory and normalized in place
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
   int split_axes = 0;                    // axes along which the SM90 kernel cuts borders off (border_slabs)
   bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)
   std::int64_t window_tiles = 0;         // SM90: position tiles of a window of the launch order, 0: none
   std::int64_t tiles = 0;                // partial moments per sample and channel (SM90: and granule of them)
+  std::string channels;                  // how channels are padded or grouped, "" where they lie as they are
   std::vector<std::string> stages;       // kernels in launch order, by name
   std::int64_t workspace_bytes = 0;      // scratch beside y
 };

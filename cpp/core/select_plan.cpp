@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/border_slabs.hpp"
+#include "core/channels.hpp"
 #include "core/cpu_conv_layout.hpp"
 #include "core/errors.hpp"
 #include "core/index_math.hpp"
@@ -36,7 +37,6 @@ bool within_im2col(const Problem& p, const std::vector<Slab>& slabs) {
     return true;
   });
 }
-constexpr std::int64_t kChannelMultiple = 8;
 
 /// The variant family that a dtype runs on: what is multiplied, in how many products, and what is stored.
 struct Family {
@@ -46,29 +46,75 @@ struct Family {
   int stored_bits;  // of relu(conv) until it is normalized
 };
 
+/// Whether the SM90 kernel normalizes what it stored. That takes y's rows to be whole 16-byte chunks.
+bool normalizes_in_place(const Problem& p) {
+  return p.y_layout == Layout::kNDHWC && p.k % kChannelUnit == 0;
+}
+
 /// float16 carries TF32's 10-bit mantissa at twice its rate; float32's accuracy takes the hi/lo split.
 Family family_of(const Problem& p) {
   if (p.dtype == DType::kBFloat16) return {DType::kBFloat16, 1, DType::kBFloat16, 16};
   if (p.dtype == DType::kFloat16) return {DType::kFloat16, 1, DType::kFloat16, 16};
   if (p.precision == Precision::kIEEE) return {DType::kFloat16, 3, DType::kFloat32, 32};
   // 16 bit with a step per channel and tile, where the same kernel normalizes: who transposes knows no tiles.
-  return {DType::kFloat16, 1, DType::kFloat32, p.y_layout == Layout::kNDHWC ? 16 : 32};
+  return {DType::kFloat16, 1, DType::kFloat32, normalizes_in_place(p) ? 16 : 32};
 }
 
 std::string family_text(const Family& f) {
   return concat(name(f.operand), " x ", f.products, " -> ", name(f.output));
 }
 
+/// Share of the tensor cores' products that are wanted: of k-blocks and tiles of 64 channels, the rest is
+/// padding.
+double channel_share(const Problem& p) {
+  constexpr std::int64_t kSmallestTile = 64;
+  const auto filled = [](std::int64_t channels, std::int64_t block) {
+    return static_cast<double>(channels) / static_cast<double>(ceil_div(channels, block) * block);
+  };
+  return filled(group_inputs(p), kBlockInputs) * filled(group_outputs(p), kSmallestTile);
+}
+
+/// The share from which the SM90 kernel was quicker than cuDNN's convolution and our normalization on an
+/// H200, between the shapes on either side that were timed.
+double least_channel_share(const Problem& p) {
+  // Times of ours over the library plan's, for bfloat16 channels_last_3d, tf32, ieee:
+  //   one group,  20 > 100 channels, share 0.24    0.61  0.83  0.45
+  //               24 >   3                 0.018   1.5   1.3   3.0
+  //               32 >   2, stride 2       0.016   2.3   2.0   3.5
+  //   groups of   64 >  64                 1       0.94  0.58  0.13
+  //               32 >  32                 0.25    2.0   0.97  0.26
+  //               16 >  16                 0.06    3.9   2.0   0.49
+  //               64 >  64, stride 2       1       0.03  0.12  0.16
+  //               16 >  16, stride 2       0.06    2.2   0.45  0.63
+  // In multiples of 8, channels of one group have not been compared and always run here.
+  if (p.groups == 1) return std::min(p.c, p.k) < kChannelUnit ? 1.0 / 32 : 0.0;
+  if (p.dtype != DType::kFloat32) return 3.0 / 8;
+  return p.precision == Precision::kIEEE || p.stride != Extent3{1, 1, 1} ? 1.0 / 32 : 1.0 / 4;
+}
+
 /// The first rule of the SM90 kernel on shape and dtype that the problem breaks, or "".
 std::string sm90_shape_obstacle(const Problem& p) {
   if (p.dtype == DType::kFloat64) return "float64 has no tensor-core kernel";
-  if (p.groups != 1) return concat("groups ", p.groups, " is not 1");
-  if (p.c % kChannelMultiple != 0) return concat("input channels ", p.c, " are not a multiple of 8");
-  if (p.k % kChannelMultiple != 0) return concat("output channels ", p.k, " are not a multiple of 8");
+  if (p.groups != 1 && group_outputs(p) % kChannelUnit != 0) {
+    return concat("groups ", p.groups, " leave ", group_outputs(p),
+                  " output channels each, not a multiple of 8");
+  }
+  if (channel_share(p) < least_channel_share(p)) {
+    return concat("channels fill ", 100 * channel_share(p), "% of the tiles, and cuDNN is quicker below ",
+                  100 * least_channel_share(p), "%");
+  }
   const Extent3 out = p.out();
   const std::int64_t largest = std::max({p.n, p.c, p.k, p.in[0], p.in[1], p.in[2], out[0], out[1], out[2]});
   if (largest > kMaxSm90Count || p.positions() > kMaxSm90Count || volume(p.in) > kMaxSm90Count) {
     return concat("an extent or the positions of a sample exceed the kernel's 32-bit coordinates");
+  }
+  constexpr std::int64_t kMaxPadded = std::int64_t{1} << 59;  // elements: as validate allows without padding
+  if (saturating_product(p.n, p.groups) > kMaxSm90Count ||
+      saturating_product(p.groups, operand_channels(p)) > kMaxSm90Count ||
+      saturating_product(p.n, p.groups, operand_channels(p), volume(p.in)) > kMaxPadded ||
+      saturating_product(p.k, operand_channels(p), volume(p.kernel)) > kMaxPadded ||
+      saturating_product(p.n, padded_channels(p.k), p.positions()) > kMaxPadded) {
+    return "groups, or tensors whose channels are padded to multiples of 8, exceed the kernel's counters";
   }
   const std::int64_t phases = saturating_product(std::min(p.stride[0], out[0]), std::min(p.stride[1], out[1]),
                                                  std::min(p.stride[2], out[2]));
@@ -92,12 +138,12 @@ std::string sm90_shape_obstacle(const Problem& p) {
 
 std::int64_t tile_count(const Problem& p, const ConvInstance& instance) {
   return saturating_product(p.n, ceil_div(p.positions(), instance.block_positions),
-                            ceil_div(p.k, instance.block_channels));
+                            channel_tiles(p, instance.block_channels));
 }
 
 /// Estimated cycles of one of a slab's tiles: the slower of the tensor cores and shared memory.
 double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& slab, bool share_taps) {
-  constexpr double kBlockK = 64;          // channels of one pipeline stage: a 128-byte row in 16 bit
+  constexpr double kBlockK = kBlockInputs;
   constexpr double kMacsPerCycle = 2048;  // 16-bit tensor-core multiply-adds of one SM
   // Shared-memory bandwidth of one SM: 128 bytes per cycle, of which 0.92 were seen with one product, 128 x
   // 256.
@@ -107,7 +153,7 @@ double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& s
   const double bc = instance.block_channels;
   const double bp = instance.block_positions;
   const double copies = instance.products == 1 ? 1 : 2;  // hi, or hi and lo
-  const double k_blocks = static_cast<double>(slab.tap_count() * ceil_div(p.c, 64));
+  const double k_blocks = static_cast<double>(slab.tap_count() * ceil_div(group_inputs(p), kBlockInputs));
   const double multiply = k_blocks * bc * bp * kBlockK * instance.products / kMacsPerCycle;
   // TMA writes a k-block once, or x once for all taps that share it; each of the two warpgroups reads its 64
   // channels and its positions per product.
@@ -130,7 +176,7 @@ double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& s
 double estimated_cycles(const Problem& p, const ConvInstance& instance, const std::vector<Slab>& slabs,
                         bool share_taps, int sm_count) {
   const std::int64_t blocks = std::max(sm_count, 1);
-  const std::int64_t k_tiles = ceil_div(p.k, instance.block_channels);
+  const std::int64_t k_tiles = channel_tiles(p, instance.block_channels);
   double cycles = 0;
   std::int64_t begin = 0;
   for (const Slab& slab : slabs) {
@@ -221,6 +267,25 @@ std::string sm90_obstacle(const Problem& p, const Device& device, const std::vec
   return "";
 }
 
+/// How the SM90 plan pads channels and keeps convolution groups apart, "" where nothing of the kind is done.
+std::string channels_text(const Problem& p) {
+  std::string text;
+  const auto add = [&text](const std::string& part) { text += (text.empty() ? "" : "; ") + part; };
+  const std::int64_t inputs = group_inputs(p), padded = operand_channels(p);
+  if (p.groups != 1) {
+    add(concat(p.groups, " groups of ", inputs, " input and ", group_outputs(p),
+               " output channels, in tiles of their own"));
+  }
+  if (padded != inputs) {
+    add(concat(p.groups == 1 ? "input" : "each group's input", " channels padded from ", inputs, " to ",
+               padded));
+  }
+  if (padded_channels(p.k) != p.k) {
+    add(concat("output channels stored beside y, padded from ", p.k, " to ", padded_channels(p.k)));
+  }
+  return text;
+}
+
 /// Position tiles of a window of the launch order, 0 for slab by slab. Phases read the same x; slab by slab,
 /// a large sample's x has left L2 when the next phase comes.
 std::int64_t window_tiles(const Problem& p, const std::vector<Slab>& slabs, const ConvInstance& instance) {
@@ -233,19 +298,21 @@ std::int64_t window_tiles(const Problem& p, const std::vector<Slab>& slabs, cons
   // Places of the order that hold no tile are passed over, but they are counted.
   const std::int64_t window = ceil_div(longest, windows);
   const std::int64_t places = saturating_product(p.n, static_cast<std::int64_t>(slabs.size()),
-                                                 window * windows, ceil_div(p.k, instance.block_channels));
+                                                 window * windows, channel_tiles(p, instance.block_channels));
   return places <= kMaxSm90Count ? window : 0;
 }
 
 Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& instance) {
   Plan plan;
   plan.algorithm = Algorithm::kSm90ImplicitGemm;
-  plan.reason = concat("Hopper, groups 1, channels in eights: ", family_text(family_of(p)));
+  plan.reason = concat("Hopper: ", family_text(family_of(p)));
   plan.instance = instance;
   plan.conv_layout = Layout::kNDHWC;
   plan.activation = instance.output;
-  plan.pack_x = p.x_layout != Layout::kNDHWC || p.dtype == DType::kFloat32 || !p.x_aligned;
-  plan.activation_in_y = p.y_layout == Layout::kNDHWC;
+  plan.pack_x =
+      p.x_layout != Layout::kNDHWC || p.dtype == DType::kFloat32 || !p.x_aligned || !has_operand_channels(p);
+  plan.activation_in_y = normalizes_in_place(p);
+  plan.channels = channels_text(p);
   plan.tile_positions = moment_positions(instance);
   const Cut cut = cheapest_cut(p, instance, device.sm_count);
   plan.split_axes = cut.split_axes;

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/channels.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/group_norm/group_norm.hpp"
 #include "cuda/layout/pack.hpp"
@@ -38,12 +39,12 @@ std::int64_t stat_size(const Problem& problem) {
 
 /// Scratch memory of a forward call on the SM90 plan.
 struct Sm90Workspace {
-  void* x_hi;      // [N,D,H,W,C] operand, where the plan packs x
+  void* x_hi;      // [N,groups,D,H,W,operand_channels] operand, where the plan packs x
   void* x_lo;      // the same, three products only
-  void* w_hi;      // [T*R*S,K,C] operand
+  void* w_hi;      // [T*R*S,K,operand_channels] operand
   void* w_lo;      // the same, three products only
   void* scales;    // operand_scales_bytes
-  void* a;         // [N,Z,P,Q,K] activation dtype, where it does not lie in y
+  void* a;         // [N,Z,P,Q,padded_channels(K)] activation dtype, where it does not lie in y
   void* part;      // [N,tiles,K/granule,2] float
   void* table;     // [N,G,4] float, or [3,N,K] where normalizing is a stage of its own
   void* steps;     // [N,tiles,K] int8, where relu(conv) is stored in fewer bits than y
@@ -55,8 +56,10 @@ struct Sm90Workspace {
     Carver carver(base);
     const std::int64_t operand = size_of(plan.instance->operand);
     const bool split = plan.instance->products == 3;
-    const std::int64_t x_bytes = plan.pack_x ? problem.n * problem.c * volume(problem.in) * operand : 0;
-    const std::int64_t w_bytes = problem.c * problem.k * volume(problem.kernel) * operand;
+    const std::int64_t row_bytes = operand_channels(problem) * operand;
+    const std::int64_t x_bytes =
+        plan.pack_x ? problem.n * problem.groups * volume(problem.in) * row_bytes : 0;
+    const std::int64_t w_bytes = problem.k * volume(problem.kernel) * row_bytes;
     const bool quantized = plan.instance->stored_bits < 8 * size_of(plan.instance->output);
     x_hi = carver.take(x_bytes);
     x_lo = carver.take(split ? x_bytes : 0);
@@ -67,8 +70,9 @@ struct Sm90Workspace {
                        static_cast<std::int64_t>(sizeof(float)));
     table = carver.take((plan.activation_in_y ? 4 * problem.num_groups : 3 * problem.k) * problem.n *
                         static_cast<std::int64_t>(sizeof(float)));
-    a = carver.take(
-        plan.activation_in_y ? 0 : problem.n * problem.k * problem.positions() * size_of(plan.activation));
+    a = carver.take(plan.activation_in_y ? 0
+                                         : problem.n * padded_channels(problem.k) * problem.positions() *
+                                               size_of(plan.activation));
     steps = carver.take(quantized ? problem.n * plan.tiles * problem.k : 0);
     counter_bytes = counter_count(problem) * static_cast<std::int64_t>(sizeof(std::int32_t));
     counters = carver.take(counter_bytes);
@@ -116,6 +120,7 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   ConvTransposeParams conv;
   conv.problem = problem;
   conv.x_hi = plan.pack_x ? workspace.x_hi : tensors.x;
+  conv.x_packed = plan.pack_x;
   conv.x_lo = workspace.x_lo;
   conv.w_hi = workspace.w_hi;
   conv.w_lo = workspace.w_lo;
@@ -144,6 +149,7 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   normalize.a_layout = plan.conv_layout;
   normalize.y_layout = problem.y_layout;
   normalize.a = workspace.a;
+  normalize.a_pitch = padded_channels(problem.k);
   normalize.table = table;
   normalize.y = tensors.y;
   launch_group_norm_normalize(normalize, stream);

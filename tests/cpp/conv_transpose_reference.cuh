@@ -46,7 +46,7 @@ class DeviceBuffer {
   std::size_t count_;
 };
 
-/// relu(conv_transpose(x, w) + bias) in double: x [N,D,H,W,C], w [T*R*S,K,C], y [N,Z,P,Q,K].
+/// relu(conv_transpose(x, w) + bias) in double: x [N,D,H,W,C], w [T*R*S,K,C/groups], y [N,Z,P,Q,K].
 static __global__ void reference_kernel(const double* x, const double* w, const double* bias, double* y,
                                         Problem problem, Extent3 out) {
   const std::int64_t index = std::int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -59,6 +59,8 @@ static __global__ void reference_kernel(const double* x, const double* w, const 
   rest /= out[1];
   const std::int64_t z = rest % out[0];
   const std::int64_t n = rest / out[0];
+  const std::int64_t channels = problem.c / problem.groups;
+  const std::int64_t first_channel = k / (problem.k / problem.groups) * channels;
   double sum = bias[k];
   for (std::int64_t t = 0; t < problem.kernel[0]; ++t) {
     const std::int64_t d = z + problem.padding[0] - t;
@@ -70,14 +72,28 @@ static __global__ void reference_kernel(const double* x, const double* w, const 
         const std::int64_t v = q + problem.padding[2] - s;
         if (v < 0 || v >= problem.in[2]) continue;
         const double* pixel =
-            x + (((n * problem.in[0] + d) * problem.in[1] + h) * problem.in[2] + v) * problem.c;
+            x + (((n * problem.in[0] + d) * problem.in[1] + h) * problem.in[2] + v) * problem.c +
+            first_channel;
         const double* tap =
-            w + (((t * problem.kernel[1] + r) * problem.kernel[2] + s) * problem.k + k) * problem.c;
-        for (std::int64_t c = 0; c < problem.c; ++c) sum += pixel[c] * tap[c];
+            w + (((t * problem.kernel[1] + r) * problem.kernel[2] + s) * problem.k + k) * channels;
+        for (std::int64_t c = 0; c < channels; ++c) sum += pixel[c] * tap[c];
       }
     }
   }
   y[index] = sum < 0 ? 0 : sum;
+}
+
+/// Rows [rows,groups,channels] as [outer,groups,rows/outer,pitch], zeros behind each row's channels.
+inline std::vector<double> packed(const std::vector<double>& from, std::int64_t outer, std::int64_t groups,
+                                  std::int64_t channels, std::int64_t pitch) {
+  const std::int64_t rows = static_cast<std::int64_t>(from.size()) / (groups * channels),
+                     inner = rows / outer;
+  std::vector<double> to(rows * groups * pitch);
+  for (std::int64_t i = 0; i < static_cast<std::int64_t>(from.size()); ++i) {
+    const std::int64_t row = i / (groups * channels), group = i / channels % groups;
+    to[((row / inner * groups + group) * inner + row % inner) * pitch + i % channels] = from[i];
+  }
+  return to;
 }
 
 inline std::uint64_t next_random(std::uint64_t& state) {  // xorshift64

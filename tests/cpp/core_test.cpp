@@ -439,8 +439,8 @@ void test_library_selection() {
          "stride");
   expect(!has(reason([](Problem& p, Device&) { p.stride = {3, 3, 3}; }), "stride"), "27 phases");
   expect(has(reason([](Problem& p, Device&) { p.dilation = {16, 1, 1}; }), "im2col"), "taps 32 inputs apart");
-  expect(has(reason([](Problem& p, Device&) { p.groups = 2; }), "groups 2 is not 1"), "groups");
-  expect(has(reason([](Problem& p, Device&) { p.c = 60; }), "input channels 60"), "channels");
+  expect(has(reason([](Problem& p, Device&) { p.groups = 64; }), "groups 64 leave 2 output channels each"),
+         "groups of 2 output channels");
   expect(has(reason([](Problem& p, Device&) { p.dtype = DType::kFloat64; }), "float64"), "float64");
   expect(has(reason([](Problem&, Device& d) { d.compute_capability = 100; }), "10.0 is not 9.0"),
          "Blackwell");

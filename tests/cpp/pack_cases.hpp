@@ -45,6 +45,7 @@ struct Case {
   std::int64_t x_offset;  // elements by which x is off its 256-byte boundary
   bool rejects = false;   // the assumed scales do not fit x
   bool pack_x = true;
+  std::int64_t groups = 1;  // of the convolution
 };
 
 inline Problem problem_of(const Case& test) {
@@ -56,25 +57,26 @@ inline Problem problem_of(const Case& test) {
   problem.kernel = test.kernel;
   problem.dtype = test.dtype;
   problem.x_layout = test.x_layout;
+  problem.groups = test.groups;
   return problem;
 }
 
-/// Strides of w [C,K,T,R,S], and by return the elements of its storage.
+/// Strides of w [C,K/groups,T,R,S], and by return the elements of its storage.
 inline std::int64_t weight_strides(const Case& test, std::int64_t (&stride)[5]) {
   const auto [t, r, s] = test.kernel;
-  const std::int64_t taps = t * r * s;
+  const std::int64_t taps = t * r * s, columns = test.k / test.groups;
   if (test.w_layout == WeightLayout::kChannelsLast) {
-    const std::int64_t strides[5] = {test.k * taps, 1, r * s * test.k, s * test.k, test.k};
+    const std::int64_t strides[5] = {columns * taps, 1, r * s * columns, s * columns, columns};
     std::copy(strides, strides + 5, stride);
   } else if (test.w_layout == WeightLayout::kContiguous) {
-    const std::int64_t strides[5] = {test.k * taps, taps, r * s, s, 1};
+    const std::int64_t strides[5] = {columns * taps, taps, r * s, s, 1};
     std::copy(strides, strides + 5, stride);
-  } else {  // every second element along S of a tensor stored as [K,C,T,R,2S]
+  } else {  // every second element along S of a tensor stored as [K/groups,C,T,R,2S]
     const std::int64_t strides[5] = {2 * taps, 2 * taps * test.c, 2 * r * s, 2 * s, 2};
     std::copy(strides, strides + 5, stride);
-    return 2 * test.c * test.k * taps;
+    return 2 * test.c * columns * taps;
   }
-  return test.c * test.k * taps;
+  return test.c * columns * taps;
 }
 
 inline std::int64_t x_index(const Case& test, std::int64_t n, std::int64_t c, std::int64_t p) {
@@ -83,11 +85,17 @@ inline std::int64_t x_index(const Case& test, std::int64_t n, std::int64_t c, st
                                          : (n * positions + p) * test.c + c;
 }
 
+/// First input channel of output channel k's group.
+inline std::int64_t group_channel(const Case& test, std::int64_t k) {
+  return k / (test.k / test.groups) * (test.c / test.groups);
+}
+
+/// \param c input channel, \param k output channel of the same group
 inline std::int64_t w_index(const Case& test, const std::int64_t (&stride)[5], std::int64_t c, std::int64_t k,
                             std::int64_t tap) {
   const std::int64_t r = test.kernel[1], s = test.kernel[2];
-  return c * stride[0] + k * stride[1] + tap / (r * s) * stride[2] + tap / s % r * stride[3] +
-         tap % s * stride[4];
+  return c * stride[0] + k % (test.k / test.groups) * stride[1] + tap / (r * s) * stride[2] +
+         tap / s % r * stride[3] + tap % s * stride[4];
 }
 
 inline void fill(std::vector<std::uint16_t>& values, const Case&, std::mt19937& random) {
@@ -206,7 +214,8 @@ inline HostScales reference_scales(const Case& test, const std::int64_t (&stride
   }
   for (std::int64_t k = 0; k < test.k; ++k) {
     int largest = kNone;
-    for (std::int64_t c = 0; c < test.c; ++c) {
+    for (std::int64_t i = 0; i < test.c / test.groups; ++i) {
+      const std::int64_t c = group_channel(test, k) + i;
       for (std::int64_t tap = 0; tap < taps; ++tap) {
         const int own = reach(w[w_index(test, stride, c, k, tap)], kNone);
         if (own != kNone) largest = std::max(largest, own - scales.channel[c]);

@@ -22,6 +22,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "core/channels.hpp"
 #include "cuda/check.hpp"
 #include "cuda/layout/pack.hpp"
 #include "gpu_test.hpp"
@@ -77,15 +78,18 @@ void compare_value(std::uint16_t bits, double expected, const Case& test, const 
                            "] must be " + std::to_string(expected) + "; got " + std::to_string(got));
 }
 
-/// Every element of a packed tensor; `expected(row, c)` yields its two halves.
+/// Every element of a packed tensor; `expected(row, c)` yields its two halves, of which those behind the
+/// group's channels are zeros.
 template <class Expected>
 void compare_packed(const Case& test, const char* array, std::int64_t rows,
                     const std::vector<std::uint16_t>& hi, const std::vector<std::uint16_t>& lo,
                     const Expected& expected) {
+  const std::int64_t channels = test.c / test.groups;
+  const std::int64_t pitch = upconv3d::operand_channels(problem_of(test));
   for (std::int64_t row = 0; row < rows; ++row) {
-    for (std::int64_t c = 0; c < test.c; ++c) {
-      const std::int64_t i = row * test.c + c;
-      const HostSplit reference = expected(row, c);
+    for (std::int64_t c = 0; c < pitch; ++c) {
+      const std::int64_t i = row * pitch + c;
+      const HostSplit reference = c < channels ? expected(row, c) : HostSplit{0.0, 0.0};
       compare_value(hi[i], reference.hi, test, array, i);
       if (test.products == 3) compare_value(lo[i], reference.lo, test, array, i);
     }
@@ -121,9 +125,10 @@ template <class T>
 void run_case(const Case& test, std::mt19937& random) {
   const Problem problem = problem_of(test);
   const std::int64_t positions = upconv3d::volume(test.in), taps = upconv3d::volume(test.kernel);
-  const std::int64_t x_count = test.n * test.c * positions, w_count = test.c * test.k * taps;
+  const std::int64_t channels = test.c / test.groups, pitch = upconv3d::operand_channels(problem);
+  const std::int64_t x_count = test.n * test.groups * positions * pitch, w_count = test.k * taps * pitch;
   PackParams params;
-  std::vector<T> x(x_count), w(weight_strides(test, params.w_strides));
+  std::vector<T> x(test.n * test.c * positions), w(weight_strides(test, params.w_strides));
   fill(x, test, random);
   fill(w, test, random);
   if constexpr (std::is_same_v<T, float>) {
@@ -160,11 +165,18 @@ void run_case(const Case& test, std::mt19937& random) {
     return;
   }
 
+  // Rows of packed x are (sample, group, position), of packed w (tap, output channel); c is within the group.
+  const auto x_channel = [&](std::int64_t row, std::int64_t c) {
+    return row / positions % test.groups * channels + c;
+  };
+  const auto w_channel = [&](std::int64_t row, std::int64_t c) {
+    return group_channel(test, row % test.k) + c;
+  };
   const auto x_at = [&](std::int64_t row, std::int64_t c) {
-    return x[x_index(test, row / positions, c, row % positions)];
+    return x[x_index(test, row / positions / test.groups, x_channel(row, c), row % positions)];
   };
   const auto w_at = [&](std::int64_t row, std::int64_t c) {
-    return w[w_index(test, params.w_strides, c, row % test.k, row / test.k)];
+    return w[w_index(test, params.w_strides, w_channel(row, c), row % test.k, row / test.k)];
   };
   if constexpr (std::is_same_v<T, float>) {
     const HostScales scales = reference_scales(test, params.w_strides, x, w);
@@ -174,25 +186,34 @@ void run_case(const Case& test, std::mt19937& random) {
     compare_exponents(test, "channel", params.scales.channel, scales.channel, 1);
     compare_exponents(test, "unscale_sample", params.scales.unscale_sample, scales.sample, -1);
     compare_exponents(test, "unscale_column", params.scales.unscale_column, scales.column, -1);
-    compare_packed(test, "x", test.n * positions, x_hi.download(), x_lo.download(),
+    compare_packed(test, "x", test.n * test.groups * positions, x_hi.download(), x_lo.download(),
                    [&](std::int64_t row, std::int64_t c) {
-                     return split(x_at(row, c), scales.sample[row / positions] + scales.channel[c],
-                                  test.products);
+                     return split(
+                         x_at(row, c),
+                         scales.sample[row / positions / test.groups] + scales.channel[x_channel(row, c)],
+                         test.products);
                    });
     compare_packed(
         test, "w", taps * test.k, w_hi.download(), w_lo.download(), [&](std::int64_t row, std::int64_t c) {
-          return split(w_at(row, c), scales.column[row % test.k] - scales.channel[c], test.products);
+          return split(w_at(row, c), scales.column[row % test.k] - scales.channel[w_channel(row, c)],
+                       test.products);
         });
   } else {
     const std::vector<std::uint16_t> packed_x = x_hi.download(), packed_w = w_hi.download();
     for (std::int64_t i = 0; i < x_count; ++i) {
-      const std::uint16_t expected = test.pack_x ? x_at(i / test.c, i % test.c) : kPoison;
-      require(packed_x[i] == expected, test, "x[" + std::to_string(i) + "] differs");
+      const std::uint16_t value = i % pitch < channels ? x_at(i / pitch, i % pitch) : 0;
+      require(packed_x[i] == (test.pack_x ? value : kPoison), test, "x[" + std::to_string(i) + "] differs");
     }
     for (std::int64_t i = 0; i < w_count; ++i) {
-      require(packed_w[i] == w_at(i / test.c, i % test.c), test, "w[" + std::to_string(i) + "] differs");
+      const std::uint16_t value = i % pitch < channels ? w_at(i / pitch, i % pitch) : 0;
+      require(packed_w[i] == value, test, "w[" + std::to_string(i) + "] differs");
     }
   }
+}
+
+Case grouped(std::int64_t groups, Case test) {
+  test.groups = groups;
+  return test;
 }
 
 std::vector<Case> cases() {
@@ -290,6 +311,44 @@ std::vector<Case> cases() {
        0,
        false,
        false},
+      {"f32 NCDHW, C 1, K 1", 2, 1, 1, {3, 4, 5}, {3, 3, 3}, kF32, 1, kFirst, kDense, kUniform, 0},
+      {"f32 NDHWC, C 3", 2, 3, 20, {3, 4, 5}, {3, 3, 3}, kF32, 3, kLast, kWLast, kMany, 0, true},
+      {"f32 NDHWC, C 20", 2, 20, 2, {3, 4, 5}, {3, 3, 3}, kF32, 1, kLast, kDense, kUniform, 0},
+      {"f32 NCDHW, C 100", 2, 100, 3, {3, 4, 5}, {1, 2, 3}, kF32, 3, kFirst, kDense, kMany, 0, true},
+      {"bf16 NDHWC, C 1", 2, 1, 3, {3, 4, 5}, {3, 3, 3}, kBF16, 1, kLast, kDense, kUniform, 0},
+      {"bf16 NDHWC, C 20", 3, 20, 100, {3, 4, 5}, {2, 2, 2}, kBF16, 1, kLast, kWLast, kUniform, 0},
+      {"f16 NDHWC, C 100, misaligned", 2, 100, 8, {7, 4, 5}, {1, 1, 1}, kF16, 1, kLast, kDense, kUniform, 1},
+      {"bf16 NCDHW, C 3", 3, 3, 20, {3, 4, 5}, {3, 3, 3}, kBF16, 1, kFirst, kDense, kUniform, 0},
+      grouped(
+          2, {"f32 first, 2 groups", 2, 144, 32, {5, 5, 6}, {3, 2, 1}, kF32, 3, kFirst, kDense, kUniform, 0}),
+      grouped(4,
+              {"f32 first, of 3", 3, 12, 32, {3, 5, 6}, {3, 2, 1}, kF32, 1, kFirst, kSliced, kMany, 3, true}),
+      grouped(2, {"f32, 2 groups", 3, 72, 16, {3, 5, 6}, {3, 2, 1}, kF32, 1, kLast, kWLast, kMany, 0, true}),
+      grouped(4,
+              {"f32, 4 groups of 5", 2, 20, 64, {3, 5, 6}, {1, 2, 3}, kF32, 3, kLast, kDense, kUniform, 0}),
+      grouped(
+          2,
+          {"f32, 2 groups of 516", 2, 1032, 16, {3, 3, 3}, {1, 1, 1}, kF32, 1, kLast, kDense, kUniform, 0}),
+      grouped(2, {"f32, 2 groups, small",
+                  3,
+                  24,
+                  16,
+                  {3, 4, 5},
+                  {3, 3, 3},
+                  kF32,
+                  3,
+                  kLast,
+                  kDense,
+                  kSample,
+                  0,
+                  true}),
+      grouped(
+          2,
+          {"bf16 first, 2 groups", 2, 144, 32, {5, 5, 6}, {3, 2, 1}, kBF16, 1, kFirst, kWLast, kUniform, 0}),
+      grouped(4,
+              {"bf16, 4 groups of 8", 3, 32, 64, {5, 5, 6}, {3, 2, 1}, kBF16, 1, kLast, kDense, kUniform, 0}),
+      grouped(3,
+              {"f16, 3 groups of 5", 3, 15, 24, {5, 5, 6}, {1, 2, 1}, kF16, 1, kLast, kSliced, kUniform, 0}),
       {"f32, no samples", 0, 16, 24, {4, 4, 4}, {2, 2, 2}, kF32, 1, kLast, kDense, kUniform, 0, false, true},
   };
 }

@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-/// conv_transpose_relu_group_norm_sm90: the forward pass after packing, for groups 1.
+/// conv_transpose_relu_group_norm_sm90: the forward pass after packing.
 ///
-///   x     [N,D,H,W,C]                 operand  read through TMA im2col
-///   w     [T*R*S,K,C]                 operand  packed by layout/pack
+///   x     [N,D,H,W,C]                 operand  read through TMA im2col; or packed by layout/pack as
+///         [N,groups,D,H,W,channels]            channels of a group, zeros up to a multiple of 8
+///   w     [T*R*S,K,channels]          operand  packed by layout/pack
 ///   a     [N,Z,P,Q,K]                 output   relu(conv + bias), then y: normalized in place
 ///   part  [N,moments,K/granule,2]     float    (mean, M2) of the *rounded* relu(conv)
 ///   table [N,G,4]                     float    mean, rest of the mean, 1/sqrt(var + eps)
 ///
-/// Where y is to be [N,K,Z,P,Q] this kernel ends with the moments, as channel_table [3,N,K]; normalizing and
-/// transposing is then group_norm_normalize's work.
+/// Where y is to be [N,K,Z,P,Q], or its rows are no whole 16-byte chunks, a is scratch memory of rows that
+/// are, and this kernel ends with the moments, as channel_table [3,N,K]; normalizing and transposing is then
+/// group_norm_normalize's work.
 ///
 /// An implicit GEMM whose rows are output channels (gemm_m = K) and whose columns are output positions of one
-/// sample (gemm_n = Z*P*Q), reduced over taps and input channels (gemm_k = T*R*S*C).
+/// sample (gemm_n = Z*P*Q), reduced over taps and input channels (gemm_k = T*R*S*C); of each convolution
+/// group, where there are several.
 ///
 /// Tiles belong to slabs: boxes of positions of one phase of the stride, which the same taps reach
 /// (core/border_slabs.hpp). Zeros that a stride inserts, and padding, are thus not multiplied. A tile never
@@ -41,6 +44,7 @@
 #include "cutlass/arch/reg_reconfig.h"
 
 #include "core/border_slabs.hpp"
+#include "core/channels.hpp"
 #include "core/index_math.hpp"
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
@@ -193,7 +197,9 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
                            ". select_plan must cut fewer axes.");
   }
   const void* const x[2] = {params.x_hi, params.x_lo};
-  const std::int64_t k_tiles = ceil_div(problem.k, Traits::BLK_K);
+  const std::int64_t k_tiles = channel_tiles(problem, Traits::BLK_K);
+  const std::int64_t x_samples = params.x_packed ? problem.n * problem.groups : problem.n;
+  const std::int64_t x_channels = params.x_packed ? operand_channels(problem) : problem.c;
   std::int64_t tiles = 0, moments = 0;
   int shared_rows = 0;
   for (const Slab& from : slabs) {
@@ -206,12 +212,12 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
       shared_rows = std::max(shared_rows, rows);
     }
     for (int split = 0; split < Traits::SPLITS; ++split) {
-      slab.x[split] =
-          encode_slab_input(problem, from, operand, x[split], Traits::BLK_POS + rows, Traits::BLK_C);
+      slab.x[split] = encode_slab_input(problem, from, operand, x[split], x_samples, x_channels,
+                                        Traits::BLK_POS + rows, Traits::BLK_C);
     }
     // Unorm16 is 16 bit in rows of twice as many.
     const DType element = Traits::QUANTIZED ? DType::kFloat16 : output;
-    const std::int64_t channels = Traits::QUANTIZED ? 2 * problem.k : problem.k;
+    const std::int64_t channels = Traits::QUANTIZED ? 2 * to.pitch : to.pitch;
     slab.a =
         encode_slab_output(problem, from, element, channels, params.a,
                            kStagePositions<typename Traits::Stored>, kPanelChannels<typename Traits::Stored>);
@@ -222,11 +228,11 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
     slab.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
     slab.height = cutlass::FastDivmod(static_cast<int>(from.extent[1]));
     slab.positions = static_cast<int>(from.positions());
-    const int c_blocks = static_cast<int>(ceil_div(problem.c, Traits::BLK_C));
-    // Where no tap reaches, the one k-block behind the last: x and w are zeros there.
+    // Where no tap reaches, the one k-block behind the last of all groups: x and w are zeros there.
     const bool reached = from.tap_count() > 0;
-    slab.c_begin = reached ? 0 : c_blocks;
-    slab.c_end = reached ? c_blocks : c_blocks + 1;
+    slab.c_begin = reached ? 0 : static_cast<int>(ceil_div(x_channels, Traits::BLK_C));
+    slab.c_end =
+        reached ? static_cast<int>(ceil_div(group_inputs(problem), Traits::BLK_C)) : slab.c_begin + 1;
     const InputBox box = input_box(problem, from);
     for (int axis = 0; axis < 3; ++axis) {
       slab.corner[axis] = static_cast<int>(box.lower[axis]);
@@ -263,6 +269,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
   }
   to.rings = ring_shape<Traits>(shared_rows);
   to.k_tiles = cutlass::FastDivmod(static_cast<int>(k_tiles));
+  to.group_k_tiles = cutlass::FastDivmod(static_cast<int>(k_tiles / problem.groups));
   to.tiles_per_sample = cutlass::FastDivmod(static_cast<int>(tiles));
   to.order_per_sample = cutlass::FastDivmod(static_cast<int>(order));
   to.order_size = static_cast<int>(order * problem.n);
@@ -274,14 +281,18 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   using Output = typename Traits::Output;
   const Problem& problem = params.problem;
   KernelParams<Traits> to{};
+  to.normalizes = params.channel_table == nullptr;
+  to.pitch = static_cast<int>(to.normalizes ? problem.k : padded_channels(problem.k));
   fill_slabs(params, operand, output, to);
   const void* const w[2] = {params.w_hi, params.w_lo};
   for (int split = 0; split < Traits::SPLITS; ++split) {
     to.w[split] = encode_w(problem, operand, w[split], Traits::BLK_K, Traits::BLK_C);
   }
   if constexpr (!Traits::QUANTIZED) {
-    to.item = encode_output_rows(problem, output, params.a, Traits::ITEM_POS,
-                                 kPanelChannels<typename Traits::Stored>);
+    if (to.normalizes) {
+      to.item = encode_output_rows(problem, output, params.a, Traits::ITEM_POS,
+                                   kPanelChannels<typename Traits::Stored>);
+    }
   }
   const Extent3 out = problem.out();
   for (int axis = 0; axis < 3; ++axis) {
@@ -290,8 +301,10 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   }
   to.samples = static_cast<int>(problem.n);
   to.k = static_cast<int>(problem.k);
+  to.x_groups = params.x_packed ? static_cast<int>(problem.groups) : 1;
+  to.group_k = cutlass::FastDivmod(static_cast<int>(group_outputs(problem)));
+  to.group_c = static_cast<int>(group_inputs(problem));
   to.a = static_cast<Output*>(params.a);
-  to.normalizes = params.channel_table == nullptr;
   to.bias = static_cast<const Output*>(params.bias);
   to.unscale_sample = params.unscale_sample;
   to.unscale_column = params.unscale_column;

@@ -15,16 +15,19 @@ namespace upconv3d::cuda {
 
 struct ConvTransposeParams {
   Problem problem;
-  const void* x_hi = nullptr;                    // [N,D,H,W,C] operand, 16-byte aligned
-  const void* x_lo = nullptr;                    // the same, three products only
-  const void* w_hi = nullptr;                    // [T*R*S,K,C] operand
+  const void* x_hi = nullptr;                    // [N,D,H,W,C] operand, 16-byte aligned, or packed:
+  bool x_packed = false;                         // [N,groups,D,H,W,operand_channels] operand
+  const void* x_lo = nullptr;                    // as x_hi, three products only
+  const void* w_hi = nullptr;                    // [T*R*S,K,operand_channels] operand
   const void* w_lo = nullptr;                    // the same, three products only
   const void* bias = nullptr;                    // [K] dtype, or null
   const std::int32_t* unscale_sample = nullptr;  // [N] exponents, or null where operands are unscaled
   const std::int32_t* unscale_column = nullptr;  // [K] exponents, or null
   const void* gamma = nullptr;                   // [K] dtype, or null for 1
   const void* beta = nullptr;                    // [K] dtype, or null for 0
-  void* a = nullptr;  // [N,Z,P,Q,K] dtype, written: y, or relu(conv + bias) where channel_table is given
+  // [N,Z,P,Q,K] dtype, written: y; or where channel_table is given relu(conv + bias),
+  // [N,Z,P,Q,padded_channels(K)].
+  void* a = nullptr;
   // Scratch memory, 256-byte aligned; moments, granules: see Plan.
   float* part = nullptr;           // [N,moments,granules,2]: (mean, M2) of relu(conv + bias) as stored
   float* table = nullptr;          // [N,G,4]: mean, rest of the mean, 1/sqrt(var + eps), unused

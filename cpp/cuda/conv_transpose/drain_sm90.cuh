@@ -6,7 +6,7 @@
 ///
 /// Where the kernel itself normalizes, relu(conv) lies where the result will lie, so that this takes no
 /// memory of its own. Unorm16 takes half the room of the float32 it becomes; it lies at the beginning of the
-/// memory of its position's BLK_K channels, which one warp reads and then overwrites.
+/// memory of its position's channels of a tile, which one warp reads and then overwrites.
 #pragma once
 
 #include <cstdint>
@@ -78,6 +78,8 @@ CUTLASS_DEVICE RunningMoments shifted_moments(float count, float pivot, float su
 struct HalfTile {
   int n;         // sample
   int channel;   // first of 64
+  int stored;    // where that lies in its row, in Stored
+  int end;       // of the tile's group's channels
   int position;  // first of WG_POS within the slab
   int valid;     // positions inside the slab, at most WG_POS; may be negative
   int moment;    // index of its partial moments
@@ -95,19 +97,22 @@ struct Drain {
     HalfTile half;
     half.n = tile.n;
     half.channel = tile.channel + warpgroup % Traits::WARPGROUPS_K * 64;
+    half.stored = stored_channel(tile.channel, half.channel);
+    half.end = channel_end(params, tile.channel);
     half.position = tile.position + warpgroup / Traits::WARPGROUPS_K * WG_POS;
     half.valid = min(WG_POS, slab.positions - half.position);
     half.moment = slab.first_moment + half.position / WG_POS;
     return half;
   }
 
-  /// TMA stores of all whole buffers; a buffer that ends beyond the slab would reach
-  /// the next sample, so its positions are stored by threads.
+  /// TMA stores of all whole buffers. One that ends beyond the slab would reach the next sample, and one of
+  /// channels that end amid a panel the next convolution group; those are stored by threads.
   CUTLASS_DEVICE static void store(KernelParams<Traits> const& params, KernelSlab<Traits> const& slab,
                                    HalfTile const& half, char const* staging) {
     constexpr int kPositions = kStagePositions<Stored>;
     constexpr int kChannels = kPanelChannels<Stored>;
-    int const whole = half.valid / kPositions;
+    bool const amid_panel = half.end < params.k && (half.end - half.channel) % kChannels != 0;
+    int const whole = amid_panel ? 0 : half.valid / kPositions;
     if (threadIdx.x % 32 == 0) {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int stage = 0; stage < whole; ++stage) {
@@ -116,10 +121,10 @@ struct Drain {
         CUTLASS_PRAGMA_UNROLL
         for (int panel = 0; panel < 64 / kChannels; ++panel) {
           int const channel = half.channel + panel * kChannels;
-          if (channel >= params.k) continue;
+          if (channel >= half.end) continue;
           cute::SM90_TMA_STORE_IM2COL_5D::copy(&slab.a,
                                                staging + stage * kStageBytes + panel * (kStageBytes / 2),
-                                               stored_channel(channel), q, p, z, half.n);
+                                               half.stored + panel * kChannels, q, p, z, half.n);
         }
       }
       cute::tma_store_arrive();
@@ -129,19 +134,18 @@ struct Drain {
     for (int i = whole * kPositions * kChunks + threadIdx.x % 32; i < half.valid * kChunks; i += 32) {
       int const position = i / kChunks, chunk = i % kChunks;
       int const channel = half.channel + chunk * kVector;
-      if (channel >= params.k) continue;
+      if (channel >= half.end) continue;
       std::int64_t const pixel =
           half.n * std::int64_t(pixels(params)) + pixel_of(params, slab, half.position + position);
-      Stored* const row = reinterpret_cast<Stored*>(params.a + pixel * params.k);
-      *reinterpret_cast<uint4*>(row + stored_channel(channel)) =
+      Stored* const row = reinterpret_cast<Stored*>(params.a + pixel * params.pitch);
+      *reinterpret_cast<uint4*>(row + half.stored + chunk * kVector) =
           *reinterpret_cast<uint4 const*>(staging + staged_chunk<Stored>(position, chunk));
     }
   }
 
-  /// Where a channel of a position lies, in Stored.
-  CUTLASS_DEVICE static int stored_channel(int channel) {
-    return Traits::QUANTIZED ? channel / Traits::BLK_K * 2 * Traits::BLK_K + channel % Traits::BLK_K
-                             : channel;
+  /// Where a channel of the tile that begins with channel `tile` lies in its row, in Stored.
+  CUTLASS_DEVICE static int stored_channel(int tile, int channel) {
+    return Traits::QUANTIZED ? tile + channel : channel;
   }
 
   CUTLASS_DEVICE static int pixels(KernelParams<Traits> const& params) {
@@ -192,7 +196,7 @@ struct Drain {
     std::int64_t const row = std::int64_t(half.n) * params.moments + half.moment;
     CUTLASS_PRAGMA_UNROLL
     for (int c = threadIdx.x % 32; c < 64; c += 32) {
-      if (half.channel + c < params.k) params.steps[row * params.k + half.channel + c] = steps[c];
+      if (half.channel + c < half.end) params.steps[row * params.k + half.channel + c] = steps[c];
     }
   }
 
@@ -225,7 +229,7 @@ struct Drain {
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVector; ++i) {
-      if (first_row && (channel + i) % granule == 0 && channel + i < params.k) {
+      if (first_row && (channel + i) % granule == 0 && channel + i < half.end) {
         write_moments(params, half, channel + i, moments[i]);
       }
     }

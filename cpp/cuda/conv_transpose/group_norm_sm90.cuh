@@ -170,7 +170,7 @@ class GroupNormWorker {
       item.slab = 0;
       item.position = params_.k_tiles.divmod(k_tile, index) * Traits::ITEM_POS;
     }
-    item.channel = k_tile * Traits::BLK_K;
+    item.channel = tile_channel(params_, k_tile);
     return item;
   }
 
@@ -322,7 +322,7 @@ class GroupNormWorker {
     char* const to = buffers + slot * Traits::ITEM_BYTES;
     CUTLASS_PRAGMA_UNROLL
     for (int panel = 0; panel < Traits::BLK_K / kPanel; ++panel) {
-      int const channel = Drain<Traits>::stored_channel(item.channel) + panel * kPanel;
+      int const channel = Drain<Traits>::stored_channel(item.channel, item.channel) + panel * kPanel;
       if constexpr (Traits::QUANTIZED) {
         Slab const& slab = params_.slabs[item.slab];
         // An im2col load must begin inside the slab, also that of an item which lies beyond it whole.
@@ -349,7 +349,7 @@ class GroupNormWorker {
     int const lane = threadIdx.x % 32;
     int const chunk = lane % kChunks;
     int const channel = item.channel + chunk * kVector;
-    bool const inside = channel < params_.k;
+    bool const inside = channel < channel_end(params_, item.channel);
     if (inside) load_maps(item.sample, channel);
     int count, pixel;  // a lane finds one position's place, for all
     float step[kVector];

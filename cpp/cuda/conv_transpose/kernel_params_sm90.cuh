@@ -165,11 +165,16 @@ struct KernelParams {
   CUtensorMap w[Traits::SPLITS];
   CUtensorMap item;  // a as [N,Z*P*Q,K]: boxes that are normalized; not for Unorm16
   int num_slabs;
-  int kernel[3];                         // T,R,S
-  int out[3];                            // Z,P,Q
-  int samples;                           // N
-  int k;                                 // output channels
-  cutlass::FastDivmod k_tiles;           // ceil(K / BLK_K)
+  int kernel[3];                      // T,R,S
+  int out[3];                         // Z,P,Q
+  int samples;                        // N
+  int k;                              // output channels K
+  int pitch;                          // channels of a row of a: K, or more where normalizing is not done here
+  int x_groups;                       // groups that x holds apart, as samples; else they share its rows
+  cutlass::FastDivmod group_k;        // output channels of a convolution group
+  int group_c;                        // input channels of one
+  cutlass::FastDivmod group_k_tiles;  // ceil(group_k / BLK_K): a tile's channels are one group's
+  cutlass::FastDivmod k_tiles;        // of all groups
   cutlass::FastDivmod tiles_per_sample;  // k_tiles * pos_tiles of all slabs
   cutlass::FastDivmod order_per_sample;  // places in the launch order, of which tiles_per_sample hold a tile
   cutlass::FastDivmod order_per_window;  // the same per window, where the order has windows
@@ -178,7 +183,7 @@ struct KernelParams {
   int order_size;                        // places of all samples
   int tile_blocks;                       // blocks that compute tiles to the end
   RingShape rings;
-  Output* a;           // [N,Z,P,Q,K] relu(conv) as Stored, and then y if this kernel normalizes
+  Output* a;           // [N,Z,P,Q,pitch] relu(conv) as Stored, and then y if this kernel normalizes
   bool normalizes;     // else group_norm_normalize does, from channel_table
   Output const* bias;  // [K], or null
   std::int32_t const* unscale_sample;  // [N] exponents, float32 output only
@@ -211,6 +216,25 @@ struct TileCoord {
   int position;  // first position within the slab
 };
 
+/// First output channel of a tile.
+template <class Traits>
+CUTLASS_DEVICE int tile_channel(KernelParams<Traits> const& params, int k_tile) {
+  int k_tile_of_group;
+  int const group = params.group_k_tiles.divmod(k_tile_of_group, k_tile);
+  return group * params.group_k.divisor + k_tile_of_group * Traits::BLK_K;
+}
+
+/// The convolution group of output channel `channel`, and the end of that group's channels: what a tile
+/// computes beyond is neither its group's nor anyone's.
+template <class Traits>
+CUTLASS_DEVICE int group_of(KernelParams<Traits> const& params, int channel) {
+  return params.group_k.div(channel);
+}
+template <class Traits>
+CUTLASS_DEVICE int channel_end(KernelParams<Traits> const& params, int channel) {
+  return (group_of(params, channel) + 1) * params.group_k.divisor;
+}
+
 /// Where tile `local` of a sample lies. Slab by slab, channels innermost, so that neighbours share x in L2.
 template <class Traits>
 CUTLASS_DEVICE TileCoord tile_of_sample(KernelParams<Traits> const& params, int n, int local) {
@@ -220,7 +244,7 @@ CUTLASS_DEVICE TileCoord tile_of_sample(KernelParams<Traits> const& params, int 
   while (coord.slab + 1 < params.num_slabs && local >= params.slabs[coord.slab + 1].first_tile) ++coord.slab;
   int k_tile;
   int const pos_tile = params.k_tiles.divmod(k_tile, local - params.slabs[coord.slab].first_tile);
-  coord.channel = k_tile * Traits::BLK_K;
+  coord.channel = tile_channel(params, k_tile);
   coord.position = pos_tile * Traits::BLK_POS;
   return coord;
 }

@@ -46,6 +46,9 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
     int const next_tile = last ? params.order_size : int(gridDim.x) + atomicAdd(params.next_tile, 1);
 
     KernelSlab<Traits> const& slab = params.slabs[coord.slab];
+    int const group = group_of(params, coord.channel);
+    int const x_channel = params.x_groups > 1 ? 0 : group * params.group_c;
+    int const x_sample = params.x_groups > 1 ? coord.n * params.x_groups + group : coord.n;
     int q, p;
     int const z = slab.height.divmod(p, slab.width.divmod(q, coord.position));
     int const d = z + slab.corner[0], h = p + slab.corner[1], v = q + slab.corner[2];
@@ -60,7 +63,7 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
               control.x.wait_empty(x);
               cute::SM90_TMA_LOAD_IM2COL_5D::copy(
                   &slab.x[split], control.x.expect(x.slot, x_bytes), shared.x + x.slot * rings.x_unit_bytes,
-                  c, v, h, d, coord.n, std::uint16_t(s * slab.dilation[2]),
+                  x_channel + c, v, h, d, x_sample, std::uint16_t(s * slab.dilation[2]),
                   std::uint16_t(r_begin * slab.dilation[1]), std::uint16_t(t * slab.dilation[0]));
               x.advance(rings.x_units);
             }

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/channels.hpp"
 #include "cuda/check.hpp"
 
 namespace upconv3d::cuda {
@@ -66,6 +67,7 @@ namespace {
 
 /// An im2col descriptor over a box of a dense [N,D,H,W,C] tensor, of every step-th element of it.
 struct Im2colBox {
+  std::int64_t samples;   // N
   Extent3 volume;         // D,H,W of the tensor
   std::int64_t channels;  // C
   Extent3 origin;         // of the box
@@ -81,10 +83,10 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
   const auto& [depth, height, width] = box.volume;
   const std::int64_t pixel = box.channels * size_of(dtype);
   // Innermost axis first, as TMA counts: C,W,H,D,N; the byte stride of C is implied.
-  const cuuint64_t extents[5] = {static_cast<cuuint64_t>(box.channels),
-                                 static_cast<cuuint64_t>(box.extent[2]),
-                                 static_cast<cuuint64_t>(box.extent[1]),
-                                 static_cast<cuuint64_t>(box.extent[0]), static_cast<cuuint64_t>(problem.n)};
+  const cuuint64_t extents[5] = {
+      static_cast<cuuint64_t>(box.channels), static_cast<cuuint64_t>(box.extent[2]),
+      static_cast<cuuint64_t>(box.extent[1]), static_cast<cuuint64_t>(box.extent[0]),
+      static_cast<cuuint64_t>(box.samples)};
   const cuuint64_t strides[4] = {static_cast<cuuint64_t>(pixel * box.step[2]),
                                  static_cast<cuuint64_t>(pixel * width * box.step[1]),
                                  static_cast<cuuint64_t>(pixel * width * height * box.step[0]),
@@ -108,16 +110,18 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
 }  // namespace
 
 CUtensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
-                              int box_positions, int box_channels) {
+                              std::int64_t samples, std::int64_t channels, int box_positions,
+                              int box_channels) {
   const InputBox part = input_box(problem, slab);
-  const Im2colBox box{problem.in, problem.c, part.origin, {1, 1, 1}, part.extent, part.lower, part.upper};
+  const Im2colBox box{samples,   problem.in,  channels,   part.origin,
+                      {1, 1, 1}, part.extent, part.lower, part.upper};
   return encode_im2col("x", problem, operand, const_cast<void*>(x), box, box_positions, box_channels,
                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType element, std::int64_t channels,
                                void* y, int box_positions, int box_channels) {
-  const Im2colBox box{problem.out(), channels, slab.origin, slab.step, slab.extent, {}, {}};
+  const Im2colBox box{problem.n, problem.out(), channels, slab.origin, slab.step, slab.extent, {}, {}};
   return encode_im2col("relu(conv)", problem, element, y, box, box_positions, box_channels,
                        CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
@@ -143,7 +147,7 @@ CUtensorMap encode_tiled(const char* tensor, const Problem& problem, DType dtype
 
 CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels) {
   return encode_tiled("w", problem, operand, const_cast<void*>(w),
-                      {static_cast<cuuint64_t>(problem.c), static_cast<cuuint64_t>(problem.k),
+                      {static_cast<cuuint64_t>(operand_channels(problem)), static_cast<cuuint64_t>(problem.k),
                        static_cast<cuuint64_t>(volume(problem.kernel))},
                       {static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_k), 1},
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B);

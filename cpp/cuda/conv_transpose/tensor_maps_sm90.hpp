@@ -14,17 +14,18 @@
 
 namespace upconv3d::cuda {
 
-/// The part of x [N,D,H,W,C] 16 bit that a slab reads, for TMA im2col: `box_positions` output
-/// positions x `box_channels` channels.
+/// The part of x [samples,D,H,W,channels] 16 bit that a slab reads, for TMA im2col: `box_positions` output
+/// positions x `box_channels` channels. Groups that were packed apart count as samples.
 ///
 /// Within a slab a transposed convolution is a plain one of stride 1: positions i read x at window + i +
 /// m*dilation. The descriptor spans just the input inside the volume (input_box), so that a slab cut off at a
 /// border reads nothing out of bounds, which costs im2col extra cycles; its corners make the bounding box
 /// hold the slab's positions of every sample, which im2col walks one after the other.
 CUtensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
-                              int box_positions, int box_channels);
+                              std::int64_t samples, std::int64_t channels, int box_positions,
+                              int box_channels);
 
-/// w [T*R*S,K,C] 16 bit, read in tiles of one tap x `box_k` output channels x `box_channels`.
+/// w [T*R*S,K,operand_channels] 16 bit, read in tiles of one tap x `box_k` output channels x `box_channels`.
 CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels);
 
 /// A slab of y, every step-th position of [N,Z,P,Q,channels] of `element`, stored in tiles of `box_positions`

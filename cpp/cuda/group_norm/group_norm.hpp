@@ -62,10 +62,11 @@ struct NormalizeParams {
   Layout a_layout = Layout::kNCDHW;
   Layout y_layout = Layout::kNCDHW;
   bool apply_relu = false;      // a is the raw convolution: bias and ReLU are still due
-  const void* a = nullptr;      // [N,K,Z,P,Q] or [N,Z,P,Q,K] a_dtype, dense
+  std::int64_t a_pitch = 0;     // elements of a position's row of a [N,Z,P,Q,pitch], K of them channels; 0: K
+  const void* a = nullptr;      // [N,K,Z,P,Q] or [N,Z,P,Q,pitch] a_dtype, dense
   const void* bias = nullptr;   // [K] a_dtype, or null; read only with apply_relu
   const void* table = nullptr;  // [3,N,K] stat
-  void* y = nullptr;            // y_layout, y_dtype; may be `a` where dtype and layout are equal
+  void* y = nullptr;            // y_layout, y_dtype; may be `a` where dtype, layout and pitch are equal
 };
 void launch_group_norm_normalize(const NormalizeParams& params, cudaStream_t stream);
 

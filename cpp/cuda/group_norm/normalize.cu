@@ -2,9 +2,9 @@
 /// \file
 /// group_norm_normalize: forward stage 4 of 4, where a and y lie in the same layout.
 ///
-///   a     [N,K,Z,P,Q] or [N,Z,P,Q,K]  relu(conv + bias), or conv where both are still due
-///   table [3,N,K]                     mean, scale, shift from finalize
-///   y     like a                      (v - mean)*scale + shift; may be a itself
+///   a     [N,K,Z,P,Q] or [N,Z,P,Q,pitch]  relu(conv + bias), or conv where both are still due
+///   table [3,N,K]                         mean, scale, shift from finalize
+///   y     [N,K,Z,P,Q] or [N,Z,P,Q,K]      (v - mean)*scale + shift; may be a itself where pitch is K
 ///
 /// A copy with three operations per element, so all that counts is bandwidth: 16-byte accesses, several in
 /// flight per thread, a thread's mean, scale and shift in registers, the last sample first. The mean is
@@ -34,19 +34,20 @@ std::int64_t vectors_per_thread(std::int64_t total_vectors) {
                                   kVectorsPerThread);
 }
 
-/// Normalizes kLoads vectors that lie `step` elements apart, through lane_of(j) for the j-th element of each.
+/// Normalizes kLoads vectors that lie `from_step` and `to_step` elements apart, through lane_of(j) for the
+/// j-th element of each.
 template <int kLoads, int kVector, class A, class Y, class Map, class LaneOf>
-__device__ __forceinline__ void normalize_vectors(const A* from, Y* to, std::int64_t step, const Map& map,
-                                                  LaneOf lane_of) {
+__device__ __forceinline__ void normalize_vectors(const A* from, std::int64_t from_step, Y* to,
+                                                  std::int64_t to_step, const Map& map, LaneOf lane_of) {
   Vector<A, kVector> in[kLoads];
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) in[i] = load_once<kVector>(from + i * step);
+  for (int i = 0; i < kLoads; ++i) in[i] = load_once<kVector>(from + i * from_step);
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     Vector<Y, kVector> out;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) out.at[j] = from_stat<Y>(map(in[i].at[j], lane_of(j)));
-    store_once<kVector>(to + i * step, out);
+    store_once<kVector>(to + i * to_step, out);
   }
 }
 
@@ -64,19 +65,21 @@ __global__ void __launch_bounds__(kStreamThreads) group_norm_normalize_ndhwc(con
   if (channel >= k) return;
 
   ChannelMap<A, Input, kVector> map;
-  map.load_vectors(args, sample, channel);
+  map.load_consecutive(args, sample, channel);
 
   const auto lane_of = [](int j) { return j; };
   const std::int64_t end = min(begin + args.position_steps, args.shape.positions);
-  const std::int64_t step = blockDim.y * k;
+  const std::int64_t from_step = blockDim.y * args.a_pitch, to_step = blockDim.y * k;
   std::int64_t position = begin + threadIdx.y;
-  std::int64_t at = (sample * args.shape.positions + position) * k + channel;
+  const A* from = args.a + (sample * args.shape.positions + position) * args.a_pitch + channel;
+  Y* to = args.y + (sample * args.shape.positions + position) * k + channel;
   for (; position + (kLoadsInFlight - 1) * blockDim.y < end; position += kLoadsInFlight * blockDim.y) {
-    normalize_vectors<kLoadsInFlight, kVector>(args.a + at, args.y + at, step, map, lane_of);
-    at += kLoadsInFlight * step;
+    normalize_vectors<kLoadsInFlight, kVector>(from, from_step, to, to_step, map, lane_of);
+    from += kLoadsInFlight * from_step;
+    to += kLoadsInFlight * to_step;
   }
-  for (; position < end; position += blockDim.y, at += step) {
-    normalize_vectors<1, kVector>(args.a + at, args.y + at, step, map, lane_of);
+  for (; position < end; position += blockDim.y, from += from_step, to += to_step) {
+    normalize_vectors<1, kVector>(from, from_step, to, to_step, map, lane_of);
   }
 }
 
@@ -102,16 +105,18 @@ __global__ void __launch_bounds__(kStreamThreads) group_norm_normalize_ncdhw(con
   const auto lane_of = [](int) { return 0; };
 
   for (std::int64_t i = begin + threadIdx.x; i < first; i += blockDim.x) {
-    normalize_vectors<1, 1>(args.a + i, args.y + i, 1, map, lane_of);
+    normalize_vectors<1, 1>(args.a + i, 1, args.y + i, 1, map, lane_of);
   }
   const std::int64_t step = static_cast<std::int64_t>(blockDim.x) * kVector;
   std::int64_t at = first + static_cast<std::int64_t>(threadIdx.x) * kVector;
   for (; at + (kLoadsInFlight - 1) * step < last; at += kLoadsInFlight * step) {
-    normalize_vectors<kLoadsInFlight, kVector>(args.a + at, args.y + at, step, map, lane_of);
+    normalize_vectors<kLoadsInFlight, kVector>(args.a + at, step, args.y + at, step, map, lane_of);
   }
-  for (; at < last; at += step) normalize_vectors<1, kVector>(args.a + at, args.y + at, step, map, lane_of);
+  for (; at < last; at += step) {
+    normalize_vectors<1, kVector>(args.a + at, step, args.y + at, step, map, lane_of);
+  }
   for (std::int64_t i = last + threadIdx.x; i < end; i += blockDim.x) {
-    normalize_vectors<1, 1>(args.a + i, args.y + i, 1, map, lane_of);
+    normalize_vectors<1, 1>(args.a + i, 1, args.y + i, 1, map, lane_of);
   }
 }
 
@@ -124,6 +129,8 @@ void launch_vectorized(const NormalizeParams& params, cudaStream_t stream) {
   args.bias = static_cast<const A*>(params.bias);
   args.table = static_cast<const Stat<A>*>(params.table);
   args.y = static_cast<Y*>(params.y);
+  args.a_pitch = row_pitch(params);
+  args.table_vectors = shape.k % kVector == 0 && is_aligned(params.table);
   const std::int64_t per_thread = vectors_per_thread(shape.n * shape.k * shape.positions / kVector);
   if (params.a_layout == Layout::kNDHWC) {
     const BlockShape block = channel_block_shape(shape.k, kVector, kStreamThreads);
@@ -150,9 +157,16 @@ void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stre
     using Input = typename decltype(input)::type;
     // 16 bytes of the narrower type, a's; y takes two stores where it is float32.
     constexpr int kVector = kAccessBytes / sizeof(A);
-    const bool whole = params.a_layout == Layout::kNCDHW || params.shape.k % kVector == 0;
-    if (whole && is_aligned(params.a) && is_aligned(params.y) && is_aligned(params.table)) {
+    constexpr int kFewer = std::min(kVector, 4);  // 8 bytes of 16 bit: rows of 12, 20 or 100 channels
+    const auto whole = [&](int vector) {
+      return params.a_layout == Layout::kNCDHW ||
+             (params.shape.k % vector == 0 && row_pitch(params) % vector == 0);
+    };
+    const bool aligned = is_aligned(params.a) && is_aligned(params.y) && is_aligned(params.table);
+    if (aligned && whole(kVector)) {
       launch_vectorized<A, Y, Input, kVector>(params, stream);
+    } else if (aligned && whole(kFewer)) {
+      launch_vectorized<A, Y, Input, kFewer>(params, stream);
     } else {
       launch_vectorized<A, Y, Input, 1>(params, stream);
     }

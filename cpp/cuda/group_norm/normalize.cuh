@@ -12,10 +12,12 @@ namespace upconv3d::cuda {
 template <class A, class Y>
 struct NormalizeArgs {
   GroupNormShape shape;
-  const A* a;            // [N,K,Z,P,Q] or [N,Z,P,Q,K] A
+  const A* a;            // [N,K,Z,P,Q] or [N,Z,P,Q,a_pitch] A
   const A* bias;         // [K] A, or null
   const Stat<A>* table;  // [3,N,K] stat
-  Y* y;                  // [N,K,Z,P,Q] or [N,Z,P,Q,K] Y, may be a where type and layout are equal
+  Y* y;                  // [N,K,Z,P,Q] or [N,Z,P,Q,K] Y, may be a where type, layout and pitch are equal
+  std::int64_t a_pitch;  // elements of a position's row of a; [N,Z,P,Q,a_pitch] only
+  bool table_vectors;    // the table's rows take vector loads at every kLanes-th channel
   // The launch's partition of the work; each kernel says which of these it reads.
   std::int64_t channel_blocks;   // blocks along K
   std::int64_t position_blocks;  // blocks along the positions of one sample
@@ -41,7 +43,21 @@ struct ChannelMap {
     bias[lane] = Input::kReadsBias && args.bias != nullptr ? to_stat(args.bias[channel]) : S(0);
   }
 
-  /// Takes the rows of kLanes consecutive channels; the table must allow 16-byte loads at `channel`.
+  /// Takes the rows of kLanes consecutive channels, as many of them as there are.
+  template <class Y>
+  __device__ __forceinline__ void load_consecutive(const NormalizeArgs<A, Y>& args, std::int64_t sample,
+                                                   std::int64_t channel) {
+    if (args.table_vectors) {
+      load_vectors(args, sample, channel);
+      return;
+    }
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (channel + lane < args.shape.k) load(args, sample, channel + lane, lane);
+    }
+  }
+
+  /// Takes the rows of kLanes consecutive channels; the table must allow vector loads at `channel`.
   template <class Y>
   __device__ __forceinline__ void load_vectors(const NormalizeArgs<A, Y>& args, std::int64_t sample,
                                                std::int64_t channel) {
@@ -63,6 +79,11 @@ struct ChannelMap {
     return (Input{}(to_stat(a), bias[lane]) - mean[lane]) * scale[lane] + shift[lane];
   }
 };
+
+/// Elements of a position's row of a, where a_layout is NDHWC.
+inline std::int64_t row_pitch(const NormalizeParams& params) {
+  return params.a_pitch != 0 ? params.a_pitch : params.shape.k;
+}
 
 /// Blocks run from the last sample to the first: the convolution wrote the last one just now, and it is still
 /// in L2.

@@ -2,7 +2,8 @@
 /// \file
 /// group_norm_normalize: forward stage 4 of 4, where y wants the other layout than a has.
 ///
-///   a     [rows, columns] per sample   columns contiguous: NDHWC is [positions, K], NCDHW is [K, positions]
+///   a     [rows, columns] per sample   columns contiguous: NDHWC is [positions, K] in rows of a_pitch
+///                                      elements, NCDHW is [K, positions]
 ///   table [3,N,K]                      mean, scale, shift from finalize
 ///   y     [columns, rows] per sample   rows contiguous
 ///
@@ -80,16 +81,17 @@ struct TransposeTile {
     return s * kRows + chunk * kVectorOut + r % kVectorOut;
   }
 
-  /// \param a [rows,columns] A of this sample
-  __device__ __forceinline__ void load(const A* a, std::int64_t tile_row, std::int64_t tile_column0,
-                                       std::int64_t rows, std::int64_t columns) {
+  /// \param a [rows,pitch] A of this sample, `columns` of each row valid; what lies behind them in a vector
+  ///          is loaded and not stored
+  __device__ __forceinline__ void load(const A* a, std::int64_t pitch, std::int64_t tile_row,
+                                       std::int64_t tile_column0, std::int64_t rows, std::int64_t columns) {
     const std::int64_t rows_left = rows - tile_row - row0(), columns_left = columns - tile_column0;
-    const A* from = a + (tile_row + row0()) * columns + tile_column0;
+    const A* from = a + (tile_row + row0()) * pitch + tile_column0;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       in[i] = {};
       if (row_step(i) >= rows_left) continue;
-      const A* row = from + row_step(i) * columns;
+      const A* row = from + row_step(i) * pitch;
       if constexpr (kVectorIn) {
         if (column(0) < columns_left) in[i] = load_once<kVector>(row + column(0));
       } else {
@@ -168,13 +170,14 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   const std::int64_t begin = position_block * args.position_steps * kTilePositions;
   const std::int64_t end = min(begin + args.position_steps * kTilePositions, positions);
   const std::int64_t rows = kChannelsLast ? positions : k, columns = kChannelsLast ? k : positions;
-  const A* a = args.a + sample * k * positions;
+  const std::int64_t pitch = kChannelsLast ? args.a_pitch : columns;
+  const A* a = args.a + sample * rows * pitch;
   Y* y = args.y + sample * k * positions;
 
   ChannelMap<A, Input, kLanes> map = {};
   if constexpr (kChannelsLast && kVectorIn) {
     const std::int64_t channel = channel0 + Tile::column(0);
-    if (channel < k) map.load_vectors(args, sample, channel);
+    if (channel < k) map.load_consecutive(args, sample, channel);
   } else {
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -186,13 +189,13 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
 
   const auto lane_of = [](int i, int j) { return kChannelsLast ? j : i; };
   Tile tile;
-  tile.load(a, kChannelsLast ? begin : channel0, kChannelsLast ? channel0 : begin, rows, columns);
+  tile.load(a, pitch, kChannelsLast ? begin : channel0, kChannelsLast ? channel0 : begin, rows, columns);
   for (std::int64_t position = begin; position < end; position += kTilePositions) {
     tile.normalize(shared, map, lane_of);
     __syncthreads();
     const std::int64_t next = position + kTilePositions;
     if (next < end) {
-      tile.load(a, kChannelsLast ? next : channel0, kChannelsLast ? channel0 : next, rows, columns);
+      tile.load(a, pitch, kChannelsLast ? next : channel0, kChannelsLast ? channel0 : next, rows, columns);
     }
     const std::int64_t tile_row = kChannelsLast ? position : channel0;
     const std::int64_t tile_column0 = kChannelsLast ? channel0 : position;
@@ -222,10 +225,13 @@ void launch_from_layout(const NormalizeParams& params, cudaStream_t stream) {
   args.channel_blocks = ceil_div(shape.k, kChannelsLast ? Tile::kColumns : kRows);
   args.position_steps = shape.n * args.channel_blocks * tiles < kTilesToShare ? 1 : kTilesPerBlock;
   args.position_blocks = ceil_div(tiles, args.position_steps);
+  args.a_pitch = row_pitch(params);
+  args.table_vectors = shape.k % Tile::kVector == 0;
   args.vector_out = is_aligned(params.y) && rows % Tile::kVectorOut == 0;
 
   const std::int64_t blocks = shape.n * args.position_blocks * args.channel_blocks;
-  const bool vector_in = is_aligned(params.a) && is_aligned(params.table) && columns % Tile::kVector == 0;
+  const bool vector_in = is_aligned(params.a) && is_aligned(params.table) &&
+                         (kChannelsLast ? args.a_pitch : columns) % Tile::kVector == 0;
   launch("group_norm_normalize_transpose",
          vector_in ? group_norm_normalize_transpose<A, Y, Input, kChannelsLast, true>
                    : group_norm_normalize_transpose<A, Y, Input, kChannelsLast, false>,

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// x to [N,D,H,W,C] in 16 bit, a tile of positions and channels per block of 256 threads. One path per layout
-/// of x; both measure, on request, the largest |x| of each (sample, channel) as it passes.
+/// x to [N,groups,D,H,W,operand_channels] in 16 bit, a tile of positions and channels per block of 256
+/// threads. One path per layout of x; both measure, on request, the largest |x| of each (sample, channel) as
+/// it passes.
 ///
 ///   [N,C,D,H,W]: channels, which lie far apart, become innermost through shared memory. A warp reads 8
 ///                channels of 128 positions, 16 bytes a thread; 8 threads write the 128 bytes of a row.
@@ -15,6 +16,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/channels.hpp"
 #include "core/index_math.hpp"
 #include "cuda/layout/operand_scale.cuh"
 
@@ -25,17 +27,20 @@ inline constexpr int kInputWarps = kInputThreads / 32;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct InputArgs {
-  const void* x;                // [N,C,D,H,W] or [N,D,H,W,C] float or 16 bit
-  std::uint16_t* hi;            // [N,D,H,W,C] 16 bit
-  std::uint16_t* lo;            // [N,D,H,W,C] 16 bit, three products only
-  const std::int32_t* sample;   // [N] int32, Scaling::kChosen only
-  const std::int32_t* channel;  // [C] int32, Scaling::kChosen only
-  std::uint32_t* x_absmax;      // [N,C] uint32, Scaling::kAssumed only: raised
-  std::int64_t channels;        // C
-  std::int64_t positions;       // D*H*W
+  const void* x;                 // [N,C,D,H,W] or [N,D,H,W,C] float or 16 bit
+  std::uint16_t* hi;             // [N,groups,D,H,W,pitch] 16 bit
+  std::uint16_t* lo;             // [N,groups,D,H,W,pitch] 16 bit, three products only
+  const std::int32_t* sample;    // [N] int32, Scaling::kChosen only
+  const std::int32_t* channel;   // [C] int32, Scaling::kChosen only
+  std::uint32_t* x_absmax;       // [N,C] uint32, Scaling::kAssumed only: raised
+  std::int64_t channels;         // C
+  std::int64_t positions;        // D*H*W
+  std::uint32_t pitch;           // operand_channels: of a group, and zeros behind them
+  std::uint32_t groups;          // of the convolution
+  std::uint32_t group_channels;  // C/groups
   std::uint32_t position_tiles;
-  std::uint32_t channel_tiles;
-  std::uint32_t lanes;  // [N,D,H,W,C] only: threads that share out the channels of a position
+  std::uint32_t channel_tiles;  // [N,C,D,H,W]: those of the first group, then those of the next
+  std::uint32_t lanes;  // [N,D,H,W,C] only: threads that share out the channels of a position, or a stretch
 };
 
 /// threadIdx.x, read anew: repack calls the tile functions in a loop, and the compiler would carry every
@@ -49,7 +54,7 @@ __device__ inline int thread_of_block() {
 struct InputTile {
   std::int64_t n;
   std::int64_t position;  // index of the tile among those of the sample
-  std::int64_t channel;   // likewise
+  std::uint32_t channel;  // likewise
 };
 
 __device__ inline InputTile input_tile(const InputArgs& args, std::uint32_t index) {
@@ -110,9 +115,9 @@ __device__ inline int tile_slot(int row, int vector) {
   return vector ^ ((kVector == 4 ? row / 4 : row) % kTileVectors);
 }
 
-/// Largest finite |x| of each of a warp's 8 channels, to x_absmax.
+/// Largest finite |x| of the first `count` of a warp's 8 channels, to x_absmax.
 __device__ inline void record_warp_absmax(const InputArgs& args, std::int64_t n, std::int64_t channel,
-                                          const float (&values)[8][4]) {
+                                          int count, const float (&values)[8][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   std::uint32_t own = 0;
 #pragma unroll
@@ -129,7 +134,7 @@ __device__ inline void record_warp_absmax(const InputArgs& args, std::int64_t n,
     }
     if (lane == j) own = largest;
   }
-  if (lane < 8 && channel + lane < args.channels && own != 0) {
+  if (lane < min(count, 8) && own != 0) {
     atomicMax(args.x_absmax + n * args.channels + channel + lane, own);
   }
 }
@@ -167,10 +172,13 @@ __device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& t
   const int lane = thread % 32;
   const int warp = thread / 32;
   const std::int64_t first_position = tile.position * kTilePositions;
-  const std::int64_t first_channel = tile.channel * kTileChannels;
-  const std::int64_t channel = first_channel + warp * 8;
+  const std::uint32_t group_tiles = args.channel_tiles / args.groups;
+  const std::uint32_t group = tile.channel / group_tiles;
+  const std::uint32_t first_in_group = tile.channel % group_tiles * kTileChannels;
+  const std::uint32_t in_group = first_in_group + warp * 8;
+  const std::int64_t channel = static_cast<std::int64_t>(group) * args.group_channels + in_group;
 
-  if (channel < args.channels) {
+  if (in_group < args.pitch) {
     const T* const source =
         static_cast<const T*>(args.x) + (tile.n * args.channels + channel) * args.positions + first_position;
     T values[8][4] = {};
@@ -180,13 +188,14 @@ __device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& t
       for (int i = 0; i < 4; i += kVector) {
         const int p = tile_position<kVector>(lane, i);
         T part[kVector];
-        if (channel + j >= args.channels || first_position + p >= args.positions) continue;
+        if (in_group + j >= args.group_channels || first_position + p >= args.positions) continue;
         load_once(source + j * args.positions + p, part);
 #pragma unroll
         for (int q = 0; q < kVector; ++q) values[j][i + q] = part[q];
       }
     }
-    if constexpr (kScaling == Scaling::kAssumed) record_warp_absmax(args, tile.n, channel, values);
+    if constexpr (kScaling == Scaling::kAssumed)
+      record_warp_absmax(args, tile.n, channel, static_cast<int>(args.group_channels - in_group), values);
 
     if constexpr (kScaling == Scaling::kChosen) scale_in_place(args, tile.n, channel, values);
 #pragma unroll
@@ -215,18 +224,31 @@ __device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& t
     const int item = i * kInputThreads + thread;
     const int row = item / kTileVectors;
     const int vector = item % kTileVectors;
-    const std::int64_t out_channel = first_channel + vector * 8;
-    if (first_position + row >= args.positions || out_channel >= args.channels) continue;
-    const std::int64_t out_row = tile.n * args.positions + first_position + row;
+    const std::uint32_t out_channel = first_in_group + vector * 8;
+    if (first_position + row >= args.positions || out_channel >= args.pitch) continue;
+    const std::int64_t out_row = (tile.n * args.groups + group) * args.positions + first_position + row;
     const int slot = tile_slot<kVector>(row, vector);
-    store_eight(args.hi, out_row, out_channel, args.channels, staged.hi[row][slot]);
+    store_eight(args.hi, out_row, out_channel, args.pitch, staged.hi[row][slot]);
     if constexpr (kProducts == 3) {
-      store_eight(args.lo, out_row, out_channel, args.channels, staged.lo[row][slot]);
+      store_eight(args.lo, out_row, out_channel, args.pitch, staged.lo[row][slot]);
     }
   }
 }
 
 // ---- [N,D,H,W,C], float32 ----
+
+/// Where channel `packed` of all groups' rows side by side, zeros included, comes from.
+struct PackedChannel {
+  std::uint32_t group;
+  std::uint32_t within;  // the group; of zeros no less than group_channels
+
+  __device__ PackedChannel(const InputArgs& args, std::uint32_t packed)
+      : group(packed / args.pitch), within(packed - group * args.pitch) {}
+  __device__ bool is_zero(const InputArgs& args) const { return within >= args.group_channels; }
+  __device__ std::int64_t channel(const InputArgs& args) const {
+    return static_cast<std::int64_t>(group) * args.group_channels + within;
+  }
+};
 
 /// Positions that a thread packs: 128 bytes with 16-byte loads, 64 where x only allows single floats.
 template <int kVector>
@@ -260,26 +282,30 @@ __device__ inline void record_block_absmax(const InputArgs& args, const InputTil
     if (largest != 0) atomicMax(&block_largest[j][lane], largest);
   }
   __syncthreads();
-  const std::int64_t first_channel = tile.channel * args.lanes * kVector;
-  for (std::uint32_t i = threadIdx.x; i < args.lanes * kVector; i += kInputThreads) {
+  const std::uint32_t first = tile.channel * args.lanes * kVector;
+  const std::uint32_t count = min(args.lanes * kVector, args.groups * args.pitch - first);
+  for (std::uint32_t i = threadIdx.x; i < count; i += kInputThreads) {
     const std::uint32_t largest = block_largest[i % kVector][i / kVector];
-    if (first_channel + i < args.channels && largest != 0) {
-      atomicMax(args.x_absmax + tile.n * args.channels + first_channel + i, largest);
-    }
+    if (largest == 0) continue;  // as zeros behind a group are
+    const std::int64_t channel = PackedChannel(args, first + i).channel(args);
+    atomicMax(args.x_absmax + tile.n * args.channels + channel, largest);
   }
 }
 
-/// A tile of ndhwc_tile_positions x (lanes * kVector) channels. kVector is 4 where C is a multiple of 4 and x
-/// is 16-byte aligned, else 1.
+/// A tile of ndhwc_tile_positions x (lanes * kVector) channels, zeros behind a group among them. kVector is 4
+/// where C/groups is a multiple of 4 and x is 16-byte aligned, else 1.
 template <Scaling kScaling, int kVector, int kProducts>
 __device__ inline void pack_ndhwc_tile(const InputArgs& args, const InputTile& tile) {
   constexpr int kPositions = kThreadPositions<kVector>;
   const std::uint32_t lane = threadIdx.x % args.lanes;
   const std::uint32_t row = threadIdx.x / args.lanes;
   const std::uint32_t rows = kInputThreads / args.lanes;  // positions side by side; the last threads may idle
-  const std::int64_t channel = (tile.channel * args.lanes + lane) * kVector;
+  const std::uint32_t packed = (tile.channel * args.lanes + lane) * kVector;
+  const PackedChannel from(args, packed);
+  const std::int64_t channel = from.channel(args);
   const std::int64_t first_position = tile.position * (rows * kPositions) + row;
-  const bool in_channels = row < rows && channel < args.channels;
+  const bool in_channels = row < rows && from.group < args.groups;
+  const bool has_values = in_channels && !from.is_zero(args);
   const std::int64_t first = (tile.n * args.positions + first_position) * args.channels + channel;
   const std::int64_t step = rows * args.channels;
   const float* const x = static_cast<const float*>(args.x);
@@ -287,7 +313,7 @@ __device__ inline void pack_ndhwc_tile(const InputArgs& args, const InputTile& t
   float values[kPositions][kVector] = {};
 #pragma unroll
   for (int i = 0; i < kPositions; ++i) {
-    const bool inside = in_channels && first_position + i * rows < args.positions;
+    const bool inside = has_values && first_position + i * rows < args.positions;
     if (inside) load_once(x + first + i * step, values[i]);
   }
   if constexpr (kScaling == Scaling::kAssumed) record_block_absmax(args, tile, values);
@@ -305,10 +331,11 @@ __device__ inline void pack_ndhwc_tile(const InputArgs& args, const InputTile& t
       return chosen;
     }
   }();
+  const std::int64_t out_row = (tile.n * args.groups + from.group) * args.positions + first_position;
 #pragma unroll
   for (int i = 0; i < kPositions; ++i) {
     if (first_position + i * rows >= args.positions) break;
-    const std::int64_t out = first + i * step;
+    const std::int64_t out = (out_row + i * rows) * args.pitch + from.within;
     if constexpr (kVector == 4) {
       const SplitWords<4> words = encode<kProducts>(values[i], scale);
       *reinterpret_cast<uint2*>(args.hi + out) = {words.hi[0], words.hi[1]};
@@ -335,7 +362,8 @@ __device__ inline void pack_input_tile(const InputArgs& args, const InputTile& t
 /// 4 where x can be read four elements at a time, else 1.
 inline int input_vector(const PackParams& params) {
   const Problem& problem = params.problem;
-  const std::int64_t innermost = problem.x_layout == Layout::kNCDHW ? volume(problem.in) : problem.c;
+  const std::int64_t innermost =
+      problem.x_layout == Layout::kNCDHW ? volume(problem.in) : group_inputs(problem);
   const auto bytes = static_cast<std::uintptr_t>(4 * size_of(problem.dtype));
   return innermost % 4 == 0 && reinterpret_cast<std::uintptr_t>(params.x) % bytes == 0 ? 4 : 1;
 }

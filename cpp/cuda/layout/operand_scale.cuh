@@ -156,22 +156,13 @@ __device__ inline SplitWords<kCount> encode(const std::uint16_t (&v)[kCount]) {
   return words;
 }
 
-/// Stores up to 8 channels of one row of an operand.
+/// Stores 8 channels of one row of an operand.
 ///
-/// \param destination [rows,C] 16 bit, 16-byte aligned
-/// \param channels    C; a multiple of 8 is stored 16 bytes at a time
+/// \param destination [rows,pitch] 16 bit, 16-byte aligned
+/// \param channel     a multiple of 8, as pitch is
 __device__ inline void store_eight(std::uint16_t* destination, std::int64_t row, std::int64_t channel,
-                                   std::int64_t channels, const uint4& v) {
-  std::uint16_t* const out = destination + row * channels + channel;
-  if (channels % 8 == 0) {
-    *reinterpret_cast<uint4*>(out) = v;
-    return;
-  }
-  const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (channel + i < channels) out[i] = static_cast<std::uint16_t>(words[i / 2] >> (16 * (i % 2)));
-  }
+                                   std::int64_t pitch, const uint4& v) {
+  *reinterpret_cast<uint4*>(destination + row * pitch + channel) = v;
 }
 
 __device__ inline uint4 vector_of(const std::uint32_t (&words)[4]) {

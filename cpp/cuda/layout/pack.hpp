@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Operands of the tensor-core convolution: x as [N,D,H,W,C] and w as [T*R*S,K,C], 16 bit. Forward stage 1
-/// of 4.
+/// Operands of the tensor-core convolution, 16 bit: x as [N,groups,D,H,W,channels] and w as
+/// [T*R*S,K,channels], where channels are those of one convolution group and zeros up to a multiple of 8
+/// (core/channels.hpp). Forward stage 1 of 4.
 ///
 /// 16-bit dtypes keep their bits. float32 becomes float16 (10-bit mantissa, as TF32 has) after scaling by
 /// powers of two; with three products, v = hi + lo in two float16 (Ootomo & Yokota, arXiv:2203.03341). The
@@ -95,12 +96,13 @@ struct PackParams {
   DType operand = DType::kFloat16;  // dtype itself where that is 16 bit, kFloat16 for float32
   int products = 1;                 // 1, or 3 (float32 only): write lo too
   const void* x = nullptr;          // [N,C,D,H,W] or [N,D,H,W,C] dtype, dense, any alignment
-  const void* w = nullptr;          // [C,K,T,R,S] dtype, any strides
+  const void* w = nullptr;          // [C,K/groups,T,R,S] dtype, any strides
   std::int64_t w_strides[5] = {};   // of w, in elements
-  void* x_hi = nullptr;             // [N,D,H,W,C] operand, 16-byte aligned; null where x is used as it lies
-  void* x_lo = nullptr;             // [N,D,H,W,C] operand, 16-byte aligned; products == 3 only
-  void* w_hi = nullptr;             // [T*R*S,K,C] operand, 16-byte aligned
-  void* w_lo = nullptr;             // [T*R*S,K,C] operand, 16-byte aligned; products == 3 only
+  void* x_hi = nullptr;             // [N,groups,D,H,W,operand_channels] operand, 16-byte aligned; null where
+                                    // x is used as it lies
+  void* x_lo = nullptr;             // as x_hi, products == 3 only
+  void* w_hi = nullptr;             // [T*R*S,K,operand_channels] operand, 16-byte aligned
+  void* w_lo = nullptr;             // as w_hi, products == 3 only
   OperandScales scales;             // float32 only
   void* zero = nullptr;             // [zero_bytes] bytes, 16-byte aligned: cleared by the first launch, for
   std::int64_t zero_bytes = 0;      // counters of later kernels; 0: nothing to clear

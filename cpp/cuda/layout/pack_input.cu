@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// pack_input: float32 x to [N,D,H,W,C] in float16 by assumed scales, and the verdict on those scales.
+/// pack_input: float32 x to [N,groups,D,H,W,operand_channels] in float16 by assumed scales, and the verdict
+/// on those scales.
 ///
 /// The verdict needs all of x, yet no block waits: the last block to finish with a sample judges that sample,
 /// and the last of those sums up. Every maximum is one of unsigned integers, so neither the order of atomics
@@ -146,10 +147,10 @@ InputArgs input_args(const PackParams& params, int vector) {
   const std::int64_t positions = volume(problem.in);
   const bool is_ncdhw = problem.x_layout == Layout::kNCDHW;
   std::int64_t tile_positions = kTilePositions;
-  std::int64_t channel_tiles = ceil_div(problem.c, kTileChannels);
+  std::int64_t channel_tiles = problem.groups * ceil_div(group_inputs(problem), kTileChannels);
   std::int64_t lanes = 0;
   if (!is_ncdhw) {
-    const std::int64_t vectors = ceil_div(problem.c, vector);
+    const std::int64_t vectors = problem.groups * operand_channels(problem) / vector;
     channel_tiles = ceil_div(vectors, kInputThreads);
     lanes = ceil_div(vectors, channel_tiles);
     const auto count = static_cast<std::uint32_t>(lanes);
@@ -166,6 +167,9 @@ InputArgs input_args(const PackParams& params, int vector) {
       .x_absmax = params.scales.x_absmax,
       .channels = problem.c,
       .positions = positions,
+      .pitch = static_cast<std::uint32_t>(operand_channels(problem)),
+      .groups = static_cast<std::uint32_t>(problem.groups),
+      .group_channels = static_cast<std::uint32_t>(group_inputs(problem)),
       .position_tiles = static_cast<std::uint32_t>(position_tiles),
       .channel_tiles = static_cast<std::uint32_t>(channel_tiles),
       .lanes = static_cast<std::uint32_t>(lanes),

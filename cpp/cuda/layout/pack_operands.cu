@@ -17,47 +17,87 @@ namespace upconv3d::cuda {
 namespace {
 
 /// What happens to x.
-enum class InputPath { kStays, kCopied, kTransposedByFours, kTransposed };
+enum class InputPath { kStays, kCopiedByFours, kCopied, kTransposedByFours, kTransposed };
 
-constexpr int kCopiesPerThread = 16;  // single elements in flight
+constexpr bool is_copied(InputPath path) {
+  return path == InputPath::kCopied || path == InputPath::kCopiedByFours;
+}
 
-/// Right in layout and dtype, x is packed only because TMA wants an aligned address: no wider loads.
-__device__ inline void copy_stretch(const InputArgs& args, std::int64_t elements, std::uint32_t stretch) {
+/// Elements of x that a thread loads at once.
+constexpr int elements_of_load(InputPath path) {
+  return path == InputPath::kCopiedByFours || path == InputPath::kTransposedByFours ? 4 : 1;
+}
+
+constexpr int kCopiesPerThread = 2;  // vectors of 8 channels in flight
+
+/// Right in layout and dtype, x [N,D,H,W,C] is packed because TMA wants an aligned address, whole 16-byte
+/// chunks, or groups apart. Vectors of 8 packed channels, those of all groups side by side, are shared out
+/// position by position.
+///
+/// \tparam kVector elements of a load: 4 where C/groups is a multiple of 4 and x is 8-byte aligned, else 1
+/// \param rows positions of all samples
+template <int kVector>
+__device__ inline void copy_stretch(const InputArgs& args, std::int64_t rows, std::uint32_t stretch) {
   const std::int64_t first = static_cast<std::int64_t>(stretch) * (kInputThreads * kCopiesPerThread);
-  const std::uint16_t* const x = static_cast<const std::uint16_t*>(args.x);
-  std::uint16_t values[kCopiesPerThread];
+  const std::int64_t first_row = first / args.lanes;
+  const std::uint32_t first_lane = static_cast<std::uint32_t>(first - first_row * args.lanes);
 #pragma unroll
   for (int i = 0; i < kCopiesPerThread; ++i) {
-    const std::int64_t e = first + i * kInputThreads + threadIdx.x;
-    values[i] = e < elements ? __ldcs(x + e) : std::uint16_t{0};
-  }
+    const std::uint32_t vector = first_lane + i * kInputThreads + threadIdx.x;
+    const std::int64_t row = first_row + vector / args.lanes;
+    if (row >= rows) return;
+    const PackedChannel from(args, vector % args.lanes * 8);
+    const std::uint16_t* const source =
+        static_cast<const std::uint16_t*>(args.x) + row * args.channels + from.channel(args);
+    std::uint16_t values[8] = {};
 #pragma unroll
-  for (int i = 0; i < kCopiesPerThread; ++i) {
-    const std::int64_t e = first + i * kInputThreads + threadIdx.x;
-    if (e < elements) args.hi[e] = values[i];
+    for (int j = 0; j < 8; j += kVector) {
+      std::uint16_t part[kVector];
+      if (from.within + j >= args.group_channels) continue;
+      load_once(source + j, part);
+#pragma unroll
+      for (int q = 0; q < kVector; ++q) values[j + q] = part[q];
+    }
+    const std::int64_t n = args.groups == 1 ? 0 : row / args.positions;
+    const std::int64_t out_row = row + (n * (args.groups - 1) + from.group) * args.positions;
+    store_eight(args.hi, out_row, from.within, args.pitch, vector_of(encode(values).hi));
   }
 }
 
 /// pack_operands: the first `weight_blocks` blocks pack w, the others x, beginning at x's end: what the
 /// convolution reads first is then what L2 still holds.
 ///
-/// \param elements of x, N*C*D*H*W
+/// \param rows of x, N*D*H*W
 template <InputPath kPath>
 __global__ void __launch_bounds__(kInputThreads)
     pack_operands(const WeightArgs weight, const std::uint32_t weight_blocks, const InputArgs input,
-                  const std::int64_t elements, const ZeroRegion region) {
+                  const std::int64_t rows, const ZeroRegion region) {
   clear(region);
   if (blockIdx.x < weight_blocks) {
     pack_weight_columns<Scaling::kNone, 1>(weight, blockIdx.x);
     return;
   }
   const std::uint32_t index = gridDim.x - 1 - blockIdx.x;
-  if constexpr (kPath == InputPath::kCopied) {
-    copy_stretch(input, elements, index);
+  if constexpr (is_copied(kPath)) {
+    copy_stretch<elements_of_load(kPath)>(input, rows, index);
   } else if constexpr (kPath != InputPath::kStays) {
-    constexpr int kVector = kPath == InputPath::kTransposedByFours ? 4 : 1;
-    pack_ncdhw_tile<Scaling::kNone, kVector, 1>(input, input_tile(input, index));
+    pack_ncdhw_tile<Scaling::kNone, elements_of_load(kPath), 1>(input, input_tile(input, index));
   }
+}
+
+/// What copy_stretch reads of InputArgs.
+InputArgs copy_args(const PackParams& params) {
+  const Problem& problem = params.problem;
+  InputArgs args{};
+  args.x = params.x;
+  args.hi = static_cast<std::uint16_t*>(params.x_hi);
+  args.channels = problem.c;
+  args.positions = volume(problem.in);
+  args.pitch = static_cast<std::uint32_t>(operand_channels(problem));
+  args.groups = static_cast<std::uint32_t>(problem.groups);
+  args.group_channels = static_cast<std::uint32_t>(group_inputs(problem));
+  args.lanes = static_cast<std::uint32_t>(problem.groups * args.pitch / kChannelUnit);
+  return args;
 }
 
 template <InputPath kPath>
@@ -71,21 +111,20 @@ void launch(const PackParams& params, cudaStream_t stream) {
   weight.block_items = std::min(items, kItemsPerThread * kInputThreads);
   const std::int64_t weight_blocks = weight.column_blocks * ceil_div(items, weight.block_items);
 
-  const std::int64_t elements = problem.n * problem.c * volume(problem.in);
+  const std::int64_t rows = problem.n * volume(problem.in);
   InputArgs input{};
   std::int64_t input_blocks = 0;
-  if constexpr (kPath == InputPath::kCopied) {
-    input.x = params.x;
-    input.hi = static_cast<std::uint16_t*>(params.x_hi);
-    input_blocks = ceil_div(elements, kInputThreads * kCopiesPerThread);
+  if constexpr (is_copied(kPath)) {
+    input = copy_args(params);
+    input_blocks = ceil_div(rows * input.lanes, kInputThreads * kCopiesPerThread);
   } else if constexpr (kPath != InputPath::kStays) {
-    input = input_args(params, kPath == InputPath::kTransposedByFours ? 4 : 1);
+    input = input_args(params, elements_of_load(kPath));
     input_blocks = input_tiles(input, problem);
   }
   const unsigned grid = grid_of(weight_blocks + input_blocks, "pack_operands");
   const ZeroRegion region{params.zero, params.zero_bytes};
   pack_operands<kPath><<<grid, kInputThreads, 0, stream>>>(weight, static_cast<std::uint32_t>(weight_blocks),
-                                                           input, elements, region);
+                                                           input, rows, region);
   check_launch("pack_operands");
 }
 
@@ -95,7 +134,8 @@ void launch_pack_operands(const PackParams& params, cudaStream_t stream) {
   if (params.x_hi == nullptr) {
     launch<InputPath::kStays>(params, stream);
   } else if (params.problem.x_layout == Layout::kNDHWC) {
-    launch<InputPath::kCopied>(params, stream);
+    input_vector(params) == 4 ? launch<InputPath::kCopiedByFours>(params, stream)
+                              : launch<InputPath::kCopied>(params, stream);
   } else if (input_vector(params) == 4) {
     launch<InputPath::kTransposedByFours>(params, stream);
   } else {

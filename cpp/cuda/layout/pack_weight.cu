@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// pack_weight: float32 w to [T*R*S,K,C] in float16, for an x that is scaled as assumed. First launch of a
-/// call, so it also clears what later kernels count in.
+/// pack_weight: float32 w to [T*R*S,K,operand_channels] in float16, for an x that is scaled as assumed. First
+/// launch of a call, so it also clears what later kernels count in.
 
 #include <cuda_runtime.h>
 

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// Plans for any number of channels and convolution groups, without torch, CUDA or a test framework.
+
+#include <exception>
+#include <functional>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "core/channels.hpp"
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+
+namespace upconv3d {
+namespace {
+
+int failures = 0;
+
+void expect(bool condition, const std::string& what) {
+  if (condition) return;
+  ++failures;
+  std::cerr << "FAILED: " << what << '\n';
+}
+
+/// A block of 64 input and 128 output channels, one convolution group, channels_last_3d.
+Problem dense() {
+  Problem p;
+  p.n = 16, p.c = 64, p.k = 128;
+  p.in = {32, 32, 32}, p.kernel = {3, 3, 3};
+  p.num_groups = 8;
+  p.dtype = DType::kBFloat16;
+  p.x_layout = p.y_layout = Layout::kNDHWC;
+  return p;
+}
+
+Device hopper() {
+  return {.is_cuda = true, .compute_capability = 90, .sm_count = 132, .max_threads = 1};
+}
+
+std::vector<ConvInstance> all_compiled() {
+  std::vector<ConvInstance> instances = conv_instances();
+  for (ConvInstance& instance : instances) instance.compiled = true;
+  return instances;
+}
+
+/// Channels and groups of any size on the SM90 kernel: what is padded, what is packed, who normalizes.
+void test_channels() {
+  const auto plan_of = [](const std::function<void(Problem&)>& change) {
+    Problem p = dense();
+    change(p);
+    return select_plan(p, hopper(), all_compiled());
+  };
+  const auto says = [](const Plan& plan, const char* part) {
+    return plan.instance && plan.channels.find(part) != std::string::npos &&
+           describe(plan).find(part) != std::string::npos;
+  };
+  expect(plan_of([](Problem&) {}).channels.empty(), "channels in eights lie as they are");
+  const Plan inputs = plan_of([](Problem& p) { p.c = 20; });
+  expect(says(inputs, "input channels padded from 20 to 64"), "20 input channels");
+  expect(inputs.pack_x && inputs.activation_in_y, "x is padded as it is packed; y is as ever");
+  expect(inputs.stages == std::vector<std::string>{"pack_operands", inputs.instance->name},
+         "and so are stages");
+  const Plan outputs = plan_of([](Problem& p) { p.k = 100, p.num_groups = 25; });
+  expect(says(outputs, "output channels stored beside y, padded from 100 to 104"), "100 output channels");
+  expect(!outputs.pack_x && !outputs.activation_in_y,
+         "rows that are no chunks are normalized by another kernel");
+  expect(outputs.stages.back() == "group_norm_normalize", "which is a stage of its own");
+  const Plan tf32 = plan_of([](Problem& p) {
+    p.dtype = DType::kFloat32, p.precision = Precision::kTF32, p.k = 20, p.num_groups = 1;
+  });
+  expect(tf32.instance && tf32.instance->stored_bits == 32, "no steps for who knows no tiles");
+  const Plan few = plan_of([](Problem& p) { p.c = 3, p.k = 100, p.num_groups = 1; });
+  expect(says(few, "input channels padded from 3 to 16"), "3 input channels");
+  expect(
+      plan_of([](Problem& p) { p.c = 48; }).pack_x == false && plan_of([](Problem& p) { p.c = 24; }).pack_x,
+      "rows of whole sectors are read where they lie, others are not");
+  expect(!plan_of([](Problem& p) { p.c = p.k = p.num_groups = 1; }).instance, "one channel is the library's");
+
+  const Plan packed = plan_of([](Problem& p) { p.groups = 2; });
+  expect(says(packed, "2 groups of 32 input and 64 output channels"), "2 groups");
+  expect(packed.pack_x && packed.activation_in_y, "groups of fewer channels than a k-block are packed apart");
+  const Plan lying = plan_of([](Problem& p) { p.c = 256, p.groups = 4; });
+  expect(lying.instance && !lying.pack_x, "groups of whole k-blocks are read where they lie");
+  const auto grouped = [](Problem& p) { p.c = 20, p.groups = 4, p.dtype = DType::kFloat32; };
+  expect(says(plan_of(grouped), "each group's input channels padded from 5 to 16"),
+         "5 input channels a group");
+  expect(!plan_of([](Problem& p) { p.groups = 8; }).instance, "16 bit: groups of 8 are the library's");
+
+  Problem p = dense();
+  expect(channel_tiles(p, 128) == 1, "tiles of 128 channels");
+  p.groups = 4;
+  expect(channel_tiles(p, 128) == 4 && channel_tiles(p, 64) == 4, "no tile holds two groups");
+  expect(operand_channels(p) == 16, "packed rows hold one group");
+  p.k = 96, p.groups = 2, p.num_groups = 1;
+  expect(moment_granule_shift(p) == 4, "a granule of 16 channels divides groups of 48");
+  p.groups = 1;
+  expect(moment_granule_shift(p) == 5, "and one of 32 the 96 of all");
+}
+
+}  // namespace
+}  // namespace upconv3d
+
+int main() {
+  try {
+    upconv3d::test_channels();
+  } catch (const std::exception& error) {
+    upconv3d::expect(false, error.what());
+  }
+  if (upconv3d::failures == 0) std::cout << "channels: all passed\n";
+  return upconv3d::failures == 0 ? 0 : 1;
+}

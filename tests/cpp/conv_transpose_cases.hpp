@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// The cases of test_conv_transpose_sm90: shapes whose tiles, rows, channels and groups end where tiles do
+/// not.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "core/problem.hpp"
+
+namespace upconv3d::tests {
+
+struct Case {
+  std::int64_t n, c, k;
+  Extent3 in, kernel, padding;
+  // Where not 0: what sample 1 begins with and no tile of sample 0 may take in. Then sample 0 alone is
+  // compared.
+  double next = 0.0;
+  std::int64_t groups = 1;
+  bool nan_group = false;  // the last group's input is NaN, and the others alone are compared
+};
+
+inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+// One 8-channel corner case, tails of every tile extent, kernels with an axis of 1, padding up to beyond the
+// kernel, several channel tiles, several samples whose positions end inside a tile, groups of 8, 33 and 17*8
+// channels (see group_counts), rows of eights that share loads with and without a rest.
+inline const Case kCases[] = {
+    {1, 8, 8, {2, 3, 4}, {1, 1, 1}, {0, 0, 0}},
+    {2, 64, 128, {6, 6, 6}, {3, 3, 3}, {0, 0, 0}},
+    {3, 72, 136, {5, 4, 7}, {3, 3, 3}, {1, 1, 1}},
+    {2, 16, 264, {4, 9, 5}, {2, 3, 1}, {0, 2, 0}},
+    {1, 128, 64, {8, 8, 8}, {5, 5, 5}, {2, 2, 2}},
+    {2, 24, 40, {1, 1, 40}, {1, 1, 7}, {0, 0, 3}},
+    {1, 32, 32, {12, 12, 12}, {2, 2, 2}, {1, 0, 1}},
+    {2, 8, 16, {9, 9, 9}, {3, 3, 3}, {3, 3, 3}},
+    {2, 136, 48, {3, 10, 24}, {2, 5, 3}, {0, 0, 1}},
+    {5, 64, 272, {10, 10, 10}, {3, 3, 3}, {0, 0, 0}},
+    // 14 columns: none of the first 8 is reached by the first taps, nor any of the last 6 by the last
+    {2, 16, 32, {2, 3, 4}, {2, 2, 11}, {0, 0, 0}},
+    // 258 positions: the last tile of every variant holds two
+    {2, 64, 64, {1, 2, 129}, {1, 1, 1}, {0, 0, 0}, kNaN},
+    {2, 64, 64, {1, 2, 129}, {1, 1, 1}, {0, 0, 0}, 512.0},
+    // 6 rows of 48 that share loads: the last tile holds 32
+    {2, 64, 64, {1, 4, 48}, {1, 3, 1}, {0, 0, 0}, kNaN},
+    // channels that are no multiple of 8, of x, of y, of both
+    {2, 1, 1, {5, 6, 7}, {3, 3, 3}, {1, 1, 1}},
+    {2, 3, 16, {5, 6, 7}, {3, 3, 3}, {1, 1, 1}},
+    {2, 20, 2, {5, 6, 10}, {3, 3, 3}, {0, 0, 0}},
+    {1, 48, 3, {4, 5, 14}, {1, 3, 3}, {0, 0, 0}},
+    {2, 100, 20, {5, 6, 7}, {2, 2, 2}, {0, 0, 0}},
+    {3, 24, 100, {4, 4, 6}, {3, 3, 3}, {0, 0, 0}},
+    // groups: of whole tiles and k-blocks, of part of either, of 3 and 20 input channels
+    {2, 128, 256, {5, 6, 6}, {3, 3, 3}, {0, 0, 0}, 0.0, 2, true},
+    {2, 128, 96, {5, 6, 7}, {3, 3, 3}, {1, 1, 1}, 0.0, 2, true},
+    {2, 32, 64, {5, 6, 14}, {3, 3, 3}, {0, 0, 0}, 0.0, 4, true},
+    {2, 12, 32, {5, 6, 7}, {2, 2, 2}, {0, 0, 0}, 0.0, 4, true},
+    {1, 40, 272, {4, 5, 6}, {3, 1, 3}, {0, 0, 0}, 0.0, 2, true},
+    {2, 256, 512, {3, 4, 5}, {2, 2, 2}, {0, 0, 0}, 0.0, 4},
+};
+
+/// Divisors of K: layer norm, two groups, 4, 5, 8, groups of 8 channels, instance norm. With a group of NaN
+/// those that keep it apart.
+inline std::vector<std::int64_t> group_counts(const Case& shape) {
+  const std::int64_t k = shape.k;
+  std::vector<std::int64_t> counts;
+  for (const std::int64_t groups :
+       {std::int64_t{1}, std::int64_t{2}, std::int64_t{4}, std::int64_t{5}, std::int64_t{8}, k / 8, k}) {
+    if (groups == 0 || k % groups != 0 || (shape.nan_group && groups % shape.groups != 0)) continue;
+    if (std::find(counts.begin(), counts.end(), groups) == counts.end()) counts.push_back(groups);
+  }
+  return counts;
+}
+
+}  // namespace upconv3d::tests
