@@ -190,7 +190,9 @@ def test_gpus_from_ampere_on_take_the_sm80_plan(capability):
 )
 @pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
 def test_sm80_family_per_dtype_and_precision(dtype, precision, family, layout):
-    plan = plan_of(facts(dtype=dtype, layout=layout, precision=precision), compute_capability=80, sm_count=108)
+    plan = plan_of(
+        facts(dtype=dtype, layout=layout, precision=precision), compute_capability=80, sm_count=108
+    )
     assert f"_sm80_{family}_" in plan.kernel and plan.activation == dtype
     assert plan.pack_x == (dtype == "float32" or layout == "NCDHW")
     assert plan.activation_in_y == (layout == "NDHWC")

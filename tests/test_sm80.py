@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SM80 plan on whatever GPU there is: UPCONV3D_PLAN is read once per process, so its cases run in another."""
+"""The SM80 plan, asked for by UPCONV3D_PLAN. That is read once per process, so the cases run in another."""
 
 import os
 import subprocess
@@ -18,7 +18,10 @@ SHAPES = {
     "few-channels": ((2, 8, 8, (3, 5, 9), (1, 3, 5)), {"padding": (0, 1, 2)}),
     "stride-2": ((2, 32, 64, (5, 6, 7), 3), {"stride": 2, "padding": 1, "output_padding": 1}),
     "kernel-is-stride": ((1, 64, 64, 8, 2), {"stride": 2}),
-    "stride-3-dilated": ((2, 16, 24, 4, 3), {"stride": (3, 1, 2), "dilation": (1, 2, 3), "padding": (0, 2, 1)}),
+    "stride-3-dilated": (
+        (2, 16, 24, 4, 3),
+        {"stride": (3, 1, 2), "dilation": (1, 2, 3), "padding": (0, 2, 1)},
+    ),
     "one-sample": ((1, 128, 128, 12, 3), {"padding": 1}),
     "bare": ((2, 16, 40, 6, 2), {"bias": False, "affine": False}),
     "unbatched": ((None, 24, 48, (4, 6, 5), 3), {}),
@@ -32,7 +35,9 @@ def sm80_cases(device):
         for dtype in DTYPES:
             for precision in ("ieee", "tf32") if dtype == torch.float32 else ("ieee",):
                 torch.manual_seed(1234)
-                block = make_block(*sizes, num_groups=4, device=device, dtype=dtype, precision=precision, **numbers)
+                block = make_block(
+                    *sizes, num_groups=4, device=device, dtype=dtype, precision=precision, **numbers
+                )
                 for case in (block, block.channels_last()):
                     plan = case.plan()
                     assert plan.algorithm == "sm80_implicit_gemm", plan
@@ -52,7 +57,9 @@ def sm80_exact(device):
 def sm80_hostile(device):
     """Run by the child: NaN in one sample stays there, also across the borders of strided phases."""
     for numbers in ({"padding": 1}, {"padding": 1, "stride": 2, "output_padding": 1}):
-        block = make_block(3, 16, 24, (3, 4, 5), 3, num_groups=3, device=device, dtype=torch.bfloat16, **numbers)
+        block = make_block(
+            3, 16, 24, (3, 4, 5), 3, num_groups=3, device=device, dtype=torch.bfloat16, **numbers
+        )
         expected = block.ours()
         block.input[1] = torch.nan
         y = block.ours()
@@ -97,10 +104,7 @@ def test_forced_library_plan(cuda):
 
 
 def test_forced_plan_that_cannot_run(ampere):
-    code = (
-        "from oracles import make_block\n"
-        "make_block(2, 12, 16, 4, 3, num_groups=2, device='cuda').ours()"
-    )
+    code = "from oracles import make_block\nmake_block(2, 12, 16, 4, 3, num_groups=2, device='cuda').ours()"
     result = _run_child(code)
     assert result.returncode != 0
     assert "RuntimeError: upconv3d: the plan that UPCONV3D_PLAN names" in result.stderr
