@@ -94,8 +94,9 @@ double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& s
   // mma.sync's 16-bit multiply-adds per cycle on compute capability 8.0 and 9.0; elsewhere half of that,
   // which scales all variants alike.
   constexpr double kMacsPerCycle = 1024;
-  // Warps of 64 x 32 read half as much again from shared memory per product as those of 64 x 64.
-  constexpr double kSmallTileRate = 0.8;
+  // Warps of 64 x 32 read half as much again from shared memory per product as those of 64 x 64: 0.91 against
+  // 0.69 ms for the headline shape.
+  constexpr double kSmallTileRate = 0.75;
   // Finding addresses, filling the pipeline, and the epilogue.
   constexpr double kTileCycles = 1500;
   const double rate = instance.block_channels < 128 ? kSmallTileRate : 1.0;
