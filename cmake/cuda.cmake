@@ -9,6 +9,12 @@ if(NOT UPCONV3D_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "upconv3d: UPCONV3D_CUDA must be AUTO, ON or OFF; got ${UPCONV3D_CUDA}.")
 endif()
 
+# upconv3d_cmake_archs(<archs> <result_var>): as CMake names them. 80 and 80-real are real code, 80-virtual is PTX.
+function(upconv3d_cmake_archs archs result_var)
+  list(TRANSFORM archs APPEND "-real" REGEX "^[0-9]+[af]?$")
+  set(${result_var} "${archs}" PARENT_SCOPE)
+endfunction()
+
 set(UPCONV3D_WITH_CUDA OFF)
 set(_cuda_obstacle "UPCONV3D_CUDA is OFF")
 if(NOT UPCONV3D_CUDA STREQUAL OFF)
@@ -21,8 +27,7 @@ if(NOT UPCONV3D_CUDA STREQUAL OFF)
     endif()
   endif()
   # CMake tests the compiler for this list; the targets set their own.
-  set(CMAKE_CUDA_ARCHITECTURES ${UPCONV3D_CUDA_ARCHS})
-  list(TRANSFORM CMAKE_CUDA_ARCHITECTURES APPEND "-real")
+  upconv3d_cmake_archs("${UPCONV3D_CUDA_ARCHS}" CMAKE_CUDA_ARCHITECTURES)
   include(CheckLanguage)
   if(CMAKE_CUDA_COMPILER OR NOT UPCONV3D_CUDA STREQUAL ON)
     check_language(CUDA)
@@ -43,6 +48,7 @@ if(NOT UPCONV3D_WITH_CUDA AND UPCONV3D_CUDA STREQUAL ON)
 endif()
 
 set(UPCONV3D_HAS_90A OFF)
+set(UPCONV3D_SM80_ARCHS "")
 set(UPCONV3D_CUDA_COMPILER_TEXT "")
 set(UPCONV3D_CUDA_RUNTIME_VERSION "")
 set(UPCONV3D_CUDA_ARCHS_TEXT "")
@@ -53,13 +59,22 @@ if(NOT UPCONV3D_WITH_CUDA)
 endif()
 
 foreach(_arch IN LISTS UPCONV3D_CUDA_ARCHS)
-  if(NOT _arch MATCHES "^[0-9]+[af]?$")
-    message(FATAL_ERROR "upconv3d: UPCONV3D_CUDA_ARCHS must list architectures such as 80 or 90a; got ${_arch}.")
+  if(NOT _arch MATCHES "^([0-9]+)[af]?(-real|-virtual)?$")
+    message(FATAL_ERROR
+      "upconv3d: UPCONV3D_CUDA_ARCHS must list architectures such as 80, 90a or, for PTX, 80-virtual; got ${_arch}.")
+  endif()
+  if(CMAKE_MATCH_1 GREATER_EQUAL 80)
+    list(APPEND UPCONV3D_SM80_ARCHS ${_arch})
+  elseif(_arch MATCHES "-virtual$")
+    # It would promise GPUs from 8.0 on, whose kernels use what older ones lack.
+    message(FATAL_ERROR "upconv3d: PTX in UPCONV3D_CUDA_ARCHS must be 80-virtual or later; got ${_arch}.")
   endif()
 endforeach()
 find_package(CUDAToolkit REQUIRED)
-if(90a IN_LIST UPCONV3D_CUDA_ARCHS)
+if(90a IN_LIST UPCONV3D_CUDA_ARCHS OR 90a-real IN_LIST UPCONV3D_CUDA_ARCHS)
   set(UPCONV3D_HAS_90A ON)
+endif()
+if(UPCONV3D_SM80_ARCHS)
   add_subdirectory(third_party)
 endif()
 set(UPCONV3D_CUDA_COMPILER_TEXT "${CMAKE_CUDA_COMPILER_ID} ${CMAKE_CUDA_COMPILER_VERSION}")
@@ -67,9 +82,9 @@ set(UPCONV3D_CUDA_RUNTIME_VERSION "${CUDAToolkit_VERSION}")
 set(UPCONV3D_CUDA_ARCHS_TEXT "${UPCONV3D_CUDA_ARCHS}")
 message(STATUS "upconv3d: CUDA ${CUDAToolkit_VERSION} for ${UPCONV3D_CUDA_ARCHS}")
 
-# upconv3d_cuda_target(<target> <archs>): real code for the archs, no PTX; the project's nvcc flags.
+# upconv3d_cuda_target(<target> <archs>): code for the archs; the project's nvcc flags.
 function(upconv3d_cuda_target target archs)
-  list(TRANSFORM archs APPEND "-real")
+  upconv3d_cmake_archs("${archs}" archs)
   set_target_properties(${target} PROPERTIES
     CUDA_ARCHITECTURES "${archs}"
     CUDA_STANDARD 20

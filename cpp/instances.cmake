@@ -4,33 +4,45 @@
 # (conv_instances) and the table of launchers (find_conv_transpose_launcher).
 #
 # To add a variant, add a line. Order matters where two are estimated equally quick: the first wins.
+#   arch            90: conv_transpose_relu_group_norm_sm90, for Hopper; 80: conv_transpose_relu_moments_sm80, for
+#                   compute capability 8.0 and later
 #   operand         what the tensor cores multiply
 #   products        1, or 3 for the hi/lo split that carries float32's accuracy
-#   stored          relu(conv) until it is normalized: the dtype of y, or u16, which becomes float32
-#   block_channels, block_positions   the tile: gemm_m x gemm_n
+#   stored          relu(conv) until it is normalized: the dtype of y, or (90 only) u16, which becomes float32
+#   block_channels, block_positions   the tile
 
 set(UPCONV3D_CONV_INSTANCES
-  # operand products stored block_channels block_positions
-  "bf16 1 bf16 128 256"
-  "bf16 1 bf16 128 128"
-  "bf16 1 bf16  64 256"
-  "f16  1 f16  128 256"
-  "f16  1 f16  128 128"
-  "f16  1 f16   64 256"
-  "f16  1 u16  128 256"
-  "f16  1 u16  128 128"
-  "f16  1 u16   64 256"
-  "f16  1 f32  128 128"
-  "f16  1 f32   64 256"
-  "f16  3 f32  128 128"
-  "f16  3 f32   64 128"
+  # arch operand products stored block_channels block_positions
+  "90 bf16 1 bf16 128 256"
+  "90 bf16 1 bf16 128 128"
+  "90 bf16 1 bf16  64 256"
+  "90 f16  1 f16  128 256"
+  "90 f16  1 f16  128 128"
+  "90 f16  1 f16   64 256"
+  "90 f16  1 u16  128 256"
+  "90 f16  1 u16  128 128"
+  "90 f16  1 u16   64 256"
+  "90 f16  1 f32  128 128"
+  "90 f16  1 f32   64 256"
+  "90 f16  3 f32  128 128"
+  "90 f16  3 f32   64 128"
+  "80 bf16 1 bf16 128 128"
+  "80 bf16 1 bf16  64 128"
+  "80 f16  1 f16  128 128"
+  "80 f16  1 f16   64 128"
+  "80 f16  1 f32  128 128"
+  "80 f16  1 f32   64 128"
+  "80 f16  3 f32   64 128"
 )
 
-# What the names of the list are in CUTLASS, in core/problem.hpp (as y), and in bits.
+# What the names of the list are in CUTLASS (90), in CUDA (80), in core/problem.hpp (as y), and in bits.
 set(_cutlass_bf16 cutlass::bfloat16_t)
 set(_cutlass_f16 cutlass::half_t)
 set(_cutlass_f32 float)
 set(_cutlass_u16 Unorm16)
+set(_cuda_bf16 __nv_bfloat16)
+set(_cuda_f16 __half)
+set(_cuda_f32 float)
 set(_core_bf16 DType::kBFloat16)
 set(_core_f16 DType::kFloat16)
 set(_core_f32 DType::kFloat32)
@@ -40,46 +52,60 @@ set(_bits_f16 16)
 set(_bits_f32 32)
 set(_bits_u16 16)
 
-# upconv3d_generate_instances(<folder> <compiled> <core_sources_var> <cuda_sources_var>)
-# Writes the generated sources under <folder>. <compiled>: the .cu files are part of this build.
-function(upconv3d_generate_instances folder compiled core_sources_var cuda_sources_var)
-  if(compiled)
-    set(compiled_literal true)
-  else()
-    set(compiled_literal false)
-  endif()
+# upconv3d_generate_instances(<folder> <compiled_90> <compiled_80> <core_sources_var> <cuda_90_var> <cuda_80_var>)
+# Writes the generated sources under <folder>. <compiled_...>: the .cu files of that arch are part of this build.
+function(upconv3d_generate_instances folder compiled_90 compiled_80 core_sources_var cuda_90_var cuda_80_var)
+  set(stem_90 conv_transpose_relu_group_norm_sm90)
+  set(stem_80 conv_transpose_relu_moments_sm80)
+  set(params_90 ConvTransposeParams)
+  set(params_80 ConvTransposeSm80Params)
+  set(types_90 _cutlass_)
+  set(types_80 _cuda_)
   set(rows "")
-  set(declarations "")
-  set(branches "")
-  set(cuda_sources "")
+  foreach(arch 90 80)
+    set(declarations_${arch} "")
+    set(branches_${arch} "")
+    set(cuda_sources_${arch} "")
+  endforeach()
   foreach(line IN LISTS UPCONV3D_CONV_INSTANCES)
     separate_arguments(fields UNIX_COMMAND "${line}")
-    list(GET fields 0 operand)
-    list(GET fields 1 products)
-    list(GET fields 2 stored)
-    list(GET fields 3 bc)
-    list(GET fields 4 bp)
-    set(name "conv_transpose_relu_group_norm_sm90_${operand}x${products}_${stored}_${bc}x${bp}")
-    set(template_arguments "${_cutlass_${operand}}, ${products}, ${_cutlass_${stored}}, ${bc}, ${bp}")
+    list(GET fields 0 arch)
+    list(GET fields 1 operand)
+    list(GET fields 2 products)
+    list(GET fields 3 stored)
+    list(GET fields 4 bc)
+    list(GET fields 5 bp)
+    set(stem "${stem_${arch}}")
+    set(params "${params_${arch}}")
+    set(name "${stem}_${operand}x${products}_${stored}_${bc}x${bp}")
+    set(template_arguments
+      "${${types_${arch}}${operand}}, ${products}, ${${types_${arch}}${stored}}, ${bc}, ${bp}")
+    if(compiled_${arch})
+      set(compiled_literal true)
+    else()
+      set(compiled_literal false)
+    endif()
 
     string(APPEND rows
-      "      {\"${name}\", ${_core_${operand}}, ${products}, ${_core_${stored}}, ${_bits_${stored}}, ${bc}, ${bp}, ${compiled_literal}},\n")
-    string(APPEND declarations "void launch_${name}(const ConvTransposeParams& params, cudaStream_t stream);\n")
-    string(APPEND branches "  if (wanted == \"${name}\") return &launch_${name};\n")
+      "      {\"${name}\", ${arch}, ${_core_${operand}}, ${products}, ${_core_${stored}}, ${_bits_${stored}}, ${bc}, ${bp}, ${compiled_literal}},\n")
     file(CONFIGURE OUTPUT "${folder}/${name}.cu" @ONLY CONTENT
 "// SPDX-License-Identifier: Apache-2.0
 // Generated from cpp/instances.cmake.
-#include \"cuda/conv_transpose/conv_transpose_relu_group_norm_sm90.cuh\"
+#include \"cuda/conv_transpose/@stem@.cuh\"
 
 namespace upconv3d::cuda {
 
-void launch_@name@(const ConvTransposeParams& params, cudaStream_t stream) {
-  launch_conv_transpose_relu_group_norm_sm90<@template_arguments@>(params, stream);
+void launch_@name@(const @params@& params, cudaStream_t stream) {
+  launch_@stem@<@template_arguments@>(params, stream);
 }
 
 }  // namespace upconv3d::cuda
 ")
-    list(APPEND cuda_sources "${folder}/${name}.cu")
+    if(compiled_${arch})
+      string(APPEND declarations_${arch} "void launch_${name}(const ${params}& params, cudaStream_t stream);\n")
+      string(APPEND branches_${arch} "  if (wanted == \"${name}\") return &launch_${name};\n")
+      list(APPEND cuda_sources_${arch} "${folder}/${name}.cu")
+    endif()
   endforeach()
 
   file(CONFIGURE OUTPUT "${folder}/conv_instances.cpp" @ONLY CONTENT
@@ -97,30 +123,35 @@ const std::vector<ConvInstance>& conv_instances() {
 
 }  // namespace upconv3d
 ")
-  if(NOT compiled)
-    set(declarations "")
-    set(branches "")
-    set(cuda_sources "")
-  endif()
-  file(CONFIGURE OUTPUT "${folder}/find_conv_transpose_launcher.cpp" @ONLY CONTENT
+  upconv3d_generate_finder("${folder}/find_conv_transpose_launcher.cpp" conv_transpose_sm90.hpp
+    ConvTransposeLauncher find_conv_transpose_launcher "arch 90a" "${declarations_90}" "${branches_90}")
+  upconv3d_generate_finder("${folder}/find_conv_transpose_sm80_launcher.cpp" conv_transpose_sm80.hpp
+    ConvTransposeSm80Launcher find_conv_transpose_sm80_launcher "an arch from 80 on" "${declarations_80}"
+    "${branches_80}")
+  set(${core_sources_var} "${folder}/conv_instances.cpp" PARENT_SCOPE)
+  set(${cuda_90_var} "${cuda_sources_90}" PARENT_SCOPE)
+  set(${cuda_80_var} "${cuda_sources_80}" PARENT_SCOPE)
+endfunction()
+
+# Writes the function <finder>, from an instance's name to its <launcher>.
+function(upconv3d_generate_finder file header launcher finder arch declarations branches)
+  file(CONFIGURE OUTPUT "${file}" @ONLY CONTENT
 "// SPDX-License-Identifier: Apache-2.0
 // Generated from cpp/instances.cmake.
 #include <stdexcept>
 #include <string>
 
-#include \"cuda/conv_transpose/conv_transpose_sm90.hpp\"
+#include \"cuda/conv_transpose/@header@\"
 
 namespace upconv3d::cuda {
 
 @declarations@
-ConvTransposeLauncher find_conv_transpose_launcher(const char* instance_name) {
+@launcher@ @finder@(const char* instance_name) {
   const std::string wanted = instance_name;
 @branches@  throw std::logic_error(\"upconv3d: kernel \" + wanted + \" is not part of this build; its line is missing from \"
-                         \"cpp/instances.cmake, or arch 90a from UPCONV3D_CUDA_ARCHS\");
+                         \"cpp/instances.cmake, or @arch@ from UPCONV3D_CUDA_ARCHS\");
 }
 
 }  // namespace upconv3d::cuda
 ")
-  set(${core_sources_var} "${folder}/conv_instances.cpp" PARENT_SCOPE)
-  set(${cuda_sources_var} "${cuda_sources}" PARENT_SCOPE)
 endfunction()

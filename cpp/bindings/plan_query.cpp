@@ -19,7 +19,7 @@ namespace {
 
 Device query_cuda_device([[maybe_unused]] int index) {
 #if UPCONV3D_WITH_CUDA
-  const Device device = cuda::query_device(index);
+  Device device = cuda::query_device(index);
   if (!archs_run_on(device.compute_capability)) {
     throw std::runtime_error(
         concat("upconv3d: this build must contain kernels for the GPU it runs on; got compute "
@@ -28,6 +28,7 @@ Device query_cuda_device([[maybe_unused]] int index) {
                ", compiled archs ", kCudaArchs, ". Rebuild with -DUPCONV3D_CUDA_ARCHS=\"", kCudaArchs, ';',
                device.compute_capability, "\"."));
   }
+  device.forced_plan = forced_plan();
   return device;
 #else
   throw std::runtime_error(
@@ -39,6 +40,14 @@ Device query_cuda_device([[maybe_unused]] int index) {
 }
 
 }  // namespace
+
+const std::string& forced_plan() {
+  static const std::string plan = [] {
+    const char* const value = std::getenv("UPCONV3D_PLAN");
+    return std::string(value ? value : "");
+  }();
+  return plan;
+}
 
 Device query_device(const std::string& device) {
   if (device == "cpu") {

@@ -10,7 +10,11 @@
 
 namespace upconv3d::bindings {
 
-/// The numbers of the device that "cpu" or "cuda:1" names.
+/// The plan that the environment asks for on CUDA devices, UPCONV3D_PLAN, or "". Read once per process: calls
+/// are remembered with their plans (prepared_call.hpp), and two of the same key must not differ.
+const std::string& forced_plan();
+
+/// The numbers of the device that "cpu" or "cuda:1" names, and the plan that is forced upon it.
 /// \throws std::runtime_error where this build has no CUDA, no kernels for that GPU, or no driver is found.
 Device query_device(const std::string& device);
 

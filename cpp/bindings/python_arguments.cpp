@@ -81,6 +81,7 @@ Device parse_device(const py::dict& dict) {
   device.compute_capability = get_or<int>(dict, "compute_capability", device.compute_capability);
   device.sm_count = get_or<int>(dict, "sm_count", device.sm_count);
   device.max_threads = get_or<int>(dict, "max_threads", device.max_threads);
+  device.forced_plan = get_or<std::string>(dict, "forced_plan", device.forced_plan);
   return device;
 }
 
@@ -134,6 +135,7 @@ py::dict to_dict(const Plan& plan) {
 py::dict to_dict(const ConvInstance& instance) {
   py::dict dict;
   dict["name"] = instance.name;
+  dict["arch"] = instance.arch;
   dict["operand"] = name(instance.operand);
   dict["products"] = instance.products;
   dict["output"] = name(instance.output);

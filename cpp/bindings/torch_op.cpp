@@ -125,7 +125,7 @@ cuda::ForwardTensors forward_tensors(const BlockTensors& t, const Tensor& y, con
   return f;
 }
 
-Tensor run_sm90(const PreparedCall& call, const BlockTensors& t, std::int32_t index) {
+Tensor run_implicit_gemm(const PreparedCall& call, const BlockTensors& t, std::int32_t index) {
   const Tensor x = contiguous_in(t.x, call.problem.x_layout);
   const Tensor y = empty_strided_like(x, call.y_sizes, call.y_strides);
   const Tensor workspace = empty_bytes_like(x, call.plan.workspace_bytes);
@@ -166,8 +166,8 @@ Tensor run_plan(const PreparedCall& call, const BlockTensors& t) {
   if (call.device.is_cuda) {
     const std::int32_t index = t.x.get_device_index();
     const torch::stable::accelerator::DeviceGuard guard(index);
-    return call.plan.algorithm == Algorithm::kSm90ImplicitGemm ? run_sm90(call, t, index)
-                                                               : run_cuda_library(call, t, index);
+    return call.plan.algorithm == Algorithm::kCudaLibrary ? run_cuda_library(call, t, index)
+                                                          : run_implicit_gemm(call, t, index);
   }
 #endif
   return run_cpu(call, t);

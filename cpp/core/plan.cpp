@@ -11,6 +11,8 @@ const char* name(Algorithm algorithm) {
   switch (algorithm) {
     case Algorithm::kSm90ImplicitGemm:
       return "sm90_implicit_gemm";
+    case Algorithm::kSm80ImplicitGemm:
+      return "sm80_implicit_gemm";
     case Algorithm::kCudaLibrary:
       return "cuda_library";
     case Algorithm::kCpuLibrary:

@@ -17,26 +17,28 @@ namespace upconv3d {
 
 enum class Algorithm : std::uint8_t {
   kSm90ImplicitGemm,  // our TMA + wgmma convolution with the ReLU + moments epilogue
+  kSm80ImplicitGemm,  // our cp.async + mma.sync convolution with the same, then our normalize kernels
   kCudaLibrary,       // PyTorch's convolution, then our ReLU + moments and normalize kernels
   kCpuLibrary,        // PyTorch's convolution, then our fused ReLU + GroupNorm on the host
 };
 
 const char* name(Algorithm algorithm);
 
-/// One compiled variant of conv_transpose_relu_group_norm_sm90, as listed in cpp/instances.cmake.
+/// One compiled variant of a convolution kernel, as listed in cpp/instances.cmake.
 struct ConvInstance {
   const char* name;     // "conv_transpose_relu_group_norm_sm90_bf16x1_bf16_128x256"
+  int arch;             // 90: conv_transpose_relu_group_norm_sm90; 80: conv_transpose_relu_moments_sm80
   DType operand;        // what the tensor cores multiply: kBFloat16 or kFloat16
   int products;         // 1, or 3 for the hi/lo split that carries float32's accuracy
   DType output;         // dtype of y
   int stored_bits;      // of a value of relu(conv) until it is normalized
-  int block_channels;   // output channels of a tile (the GEMM's gemm_m)
-  int block_positions;  // output positions of a tile (the GEMM's gemm_n)
-  bool compiled;        // false in a build without CUDA, or without arch 90a
+  int block_channels;   // output channels of a tile
+  int block_positions;  // output positions of a tile
+  bool compiled;        // false in a build without CUDA, or without an arch it runs on
 };
 
-/// Output positions that one partial moment of an instance covers: those of one consumer warpgroup. Tiles of
-/// 128 channels give both warpgroups all positions, tiles of 64 channels half of them each.
+/// Output positions that one partial moment of an SM90 instance covers: those of one consumer warpgroup.
+/// Tiles of 128 channels give both warpgroups all positions, tiles of 64 channels half of them each.
 inline std::int64_t moment_positions(const ConvInstance& instance) {
   return instance.block_channels == 64 ? instance.block_positions / 2 : instance.block_positions;
 }
@@ -58,20 +60,21 @@ struct Device {
   bool is_cuda = false;
   int compute_capability = 0;  // major*10 + minor
   int sm_count = 0;
-  int max_threads = 1;  // host threads, for the CPU plan
+  int max_threads = 1;           // host threads, for the CPU plan
+  std::string forced_plan = "";  // on CUDA: "" leaves the choice to select_plan; "sm80", "sm90" or "library"
 };
 
 struct Plan {
   Algorithm algorithm = Algorithm::kCpuLibrary;
   std::string reason;                    // why this algorithm and not a quicker one
-  std::optional<ConvInstance> instance;  // kSm90ImplicitGemm only
+  std::optional<ConvInstance> instance;  // kSm90ImplicitGemm and kSm80ImplicitGemm only
   Layout conv_layout = Layout::kNCDHW;   // memory format in which the convolution runs and stores
   DType activation = DType::kFloat32;    // dtype of relu(conv) between convolution and normalize
   bool pack_x = false;                   // x is copied into operand form first (layout, dtype, channels or
                                          // alignment)
   bool activation_in_y = false;          // relu(conv) is stored in y's memory and normalized in place
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
-  int split_axes = 0;                    // axes along which the SM90 kernel cuts borders off (border_slabs)
+  int split_axes = 0;                    // axes along which our kernels cut borders off (border_slabs)
   bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)
   std::int64_t window_tiles = 0;         // SM90: position tiles of a window of the launch order, 0: none
   std::int64_t tiles = 0;                // partial moments per sample and channel (SM90: and granule of them)
@@ -84,7 +87,7 @@ struct Plan {
 ///
 /// \param instances the variants that may be named; only those with `compiled` set are.
 /// \throws RuleViolation or ValueViolation (core/errors.hpp) where the problem breaks a rule, too many
-/// elements for any plan to index among them.
+/// elements for any plan to index among them; or where device.forced_plan is unknown or cannot run.
 Plan select_plan(const Problem& problem, const Device& device,
                  const std::vector<ConvInstance>& instances = conv_instances());
 

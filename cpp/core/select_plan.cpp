@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <string>
@@ -12,6 +13,7 @@
 #include "core/errors.hpp"
 #include "core/index_math.hpp"
 #include "core/plan.hpp"
+#include "core/sm80_plan.hpp"
 #include "core/text.hpp"
 
 namespace upconv3d {
@@ -37,6 +39,8 @@ bool within_im2col(const Problem& p, const std::vector<Slab>& slabs) {
     return true;
   });
 }
+
+constexpr int kHopper = 90;
 
 /// The variant family that a dtype runs on: what is multiplied, in how many products, and what is stored.
 struct Family {
@@ -236,9 +240,9 @@ std::optional<ConvInstance> cheapest_instance(const Problem& p, const Device& de
   const std::vector<Slab> whole = border_slabs(p, 0);
   double best_cycles = std::numeric_limits<double>::infinity();
   for (const ConvInstance& instance : instances) {
-    if (!instance.compiled || instance.operand != family.operand || instance.products != family.products ||
-        instance.output != family.output || instance.stored_bits != family.stored_bits ||
-        tile_count(p, instance) > kMaxSm90Tiles) {
+    if (!instance.compiled || instance.arch != kHopper || instance.operand != family.operand ||
+        instance.products != family.products || instance.output != family.output ||
+        instance.stored_bits != family.stored_bits || tile_count(p, instance) > kMaxSm90Tiles) {
       continue;
     }
     const double cycles = estimated_cycles(p, instance, whole, false, device.sm_count);
@@ -253,7 +257,6 @@ std::optional<ConvInstance> cheapest_instance(const Problem& p, const Device& de
 /// Why the SM90 kernel cannot run, or "" with `instance` set.
 std::string sm90_obstacle(const Problem& p, const Device& device, const std::vector<ConvInstance>& instances,
                           std::optional<ConvInstance>& instance) {
-  constexpr int kHopper = 90;
   if (device.compute_capability != kHopper) {
     return concat("compute capability ", device.compute_capability / 10, '.', device.compute_capability % 10,
                   " is not 9.0");
@@ -332,10 +335,10 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   return plan;
 }
 
-Plan cuda_library_plan(const Problem& p, const std::string& obstacle) {
+Plan cuda_library_plan(const Problem& p, const std::string& reason) {
   Plan plan;
   plan.algorithm = Algorithm::kCudaLibrary;
-  plan.reason = concat("not the SM90 kernel: ", obstacle);
+  plan.reason = reason;
   plan.conv_layout = p.y_layout;  // what cuDNN keeps
   plan.activation = p.dtype;
   plan.activation_in_y = true;
@@ -356,14 +359,51 @@ Plan cpu_library_plan(const Problem& p, const Device& device) {
   return plan;
 }
 
+/// Whether the SM80 kernel is expected quicker than PyTorch's convolution with our kernels after it. Not on
+/// Hopper, where cuDNN has wgmma and this kernel has not.
+bool prefers_sm80(const Device& device) {
+  return device.compute_capability != kHopper;
+}
+
+void require_known(const std::string& forced_plan) {
+  constexpr const char* kKnown[] = {"", "sm80", "sm90", "library"};
+  if (std::find(std::begin(kKnown), std::end(kKnown), forced_plan) != std::end(kKnown)) return;
+  throw ValueViolation(concat("upconv3d: UPCONV3D_PLAN must name a plan for CUDA devices; got \"",
+                              forced_plan, "\". Set it to sm80, sm90 or library, or unset it."));
+}
+
+/// Refuses a forced plan that cannot run.
+void require_no_obstacle(const Problem& problem, const std::string& forced_plan,
+                         const std::string& obstacle) {
+  if (obstacle.empty()) return;
+  throw RuleViolation(
+      concat("upconv3d: the plan that UPCONV3D_PLAN names must be able to run the block; got ", forced_plan,
+             ", but ", obstacle, ", for ", describe(problem),
+             ". Unset UPCONV3D_PLAN, or set it to library, which runs every block."));
+}
+
 }  // namespace
 
 Plan select_plan(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances) {
   validate(problem);
   if (!device.is_cuda) return cpu_library_plan(problem, device);
+  const std::string& forced = device.forced_plan;
+  require_known(forced);
   std::optional<ConvInstance> instance;
-  const std::string obstacle = sm90_obstacle(problem, device, instances, instance);
-  return instance ? sm90_plan(problem, device, *instance) : cuda_library_plan(problem, obstacle);
+  std::string reason = forced.empty() ? "" : "UPCONV3D_PLAN=" + forced;
+  if (forced.empty() || forced == "sm90") {
+    const std::string obstacle = sm90_obstacle(problem, device, instances, instance);
+    if (!forced.empty()) require_no_obstacle(problem, forced, obstacle);
+    if (instance) return sm90_plan(problem, device, *instance);
+    reason = concat("not the SM90 kernel: ", obstacle);
+  }
+  if (forced == "sm80" || (forced.empty() && prefers_sm80(device))) {
+    const std::string obstacle = sm80_obstacle(problem, device, instances, instance);
+    if (!forced.empty()) require_no_obstacle(problem, forced, obstacle);
+    if (instance) return sm80_plan(problem, device, *instance);
+    reason += concat("; not the SM80 kernel: ", obstacle);
+  }
+  return cuda_library_plan(problem, reason);
 }
 
 }  // namespace upconv3d

@@ -6,28 +6,13 @@
 
 #include "core/channels.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
+#include "cuda/forward_sm80.hpp"
 #include "cuda/group_norm/group_norm.hpp"
 #include "cuda/layout/pack.hpp"
+#include "cuda/workspace.hpp"
 
 namespace upconv3d::cuda {
 namespace {
-
-/// Hands out parts of the workspace, 256-byte aligned as cudaMalloc does. With a null base it only counts.
-class Carver {
- public:
-  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
-
-  void* take(std::int64_t bytes) {
-    void* const part = base_ && bytes ? base_ + used_ : nullptr;
-    used_ += (bytes + 255) / 256 * 256;
-    return part;
-  }
-  std::int64_t used() const { return used_; }
-
- private:
-  char* base_;
-  std::int64_t used_ = 0;
-};
 
 GroupNormShape group_norm_shape(const Problem& problem, const Plan& plan) {
   return {problem.n, problem.k, problem.positions(), problem.num_groups, plan.tile_positions, plan.tiles};
@@ -205,6 +190,8 @@ void complete_plan(const Problem& problem, const Device& device, Plan& plan) {
     plan.workspace_bytes = 0;
   } else if (plan.algorithm == Algorithm::kSm90ImplicitGemm) {
     plan.workspace_bytes = Sm90Workspace(problem, plan, nullptr).bytes;
+  } else if (plan.algorithm == Algorithm::kSm80ImplicitGemm) {
+    plan.workspace_bytes = sm80_workspace_bytes(problem, plan);
   } else {
     plan.workspace_bytes = LibraryWorkspace(problem, plan, nullptr).bytes;
   }
@@ -216,6 +203,8 @@ void run_forward(const Problem& problem, const Plan& plan, const Device& device,
   try {
     if (plan.algorithm == Algorithm::kSm90ImplicitGemm) {
       run_sm90(problem, plan, device, tensors, stream);
+    } else if (plan.algorithm == Algorithm::kSm80ImplicitGemm) {
+      run_sm80(problem, plan, tensors, stream);
     } else {
       run_library(problem, plan, tensors, stream);
     }

@@ -13,8 +13,8 @@
 namespace upconv3d::cuda {
 
 struct ForwardTensors {
-  const void* x = nullptr;         // SM90 plan: [N,C,D,H,W] or [N,D,H,W,C] dtype, dense, problem.x_layout
-  const void* w = nullptr;         // SM90 plan: [C,K/groups,T,R,S] dtype
+  const void* x = nullptr;  // SM90 and SM80 plan: [N,C,D,H,W] or [N,D,H,W,C] dtype, dense, problem.x_layout
+  const void* w = nullptr;  // SM90 and SM80 plan: [C,K/groups,T,R,S] dtype
   std::int64_t w_strides[5] = {};  // in elements
   const void* conv = nullptr;      // library plan: PyTorch's convolution without bias, plan.conv_layout
   const void* bias = nullptr;      // [K] dtype, or null

@@ -40,14 +40,15 @@ constexpr std::int64_t kBlocksWanted = 512;
 template <class T>
 struct FinalizeArgs {
   GroupNormShape shape;
-  std::int64_t channels;  // of a group, K/G
-  std::int64_t segments;  // per group
-  const Stat<T>* part;    // [N,tiles,K,2] stat
-  const T* gamma;         // [K] T, or null
-  const T* beta;          // [K] T, or null
-  double eps;             // activation units squared
-  double* scratch;        // [N,G,segments,3] double, or null where segments is 1
-  Stat<T>* table;         // [3,N,K] stat
+  std::int64_t channels;       // of a group, K/G
+  std::int64_t segments;       // per group
+  const Stat<T>* part;         // [N,tiles,K,2] stat
+  const std::int32_t* counts;  // [tiles], or null: tile_positions each, the last one what is left
+  const T* gamma;              // [K] T, or null
+  const T* beta;               // [K] T, or null
+  double eps;                  // activation units squared
+  double* scratch;             // [N,G,segments,3] double, or null where segments is 1
+  Stat<T>* table;              // [3,N,K] stat
 };
 
 struct DoubleMoments {
@@ -96,7 +97,11 @@ __device__ DoubleMoments merge_partials(const FinalizeArgs<T>& args, std::int64_
     for (int i = 0; i < kChunk; ++i, partial += kThreads) {
       const bool valid = partial < end;
       pair[i] = valid ? part[tile * k + channel] : Pair{};
-      count[i] = valid ? (tile == tiles - 1 ? last_count : tile_count) : 0.0;
+      if (args.counts == nullptr) {
+        count[i] = valid ? (tile == tiles - 1 ? last_count : tile_count) : 0.0;
+      } else {
+        count[i] = valid ? static_cast<double>(args.counts[tile]) : 0.0;
+      }
       tile += step_tile;
       channel += step_channel;
       if (channel >= args.channels) {
@@ -235,6 +240,7 @@ void launch_group_norm_finalize(const FinalizeParams& params, cudaStream_t strea
     args.channels = shape.k / shape.num_groups;
     args.segments = segments_of(shape);
     args.part = static_cast<const Stat<T>*>(params.part);
+    args.counts = params.counts;
     args.gamma = static_cast<const T*>(params.gamma);
     args.beta = static_cast<const T*>(params.beta);
     args.eps = params.eps;

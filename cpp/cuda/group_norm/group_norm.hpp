@@ -43,13 +43,14 @@ void launch_relu_moments(const ReluMomentsParams& params, cudaStream_t stream);
 /// with shift holding beta and the part of the mean that a float cannot.
 struct FinalizeParams {
   GroupNormShape shape;
-  DType dtype = DType::kFloat32;  // of gamma and beta; kFloat64 makes stat double
-  const void* part = nullptr;     // [N,tiles,K,2] stat
-  const void* gamma = nullptr;    // [K] dtype, or null for 1
-  const void* beta = nullptr;     // [K] dtype, or null for 0
-  double eps = 0.0;               // activation units squared
-  void* scratch = nullptr;        // finalize_scratch_bytes(shape, dtype)
-  void* table = nullptr;          // [3,N,K] stat, written: mean, scale, shift
+  DType dtype = DType::kFloat32;         // of gamma and beta; kFloat64 makes stat double
+  const void* part = nullptr;            // [N,tiles,K,2] stat
+  const void* gamma = nullptr;           // [K] dtype, or null for 1
+  const void* beta = nullptr;            // [K] dtype, or null for 0
+  double eps = 0.0;                      // activation units squared
+  void* scratch = nullptr;               // finalize_scratch_bytes(shape, dtype)
+  void* table = nullptr;                 // [3,N,K] stat, written: mean, scale, shift
+  const std::int32_t* counts = nullptr;  // [tiles] positions of each tile, where they are not as said above
 };
 std::int64_t finalize_scratch_bytes(const GroupNormShape& shape, DType dtype);
 void launch_group_norm_finalize(const FinalizeParams& params, cudaStream_t stream);

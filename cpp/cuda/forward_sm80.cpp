@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/forward_sm80.hpp"
+
+#include "core/channels.hpp"
+#include "cuda/conv_transpose/conv_transpose_sm80.hpp"
+#include "cuda/group_norm/group_norm.hpp"
+#include "cuda/layout/pack.hpp"
+#include "cuda/workspace.hpp"
+
+namespace upconv3d::cuda {
+namespace {
+
+/// Scratch memory of a forward call on the SM80 plan.
+struct Sm80Workspace {
+  void* x_hi;      // [N,D,H,W,operand_channels] operand, where the plan packs x
+  void* x_lo;      // the same, three products only
+  void* w_hi;      // [T*R*S,K,operand_channels] operand
+  void* w_lo;      // the same, three products only
+  void* scales;    // operand_scales_bytes
+  void* a;         // [N,Z,P,Q,K] activation dtype, where it does not lie in y
+  void* part;      // [N,tiles,K,2] float
+  void* counts;    // [tiles] int32
+  void* finalize;  // finalize_scratch_bytes
+  void* table;     // [3,N,K] float
+  std::int64_t bytes;
+
+  Sm80Workspace(const Problem& problem, const Plan& plan, const GroupNormShape& shape, void* base) {
+    constexpr std::int64_t kFloat = sizeof(float);
+    Carver carver(base);
+    const std::int64_t operand = size_of(plan.instance->operand);
+    const bool split = plan.instance->products == 3;
+    const std::int64_t row_bytes = operand_channels(problem) * operand;
+    const std::int64_t x_bytes = plan.pack_x ? problem.n * volume(problem.in) * row_bytes : 0;
+    const std::int64_t w_bytes = problem.k * volume(problem.kernel) * row_bytes;
+    x_hi = carver.take(x_bytes);
+    x_lo = carver.take(split ? x_bytes : 0);
+    w_hi = carver.take(w_bytes);
+    w_lo = carver.take(split ? w_bytes : 0);
+    scales = carver.take(operand_scales_bytes(problem));
+    a = carver.take(
+        plan.activation_in_y ? 0 : problem.n * problem.k * problem.positions() * size_of(plan.activation));
+    part = carver.take(problem.n * plan.tiles * problem.k * 2 * kFloat);
+    counts = carver.take(plan.tiles * static_cast<std::int64_t>(sizeof(std::int32_t)));
+    finalize = carver.take(finalize_scratch_bytes(shape, problem.dtype));
+    table = carver.take(3 * problem.n * problem.k * kFloat);
+    bytes = carver.used();
+  }
+};
+
+GroupNormShape group_norm_shape(const Problem& problem, const Plan& plan) {
+  return {problem.n, problem.k, problem.positions(), problem.num_groups, plan.tile_positions, plan.tiles};
+}
+
+OperandScales pack(const Problem& problem, const Plan& plan, const ForwardTensors& tensors,
+                   const Sm80Workspace& workspace, cudaStream_t stream) {
+  PackParams pack;
+  pack.problem = problem;
+  pack.operand = plan.instance->operand;
+  pack.products = plan.instance->products;
+  pack.x = tensors.x;
+  pack.w = tensors.w;
+  for (int axis = 0; axis < 5; ++axis) pack.w_strides[axis] = tensors.w_strides[axis];
+  pack.x_hi = workspace.x_hi;
+  pack.x_lo = workspace.x_lo;
+  pack.w_hi = workspace.w_hi;
+  pack.w_lo = workspace.w_lo;
+  if (workspace.scales) pack.scales = carve_operand_scales(problem, workspace.scales);
+  launch_pack(pack, stream);
+  return pack.scales;
+}
+
+}  // namespace
+
+std::int64_t sm80_workspace_bytes(const Problem& problem, const Plan& plan) {
+  return Sm80Workspace(problem, plan, group_norm_shape(problem, plan), nullptr).bytes;
+}
+
+void run_sm80(const Problem& problem, const Plan& plan, const ForwardTensors& tensors, cudaStream_t stream) {
+  const GroupNormShape shape = group_norm_shape(problem, plan);
+  const Sm80Workspace workspace(problem, plan, shape, tensors.workspace);
+  const OperandScales scales = pack(problem, plan, tensors, workspace, stream);
+
+  ConvTransposeSm80Params conv;
+  conv.problem = problem;
+  conv.problem.c = operand_channels(problem);  // zeros behind C add nothing
+  conv.x_hi = plan.pack_x ? workspace.x_hi : tensors.x;
+  conv.x_lo = workspace.x_lo;
+  conv.w_hi = workspace.w_hi;
+  conv.w_lo = workspace.w_lo;
+  conv.bias = tensors.bias;
+  conv.unscale_sample = scales.unscale_sample;
+  conv.unscale_column = scales.unscale_column;
+  conv.a = plan.activation_in_y ? tensors.y : workspace.a;
+  conv.part = static_cast<float*>(workspace.part);
+  conv.counts = static_cast<std::int32_t*>(workspace.counts);
+  conv.split_axes = plan.split_axes;
+  find_conv_transpose_sm80_launcher(plan.instance->name)(conv, stream);
+
+  FinalizeParams finalize;
+  finalize.shape = shape;
+  finalize.dtype = problem.dtype;
+  finalize.part = workspace.part;
+  finalize.counts = conv.counts;
+  finalize.gamma = tensors.gamma;
+  finalize.beta = tensors.beta;
+  finalize.eps = problem.eps;
+  finalize.scratch = workspace.finalize;
+  finalize.table = workspace.table;
+  launch_group_norm_finalize(finalize, stream);
+
+  NormalizeParams normalize;
+  normalize.shape = shape;
+  normalize.a_dtype = plan.activation;
+  normalize.y_dtype = problem.dtype;
+  normalize.a_layout = plan.conv_layout;
+  normalize.y_layout = problem.y_layout;
+  normalize.a = conv.a;
+  normalize.table = workspace.table;
+  normalize.y = tensors.y;
+  launch_group_norm_normalize(normalize, stream);
+}
+
+}  // namespace upconv3d::cuda
