@@ -19,7 +19,8 @@ namespace {
 
 Device query_cuda_device([[maybe_unused]] int index) {
 #if UPCONV3D_WITH_CUDA
-  const Device device = cuda::query_device(index);
+  Device device = cuda::query_device(index);
+  device.forced_plan = forced_plan();
   if (!archs_run_on(device.compute_capability)) {
     throw std::runtime_error(
         concat("upconv3d: this build must contain kernels for the GPU it runs on; got compute "
@@ -39,6 +40,19 @@ Device query_cuda_device([[maybe_unused]] int index) {
 }
 
 }  // namespace
+
+const std::string& forced_plan() {
+  static const std::string plan = [] {
+    const char* const asked = std::getenv("UPCONV3D_PLAN");
+    const std::string text = asked ? asked : "";
+    if (!text.empty() && text != "stored" && text != "twice") {
+      throw ValueViolation(concat("upconv3d: UPCONV3D_PLAN must name a plan; got UPCONV3D_PLAN=", text,
+                                  ". Set it to stored or twice, or leave it unset."));
+    }
+    return text;
+  }();
+  return plan;
+}
 
 Device query_device(const std::string& device) {
   if (device == "cpu") {

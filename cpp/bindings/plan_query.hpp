@@ -10,7 +10,11 @@
 
 namespace upconv3d::bindings {
 
-/// The numbers of the device that "cpu" or "cuda:1" names.
+/// The plan that the environment asks for by UPCONV3D_PLAN, or "". Read once per process: plans are remembered.
+/// \throws ValueViolation where it is not one of "stored" and "twice".
+const std::string& forced_plan();
+
+/// The numbers of the device that "cpu" or "cuda:1" names, and forced_plan.
 /// \throws std::runtime_error where this build has no CUDA, no kernels for that GPU, or no driver is found.
 Device query_device(const std::string& device);
 

@@ -15,7 +15,7 @@ namespace upconv3d::bindings {
 /// \throws pybind11::key_error for a missing key, pybind11::type_error for a value of the wrong type.
 Arguments parse_arguments(const pybind11::dict& arguments);
 
-/// {"is_cuda", "compute_capability", "sm_count", "max_threads"}, each with a default.
+/// {"is_cuda", "compute_capability", "sm_count", "max_threads", "forced_plan"}, each with a default.
 Device parse_device(const pybind11::dict& device);
 
 pybind11::dict to_dict(const Problem& problem);

@@ -22,7 +22,8 @@ enum class Algorithm : std::uint8_t {
 
 const char* name(Algorithm algorithm);
 
-/// One compiled variant of conv_transpose_relu_group_norm_sm90, as listed in cpp/instances.cmake.
+/// One compiled variant of conv_transpose_relu_group_norm_sm90 or conv_transpose_twice_sm90, as listed in
+/// cpp/instances.cmake.
 struct ConvInstance {
   const char* name;     // "conv_transpose_relu_group_norm_sm90_bf16x1_bf16_128x256"
   DType operand;        // what the tensor cores multiply: kBFloat16 or kFloat16
@@ -31,6 +32,7 @@ struct ConvInstance {
   int stored_bits;      // of a value of relu(conv) until it is normalized
   int block_channels;   // output channels of a tile (the GEMM's gemm_m)
   int block_positions;  // output positions of a tile (the GEMM's gemm_n)
+  bool twice;           // conv_transpose_twice_sm90: relu(conv) is never stored
   bool compiled;        // false in a build without CUDA, or without arch 90a
 };
 
@@ -57,6 +59,8 @@ struct Device {
   int compute_capability = 0;  // major*10 + minor
   int sm_count = 0;
   int max_threads = 1;  // host threads, for the CPU plan
+  // The SM90 plan asked for, which must be able to run: "stored", "twice", or "" for the quicker one.
+  std::string forced_plan;
 };
 
 struct Plan {
@@ -70,6 +74,9 @@ struct Plan {
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
   int split_axes = 0;                    // axes along which the SM90 kernel cuts borders off (border_slabs)
   bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)
+  bool twice = false;                    // SM90: the convolution is computed for its moments, and once more
+  double estimated_stored_ms = 0.0;      // SM90: without packing, relu(conv) stored in between
+  double estimated_twice_ms = 0.0;       // the same, computed twice; 0 where that cannot run
   std::int64_t tiles = 0;                // partial moments per sample and channel (SM90: and granule of them)
   std::vector<std::string> stages;       // kernels in launch order, by name
   std::int64_t workspace_bytes = 0;      // scratch beside y
@@ -79,7 +86,7 @@ struct Plan {
 ///
 /// \param instances the variants that may be named; only those with `compiled` set are.
 /// \throws RuleViolation or ValueViolation (core/errors.hpp) where the problem breaks a rule, too many
-/// elements for any plan to index among them.
+/// elements for any plan to index among them; ValueViolation where device.forced_plan cannot run.
 Plan select_plan(const Problem& problem, const Device& device,
                  const std::vector<ConvInstance>& instances = conv_instances());
 

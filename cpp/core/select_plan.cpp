@@ -12,6 +12,7 @@
 #include "core/index_math.hpp"
 #include "core/plan.hpp"
 #include "core/text.hpp"
+#include "core/twice_layout.hpp"
 
 namespace upconv3d {
 namespace {
@@ -190,7 +191,7 @@ std::optional<ConvInstance> cheapest_instance(const Problem& p, const Device& de
   const std::vector<Slab> whole = border_slabs(p, 0);
   double best_cycles = std::numeric_limits<double>::infinity();
   for (const ConvInstance& instance : instances) {
-    if (!instance.compiled || instance.operand != family.operand || instance.products != family.products ||
+    if (!instance.compiled || instance.twice || instance.operand != family.operand || instance.products != family.products ||
         instance.output != family.output || instance.stored_bits != family.stored_bits ||
         tile_count(p, instance) > kMaxSm90Tiles) {
       continue;
@@ -221,6 +222,96 @@ std::string sm90_obstacle(const Problem& p, const Device& device, const std::vec
   return "";
 }
 
+// An H200 under the power limit of long multiplications, and its copy bandwidth; an H100 differs in the
+// second alone, which favours computing twice.
+constexpr double kCyclesPerMs = 1.65e6;
+constexpr double kBytesPerMs = 4.2e9;
+
+double tensor_ms(const Problem& p, std::int64_t channels, double positions, std::int64_t bytes) {
+  return static_cast<double>(p.n * channels * bytes) * positions / kBytesPerMs;
+}
+
+/// Estimated time of a stored plan: x is read and relu(conv) written beside the multiplication; then relu(conv)
+/// is read and y written.
+double estimated_stored_ms(const Problem& p, const ConvInstance& instance, const Cut& cut, int sm_count) {
+  const double cycles =
+      estimated_cycles(p, instance, plan_slabs(p, cut.split_axes, cut.share_taps), cut.share_taps, sm_count);
+  const double positions = static_cast<double>(p.positions());
+  const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(instance.operand));
+  const double stored = tensor_ms(p, p.k, positions, instance.stored_bits / 8);
+  return std::max(cycles / kCyclesPerMs, x + stored) + stored +
+         tensor_ms(p, p.k, positions, size_of(p.dtype));
+}
+
+/// Estimated time of the convolution computed twice: the same multiplication with nothing to write, then with
+/// y; between the two, blocks wait for each other.
+double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_count) {
+  constexpr double kWaitMs = 0.006;
+  const std::int64_t c_blocks = ceil_div(p.c, kTwiceBlockC);
+  double cycles = 0, longest = 0;
+  for (const TwiceClass& from : layout.classes) {
+    const double tile = static_cast<double>(twice_tile_cycles(from, c_blocks));
+    cycles += tile * static_cast<double>(p.n * ceil_div(from.window.positions(), kTwicePositions));
+    longest = std::max(longest, tile);
+  }
+  const double pass = (cycles / std::max(sm_count, 1) + longest) / kCyclesPerMs;
+  const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(DType::kFloat16));
+  const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype));
+  return std::max(pass, x) + std::max(pass, x + y) + kWaitMs;
+}
+
+/// Why the convolution cannot be computed twice, or "" with `instance` and `layout` set.
+std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& instances,
+                           std::optional<ConvInstance>& instance, TwiceLayout& layout) {
+  if (p.y_layout != Layout::kNDHWC) return "y is NCDHW, which a stage of its own transposes to";
+  const Family family = family_of(p);
+  if (family.products != 1) return "float32's accuracy takes three products, which that kernel lacks";
+  const auto found = std::find_if(instances.begin(), instances.end(), [&](const ConvInstance& candidate) {
+    return candidate.compiled && candidate.twice && candidate.operand == family.operand &&
+           candidate.output == family.output;
+  });
+  if (found == instances.end()) return concat("this build has no such kernel for ", family_text(family));
+  layout = twice_layout(p);
+  if (layout.classes.empty()) {
+    return concat("the weights of a phase do not fit into a block's shared memory");
+  }
+  std::vector<Slab> windows;
+  std::int64_t tiles = 0;
+  for (const TwiceClass& from : layout.classes) {
+    windows.push_back(from.window);
+    if (!from.reached) windows.back().taps = {};
+    tiles += saturating_product(p.n, ceil_div(from.window.positions(), kTwicePositions));
+  }
+  if (!within_im2col(p, windows)) return "phases taken together are beyond TMA's im2col limits";
+  const std::int64_t floats = twice_table_floats(p, twice_moments(layout));
+  if (tiles > kMaxSm90Count || floats > kMaxSm90Count) return "its tiles or groups exceed 32-bit counters";
+  instance = *found;
+  return "";
+}
+
+/// Turns a stored plan into one that computes twice where that is quicker or asked for.
+void consider_twice(const Problem& p, const Device& device, const std::vector<ConvInstance>& instances,
+                    Plan& plan) {
+  std::optional<ConvInstance> instance;
+  TwiceLayout layout;
+  const std::string obstacle = twice_obstacle(p, instances, instance, layout);
+  if (device.forced_plan == "twice" && !instance) {
+    throw ValueViolation(concat("upconv3d: a plan that is asked for must be able to run; got plan twice for ",
+                                describe(p), ": ", obstacle, ". Ask for stored, or leave UPCONV3D_PLAN unset."));
+  }
+  if (!instance) return;
+  plan.estimated_twice_ms = estimated_twice_ms(p, layout, device.sm_count);
+  const bool asked = !device.forced_plan.empty();
+  if (asked ? device.forced_plan != "twice" : plan.estimated_twice_ms >= plan.estimated_stored_ms) return;
+  plan.twice = true;
+  plan.instance = instance;
+  plan.tile_positions = kTwicePositions;
+  plan.split_axes = 0;
+  plan.share_taps = false;
+  plan.tiles = twice_moments(layout);
+  plan.stages.back() = instance->name;
+}
+
 Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& instance) {
   Plan plan;
   plan.algorithm = Algorithm::kSm90ImplicitGemm;
@@ -235,6 +326,7 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   plan.split_axes = cut.split_axes;
   plan.share_taps = cut.share_taps;
   plan.tiles = slab_tiles(plan_slabs(p, cut.split_axes, cut.share_taps), plan.tile_positions);
+  plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
   if (p.dtype == DType::kFloat32) {
     plan.stages = {"pack_weight", "pack_input", "repack"};
   } else {
@@ -276,7 +368,10 @@ Plan select_plan(const Problem& problem, const Device& device, const std::vector
   if (!device.is_cuda) return cpu_library_plan(problem, device);
   std::optional<ConvInstance> instance;
   const std::string obstacle = sm90_obstacle(problem, device, instances, instance);
-  return instance ? sm90_plan(problem, device, *instance) : cuda_library_plan(problem, obstacle);
+  if (!instance) return cuda_library_plan(problem, obstacle);
+  Plan plan = sm90_plan(problem, device, *instance);
+  consider_twice(problem, device, instances, plan);
+  return plan;
 }
 
 }  // namespace upconv3d

@@ -46,6 +46,14 @@ class DeviceBuffer {
   std::size_t count_;
 };
 
+/// Input that tap `tap` brings to output `at` along an axis, or -1.
+__device__ inline std::int64_t reference_input(const Problem& problem, int axis, std::int64_t at,
+                                               std::int64_t tap) {
+  const std::int64_t reach = at + problem.padding[axis] - tap * problem.dilation[axis];
+  const std::int64_t input = reach / problem.stride[axis];
+  return reach >= 0 && reach % problem.stride[axis] == 0 && input < problem.in[axis] ? input : -1;
+}
+
 /// relu(conv_transpose(x, w) + bias) in double: x [N,D,H,W,C], w [T*R*S,K,C], y [N,Z,P,Q,K].
 static __global__ void reference_kernel(const double* x, const double* w, const double* bias, double* y,
                                         Problem problem, Extent3 out) {
@@ -61,14 +69,14 @@ static __global__ void reference_kernel(const double* x, const double* w, const 
   const std::int64_t n = rest / out[0];
   double sum = bias[k];
   for (std::int64_t t = 0; t < problem.kernel[0]; ++t) {
-    const std::int64_t d = z + problem.padding[0] - t;
-    if (d < 0 || d >= problem.in[0]) continue;
+    const std::int64_t d = reference_input(problem, 0, z, t);
+    if (d < 0) continue;
     for (std::int64_t r = 0; r < problem.kernel[1]; ++r) {
-      const std::int64_t h = p + problem.padding[1] - r;
-      if (h < 0 || h >= problem.in[1]) continue;
+      const std::int64_t h = reference_input(problem, 1, p, r);
+      if (h < 0) continue;
       for (std::int64_t s = 0; s < problem.kernel[2]; ++s) {
-        const std::int64_t v = q + problem.padding[2] - s;
-        if (v < 0 || v >= problem.in[2]) continue;
+        const std::int64_t v = reference_input(problem, 2, q, s);
+        if (v < 0) continue;
         const double* pixel =
             x + (((n * problem.in[0] + d) * problem.in[1] + h) * problem.in[2] + v) * problem.c;
         const double* tap =
