@@ -10,7 +10,8 @@
 
 namespace upconv3d::bindings {
 
-/// The plan that the environment asks for by UPCONV3D_PLAN, or "". Read once per process: plans are remembered.
+/// The plan that the environment asks for by UPCONV3D_PLAN, or "". Read once per process: plans are
+/// remembered.
 /// \throws ValueViolation where it is not one of "stored" and "twice".
 const std::string& forced_plan();
 

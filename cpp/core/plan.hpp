@@ -60,7 +60,7 @@ struct Device {
   int sm_count = 0;
   int max_threads = 1;  // host threads, for the CPU plan
   // The SM90 plan asked for, which must be able to run: "stored", "twice", or "" for the quicker one.
-  std::string forced_plan;
+  std::string forced_plan{};
 };
 
 struct Plan {

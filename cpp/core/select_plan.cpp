@@ -191,9 +191,9 @@ std::optional<ConvInstance> cheapest_instance(const Problem& p, const Device& de
   const std::vector<Slab> whole = border_slabs(p, 0);
   double best_cycles = std::numeric_limits<double>::infinity();
   for (const ConvInstance& instance : instances) {
-    if (!instance.compiled || instance.twice || instance.operand != family.operand || instance.products != family.products ||
-        instance.output != family.output || instance.stored_bits != family.stored_bits ||
-        tile_count(p, instance) > kMaxSm90Tiles) {
+    if (!instance.compiled || instance.twice || instance.operand != family.operand ||
+        instance.products != family.products || instance.output != family.output ||
+        instance.stored_bits != family.stored_bits || tile_count(p, instance) > kMaxSm90Tiles) {
       continue;
     }
     const double cycles = estimated_cycles(p, instance, whole, false, device.sm_count);
@@ -231,8 +231,8 @@ double tensor_ms(const Problem& p, std::int64_t channels, double positions, std:
   return static_cast<double>(p.n * channels * bytes) * positions / kBytesPerMs;
 }
 
-/// Estimated time of a stored plan: x is read and relu(conv) written beside the multiplication; then relu(conv)
-/// is read and y written.
+/// Estimated time of a stored plan: x is read and relu(conv) written beside the multiplication; then
+/// relu(conv) is read and y written.
 double estimated_stored_ms(const Problem& p, const ConvInstance& instance, const Cut& cut, int sm_count) {
   const double cycles =
       estimated_cycles(p, instance, plan_slabs(p, cut.split_axes, cut.share_taps), cut.share_taps, sm_count);
@@ -244,9 +244,9 @@ double estimated_stored_ms(const Problem& p, const ConvInstance& instance, const
 }
 
 /// Estimated time of the convolution computed twice: the same multiplication with nothing to write, then with
-/// y; between the two, blocks wait for each other.
+/// y, of whose bandwidth a quarter was seen not to hide; between the two, blocks wait for each other.
 double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_count) {
-  constexpr double kWaitMs = 0.006;
+  constexpr double kWaitMs = 0.006, kUnhidden = 0.25;
   const std::int64_t c_blocks = ceil_div(p.c, kTwiceBlockC);
   double cycles = 0, longest = 0;
   for (const TwiceClass& from : layout.classes) {
@@ -257,7 +257,7 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
   const double pass = (cycles / std::max(sm_count, 1) + longest) / kCyclesPerMs;
   const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(DType::kFloat16));
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype));
-  return std::max(pass, x) + std::max(pass, x + y) + kWaitMs;
+  return std::max(pass, x) + std::max(pass + kUnhidden * y, x + y) + kWaitMs;
 }
 
 /// Why the convolution cannot be computed twice, or "" with `instance` and `layout` set.
@@ -297,7 +297,8 @@ void consider_twice(const Problem& p, const Device& device, const std::vector<Co
   const std::string obstacle = twice_obstacle(p, instances, instance, layout);
   if (device.forced_plan == "twice" && !instance) {
     throw ValueViolation(concat("upconv3d: a plan that is asked for must be able to run; got plan twice for ",
-                                describe(p), ": ", obstacle, ". Ask for stored, or leave UPCONV3D_PLAN unset."));
+                                describe(p), ": ", obstacle,
+                                ". Ask for stored, or leave UPCONV3D_PLAN unset."));
   }
   if (!instance) return;
   plan.estimated_twice_ms = estimated_twice_ms(p, layout, device.sm_count);

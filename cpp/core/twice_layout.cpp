@@ -25,9 +25,10 @@ std::optional<Slab> unite(const Slab& a, const Slab& b) {
       both.dilation[axis] = dilation;
       continue;
     }
-    if (a.dilation[axis] != dilation || (a.window[axis] - b.window[axis]) % dilation != 0) return std::nullopt;
-    const std::int64_t end = std::max(a.window[axis] + a.taps[axis] * dilation,
-                                      b.window[axis] + b.taps[axis] * dilation);
+    if (a.dilation[axis] != dilation || (a.window[axis] - b.window[axis]) % dilation != 0)
+      return std::nullopt;
+    const std::int64_t end =
+        std::max(a.window[axis] + a.taps[axis] * dilation, b.window[axis] + b.taps[axis] * dilation);
     both.window[axis] = std::min(a.window[axis], b.window[axis]);
     both.taps[axis] = (end - both.window[axis]) / dilation;
   }
@@ -68,7 +69,8 @@ struct Candidate {
 };
 
 /// Marks which of the class's taps the rows use.
-void count_units(const Problem& problem, const TwiceLayout& layout, const TwiceClass& shared, TwiceRows& rows) {
+void count_units(const Problem& problem, const TwiceLayout& layout, const TwiceClass& shared,
+                 TwiceRows& rows) {
   if (rows.view < 0) return;
   const Slab& view = layout.views[static_cast<std::size_t>(rows.view)];
   const Slab& window = shared.window;
@@ -133,7 +135,8 @@ TwiceLayout twice_layout(const Problem& problem) {
   std::vector<bool> taken(candidates.size(), false);
   for (std::size_t i = 0; i < candidates.size(); ++i) {
     if (taken[i]) continue;
-    // The partner with whom fewest taps are read in vain; the next channels of the same phase if there are any.
+    // The partner with whom fewest taps are read in vain; the next channels of the same phase if there are
+    // any.
     const Slab& own = layout.views[static_cast<std::size_t>(candidates[i].view)];
     TwiceClass best = make_class(problem, layout, own, candidates[i], nullptr);
     if (!fits(problem, best)) return {};
@@ -155,16 +158,17 @@ TwiceLayout twice_layout(const Problem& problem) {
 }
 
 std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks) {
-  // 64 x 256 x 64 multiply-adds, 2048 a cycle. wgmma reads 8 KB of w and 32 KB of x, TMA writes x; 118 bytes a
-  // cycle, and as many again for two staged half tiles.
-  constexpr std::int64_t kUnitCycles = 512, kUnitBytes = 40 << 10, kLoadBytes = 32 << 10, kStagedBytes = 64 << 10;
+  // 64 x 256 x 64 multiply-adds, 2048 a cycle. wgmma reads 8 KB of w and 32 KB of x, TMA writes x; 118 bytes
+  // a cycle, and as many again for two staged half tiles.
+  constexpr std::int64_t kUnitCycles = 512, kUnitBytes = 40 << 10, kLoadBytes = 32 << 10,
+                         kStagedBytes = 64 << 10;
   constexpr std::int64_t kSharedBytesPerCycle = 118;
-  constexpr std::int64_t kTileCycles = 200;       // handing over, with another tile's multiplication beside it
-  constexpr std::int64_t kEpilogueCycles = 1000;  // with nothing beside it
+  // Of a warpgroup: beside the other's multiplication it was seen to take as long as it would alone.
+  constexpr std::int64_t kEpilogueCycles = 1000;
   const std::int64_t units = of.rows[0].units + of.rows[1].units;
   const std::int64_t loads = of.reached ? of.loads() * c_blocks : 1;
   const std::int64_t shared = (units * kUnitBytes + loads * kLoadBytes + kStagedBytes) / kSharedBytesPerCycle;
-  return std::max(units * kUnitCycles + (of.rows[1].view < 0 ? kEpilogueCycles : kTileCycles), shared);
+  return std::max(units * kUnitCycles, shared) + (of.rows[1].view < 0 ? 1 : 2) * kEpilogueCycles;
 }
 
 int twice_granule_shift(const Problem& problem) {

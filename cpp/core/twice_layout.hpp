@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// How conv_transpose_twice_sm90 divides the convolution among blocks: into classes of tiles that use the same
-/// weights and the same part of x.
+/// How conv_transpose_twice_sm90 divides the convolution among blocks: into classes of tiles that use the
+/// same weights and the same part of x.
 ///
 /// A tile has 64 rows for each of two warpgroups, and 256 positions of a phase. Rows are output channels.
 /// Where the phases along the width are so few and K is so small that all of their channels fit into 64 rows,
@@ -30,24 +30,24 @@ inline constexpr int kMaxTwiceClasses = 32;
 
 /// What one warpgroup of a class computes.
 struct TwiceRows {
-  int view = -1;            // index into TwiceLayout::views; -1: nothing
-  std::int64_t row = 0;     // first of 64, of fold*K
-  std::uint32_t taps = 0;   // bit mask of the class's taps that it uses
-  int units = 0;            // k-blocks: taps that it uses x blocks of input channels
+  int view = -1;           // index into TwiceLayout::views; -1: nothing
+  std::int64_t row = 0;    // first of 64, of fold*K
+  std::uint32_t taps = 0;  // bit mask of the class's taps that it uses
+  int units = 0;           // k-blocks: taps that it uses x blocks of input channels
 };
 
 /// Tiles that share loads of x.
 struct TwiceClass {
-  Slab window;         // extent, and windows and taps of the rows taken together
+  Slab window;          // extent, and windows and taps of the rows taken together
   bool reached = true;  // some tap reads x
   TwiceRows rows[2];
   std::int64_t loads() const { return window.tap_count(); }
 };
 
 struct TwiceLayout {
-  int fold = 1;               // phases along the width that are stacked
-  std::vector<Slab> phases;   // of all positions; phases view*fold to view*fold + fold - 1 make up a view
-  std::vector<Slab> views;    // origin, extent and step in [N,Z,P,Q/fold,fold*K]; window and taps of its phases
+  int fold = 1;              // phases along the width that are stacked
+  std::vector<Slab> phases;  // of all positions; phases view*fold to view*fold + fold - 1 make up a view
+  std::vector<Slab> views;  // origin, extent and step in [N,Z,P,Q/fold,fold*K]; window and taps of its phases
   std::vector<TwiceClass> classes;  // empty where the kernel cannot run
 };
 

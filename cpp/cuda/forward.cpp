@@ -39,15 +39,15 @@ std::int64_t stat_size(const Problem& problem) {
 
 /// Scratch memory of a forward call on the SM90 plan.
 struct Sm90Workspace {
-  void* x_hi;      // [N,D,H,W,C] operand, where the plan packs x
-  void* x_lo;      // the same, three products only
-  void* w_hi;      // [T*R*S,K,C] operand
-  void* w_lo;      // the same, three products only
-  void* scales;    // operand_scales_bytes
-  void* a;         // [N,Z,P,Q,K] activation dtype, where it does not lie in y
-  void* part;      // [N,tiles,K/granule,2] float
-  void* table;     // [N,G,4] float, or [3,N,K] where normalizing is a stage of its own; twice: [N,G,segments,4]
-  void* steps;     // [N,tiles,K] int8, where relu(conv) is stored in fewer bits than y
+  void* x_hi;    // [N,D,H,W,C] operand, where the plan packs x
+  void* x_lo;    // the same, three products only
+  void* w_hi;    // [T*R*S,K,C] operand
+  void* w_lo;    // the same, three products only
+  void* scales;  // operand_scales_bytes
+  void* a;       // [N,Z,P,Q,K] activation dtype, where it does not lie in y
+  void* part;    // [N,tiles,K/granule,2] float
+  void* table;   // [N,G,4] float, or [3,N,K] where normalizing is a stage of its own; twice: [N,G,segments,4]
+  void* steps;   // [N,tiles,K] int8, where relu(conv) is stored in fewer bits than y
   void* counters;  // [counter_count] int32
   std::int64_t counter_bytes;
   std::int64_t bytes;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-/// Checks every compiled variant of conv_transpose_twice_sm90 against a plain double-precision convolution and
-/// GroupNorm, to the accuracy of y. Operands are small integers, so that relu(conv + bias) is exact. What it
-/// writes is NaN before, so that nothing is left unwritten; repeated launches, by few blocks and by many, must
-/// give the same bits. Needs a GPU of compute capability 9.0. Exit code 0: all passed.
+/// Checks every compiled variant of conv_transpose_twice_sm90 against a plain double-precision convolution
+/// and GroupNorm, to the accuracy of y. Operands are small integers, so that relu(conv + bias) is exact. What
+/// it writes is NaN before, so that nothing is left unwritten; repeated launches, by few blocks and by many,
+/// must give the same bits. Needs a GPU of compute capability 9.0. Exit code 0: all passed.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -128,7 +128,8 @@ class Fixture {
     auto x = small_integers(shape.n * volume(shape.in) * shape.c, 2, state);
     const auto w = small_integers(volume(shape.kernel) * shape.k * shape.c, 2, state);
     const auto bias = small_integers(shape.k, 3, state);
-    if (shape.next != 0.0) std::fill(x.begin() + static_cast<std::ptrdiff_t>(x.size() / 2), x.end(), shape.next);
+    if (shape.next != 0.0)
+      std::fill(x.begin() + static_cast<std::ptrdiff_t>(x.size() / 2), x.end(), shape.next);
     gamma = small_integers(shape.k, 3, state);
     beta = small_integers(shape.k, 3, state);
     for (double& v : gamma) v = 1.5 + v / 4;

@@ -297,11 +297,10 @@ void launch_conv_transpose_relu_group_norm_sm90(const ConvTransposeParams& param
   constexpr DType operand = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
   constexpr DType output = std::is_same_v<typename Traits::Output, float> ? DType::kFloat32 : operand;
   auto kernel_params = make_kernel_params<Traits>(params, operand, output);
-  launch_cooperative("conv_transpose_relu_group_norm_sm90",
-                     reinterpret_cast<const void*>(conv_transpose_relu_group_norm_sm90<Traits>),
-                     &kernel_params,
-                     {std::min(kernel_params.num_tiles, params.sm_count), Traits::THREADS, kSharedMemoryBytes},
-                     stream);
+  launch_cooperative(
+      "conv_transpose_relu_group_norm_sm90",
+      reinterpret_cast<const void*>(conv_transpose_relu_group_norm_sm90<Traits>), &kernel_params,
+      {std::min(kernel_params.num_tiles, params.sm_count), Traits::THREADS, kSharedMemoryBytes}, stream);
 }
 
 }  // namespace upconv3d::cuda

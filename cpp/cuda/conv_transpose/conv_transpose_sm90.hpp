@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Launcher of conv_transpose_relu_group_norm_sm90 or conv_transpose_twice_sm90, everything after packing, free of CUTLASS so that host
-/// code can include it. One launcher per line of cpp/instances.cmake.
+/// Launcher of conv_transpose_relu_group_norm_sm90 or conv_transpose_twice_sm90, everything after packing,
+/// free of CUTLASS so that host code can include it. One launcher per line of cpp/instances.cmake.
 #pragma once
 
 #include <cuda_runtime_api.h>

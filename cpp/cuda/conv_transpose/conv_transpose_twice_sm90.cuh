@@ -11,8 +11,8 @@
 /// normalized in registers and written, nothing is read back. That moves fewer bytes where the arithmetic is
 /// small against the output (kernel = stride, few channels), and rounds but once.
 ///
-/// Rows of a tile are output channels, columns are positions of one phase of the stride (core/twice_layout.hpp
-/// says which share a block). One block per multiprocessor, three warpgroups:
+/// Rows of a tile are output channels, columns are positions of one phase of the stride
+/// (core/twice_layout.hpp says which share a block). One block per multiprocessor, three warpgroups:
 ///   warp 0       loads: a class's weights once, which stay, and x through a ring
 ///   warps 4-11   two warpgroups take turns: one multiplies while the other has its epilogue
 /// Blocks wait for each other twice, before moments are merged and before these are used, so the launch is
@@ -109,7 +109,8 @@ class TwiceLoader {
         tap = tap * params_.kernel[axis] + phase.tap[axis] - m * phase.tap_step[axis];
       }
       cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
-                                   to + fold * params_.w_rows * Traits::ROW_BYTES, c, rows.row, has ? tap : -1);
+                                   to + fold * params_.w_rows * Traits::ROW_BYTES, c, rows.row,
+                                   has ? tap : -1);
     }
   }
 
@@ -124,8 +125,8 @@ class TwiceLoader {
             shared_.control->x.wait_empty(x_);
             cute::SM90_TMA_LOAD_IM2COL_5D::copy(
                 &cls.x, shared_.control->x.expect(x_.slot, Traits::X_BYTES),
-                shared_.x + x_.slot * Traits::X_BYTES, (cls.c_begin + c_block) * Traits::BLK_C, v, h, d, tile.n,
-                std::uint16_t(s * cls.dilation[2]), std::uint16_t(r * cls.dilation[1]),
+                shared_.x + x_.slot * Traits::X_BYTES, (cls.c_begin + c_block) * Traits::BLK_C, v, h, d,
+                tile.n, std::uint16_t(s * cls.dilation[2]), std::uint16_t(r * cls.dilation[1]),
                 std::uint16_t(t * cls.dilation[0]));
             x_.advance(params_.x_slots);
           }
@@ -149,15 +150,15 @@ enum TwiceBarrier : std::uint32_t { kTurn0, kTurn1, kGroup0, kGroup1, kConsumers
 template <class Traits, class FragmentW, class FragmentX>
 class TwiceMultiplier {
  public:
-  CUTLASS_DEVICE TwiceMultiplier(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared, int group,
-                                 FragmentW const& w, FragmentX const& x)
+  CUTLASS_DEVICE TwiceMultiplier(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared,
+                                 int group, FragmentW const& w, FragmentX const& x)
       : params_(params), shared_(shared), control_(*shared.control), group_(group), w_(w), x_(x) {
     // Warpgroup 0 begins.
     if (group == 1) pass_turn();
   }
 
-  /// acc (64 x 256) = rows of the tile's class, in this warpgroup's turn. The other's turn comes once it could
-  /// not get ahead anyway, for want of room for x, or this one has nothing left to issue.
+  /// acc (64 x 256) = rows of the tile's class, in this warpgroup's turn. The other's turn comes once it
+  /// could not get ahead anyway, for want of room for x, or this one has nothing left to issue.
   template <class Accumulator>
   CUTLASS_DEVICE void multiply(TwiceTile const& tile, Accumulator& acc) {
     using namespace cute;
@@ -249,8 +250,8 @@ class TwiceMultiplier {
 };
 
 template <class Traits>
-CUTLASS_DEVICE auto make_twice_multiplier(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared,
-                                          int group) {
+CUTLASS_DEVICE auto make_twice_multiplier(TwiceParams<Traits> const& params,
+                                          TwiceShared<Traits> const& shared, int group) {
   using namespace cute;
   using Operand = typename Traits::Operand;
   auto thread_mma = typename Traits::TiledMma{}.get_thread_slice(threadIdx.x % 128);
@@ -315,9 +316,9 @@ CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShare
   TwiceWalk<Traits> walk(params);
   auto multiplier = make_twice_multiplier(params, shared, group);
   TwiceEpilogue<Traits> epilogue(params, shared, group, kGroup0 + group);
-  Tensor acc = partition_fragment_C(
-      typename Traits::TiledMma{},
-      Shape<Int<Traits::ROWS>, Int<Traits::BLK_POS>>{});  // ((2,2,BLK_POS/8),1,1)
+  Tensor acc =
+      partition_fragment_C(typename Traits::TiledMma{},
+                           Shape<Int<Traits::ROWS>, Int<Traits::BLK_POS>>{});  // ((2,2,BLK_POS/8),1,1)
   CUTLASS_PRAGMA_NO_UNROLL
   for (int i = 0; i < walk.count(); ++i) {
     if (i > 0) walk.step_forward();

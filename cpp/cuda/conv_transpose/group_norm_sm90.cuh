@@ -217,9 +217,8 @@ class GroupNormWorker {
         params_.part + std::int64_t(sample) * params_.moments * row + group * per_moment, row,
         params_.group_granules, float(1 << params_.granule_shift)};
     int slab = 0;
-    MomentSums const sums =
-        sum_partials(partials, 0, params_.moments * per_moment,
-                     [&](int moment) { return moment_positions(moment, slab); });
+    MomentSums const sums = sum_partials(partials, 0, params_.moments * per_moment,
+                                         [&](int moment) { return moment_positions(moment, slab); });
     double const mean = sums.mean();
     double const variance = sums.m2() / sums.count;
     float const mean_float = float(mean);

@@ -158,19 +158,19 @@ struct SlabGeometry {
 
 template <class Traits>
 struct KernelSlab : SlabGeometry {
-  CUtensorMap x[Traits::SPLITS];      // hi, lo; just the input that the slab reads
-  CUtensorMap a;                      // the slab in a: boxes that are stored
-  CUtensorMap item;                   // the same, boxes that are normalized
-  int corner[3];                      // first window's coordinates in x
-  int dilation[3];                    // of x's coordinates, from one tap to the next
-  int tap[3];                         // first tap along T,R,S: the largest
-  int tap_step[3];                    // from one tap to the next, downwards
-  int taps[3];                        // taps along T,R,S
-  int c_begin, c_end;                 // k-blocks of input channels
-  int shared_taps;                    // of taps[1], how many one load of x serves: all or 1
-  int pos_tiles;                      // ceil(positions / BLK_POS)
-  int first_tile;                     // of a sample's tiles
-  int first_moment;                   // of a sample's partial moments
+  CUtensorMap x[Traits::SPLITS];  // hi, lo; just the input that the slab reads
+  CUtensorMap a;                  // the slab in a: boxes that are stored
+  CUtensorMap item;               // the same, boxes that are normalized
+  int corner[3];                  // first window's coordinates in x
+  int dilation[3];                // of x's coordinates, from one tap to the next
+  int tap[3];                     // first tap along T,R,S: the largest
+  int tap_step[3];                // from one tap to the next, downwards
+  int taps[3];                    // taps along T,R,S
+  int c_begin, c_end;             // k-blocks of input channels
+  int shared_taps;                // of taps[1], how many one load of x serves: all or 1
+  int pos_tiles;                  // ceil(positions / BLK_POS)
+  int first_tile;                 // of a sample's tiles
+  int first_moment;               // of a sample's partial moments
 };
 
 template <class Traits>

@@ -101,7 +101,8 @@ void fill_shared_memory(TwiceParams<Traits>& to) {
                     2 * Traits::X_BYTES,
                 "warpgroups take turns after all but one of the slots");
   const auto slots = [&](int buffers) {
-    return (kSharedMemoryBytes - kTwiceControlBytes - to.w_units * Traits::W_BYTES - 2 * buffers * kStageBytes) /
+    return (kSharedMemoryBytes - kTwiceControlBytes - to.w_units * Traits::W_BYTES -
+            2 * buffers * kStageBytes) /
            Traits::X_BYTES;
   };
   to.staging_buffers = slots(kManyBuffers) >= kWantedSlots ? kManyBuffers : kFewBuffers;
@@ -114,8 +115,9 @@ TwiceParams<Traits> make_twice_params(const ConvTransposeParams& params, DType o
   const Problem& problem = params.problem;
   const TwiceLayout layout = twice_layout(problem);
   if (layout.classes.empty()) {
-    throw std::logic_error("upconv3d: conv_transpose_twice_sm90 keeps a block's weights in shared memory; got " +
-                           describe(problem) + ". select_plan must choose the stored plan.");
+    throw std::logic_error(
+        "upconv3d: conv_transpose_twice_sm90 keeps a block's weights in shared memory; got " +
+        describe(problem) + ". select_plan must choose the stored plan.");
   }
   TwiceParams<Traits> to{};
   fill_views(problem, layout, output, params.a, to);
@@ -156,10 +158,10 @@ void launch_conv_transpose_twice_sm90(const ConvTransposeParams& params, cudaStr
   constexpr DType output = std::is_same_v<Output, float> ? DType::kFloat32 : operand;
   auto kernel_params = make_twice_params<Traits>(params, operand, output);
   const TwiceClassParams& last = kernel_params.classes[kernel_params.num_classes - 1];
-  launch_cooperative("conv_transpose_twice_sm90",
-                     reinterpret_cast<const void*>(conv_transpose_twice_sm90<Traits>), &kernel_params,
-                     {std::min(last.first_tile + last.tiles, params.sm_count), Traits::THREADS, kSharedMemoryBytes},
-                     stream);
+  launch_cooperative(
+      "conv_transpose_twice_sm90", reinterpret_cast<const void*>(conv_transpose_twice_sm90<Traits>),
+      &kernel_params,
+      {std::min(last.first_tile + last.tiles, params.sm_count), Traits::THREADS, kSharedMemoryBytes}, stream);
 }
 
 }  // namespace upconv3d::cuda

@@ -39,10 +39,10 @@ struct MomentSums {
 
 /// A group's partials: index i is granule i % granules of moment i / granules.
 struct GroupPartials {
-  float2 const* part;             // of the sample, from the group's first granule on
-  int row;                        // K/granule
-  cutlass::FastDivmod granules;   // of a group
-  float granule;                  // channels
+  float2 const* part;            // of the sample, from the group's first granule on
+  int row;                       // K/granule
+  cutlass::FastDivmod granules;  // of a group
+  float granule;                 // channels
 };
 
 /// Sums of the partials from `begin` to `end`, the same in all lanes of the warp.

@@ -16,21 +16,21 @@ namespace upconv3d::cuda {
 template <class Operand_, class Output_>
 struct TwiceTraitsSm90 {
   using Operand = Operand_;
-  using Output = Output_;  // y, bias, gamma, beta
+  using Output = Output_;                               // y, bias, gamma, beta
   static constexpr int ROWS = int(kTwiceRows);          // of a warpgroup: output channels of its phases
   static constexpr int BLK_POS = int(kTwicePositions);  // positions of a tile
   static constexpr int BLK_C = int(kTwiceBlockC);       // input channels of a k-block: a 128-byte swizzle row
   static constexpr bool SCALED = sizeof(Output) == 4;   // operands carry powers of two
 
-  using MmaOp =
-      decltype(cute::GMMA::ss_op_selector<Operand, Operand, float,
-                                          cute::Shape<cute::Int<ROWS>, cute::Int<BLK_POS>, cute::Int<BLK_C>>>());
+  using MmaOp = decltype(cute::GMMA::ss_op_selector<
+                         Operand, Operand, float,
+                         cute::Shape<cute::Int<ROWS>, cute::Int<BLK_POS>, cute::Int<BLK_C>>>());
   using TiledMma = decltype(cute::make_tiled_mma(MmaOp{}));
   using SmemAtom = cute::GMMA::Layout_K_SW128_Atom<Operand>;
   using SmemLayoutX = decltype(cute::tile_to_shape(
       SmemAtom{}, cute::Shape<cute::Int<BLK_POS>, cute::Int<BLK_C>>{}));  // (BLK_POS,BLK_C)
-  using SmemLayoutW =
-      decltype(cute::tile_to_shape(SmemAtom{}, cute::Shape<cute::Int<ROWS>, cute::Int<BLK_C>>{}));  // (ROWS,BLK_C)
+  using SmemLayoutW = decltype(cute::tile_to_shape(
+      SmemAtom{}, cute::Shape<cute::Int<ROWS>, cute::Int<BLK_C>>{}));  // (ROWS,BLK_C)
 
   static constexpr int ROW_BYTES = BLK_C * int(sizeof(Operand));
   static constexpr int X_BYTES = BLK_POS * ROW_BYTES;  // of a slot
@@ -81,14 +81,14 @@ struct TwiceClassParams {
   int window[3];                      // the same in the volume, which phases are compared by
   int dilation[3];                    // of x's coordinates, from one tap to the next
   int taps[3];
-  int c_begin, c_blocks;              // k-blocks of input channels; beyond the last one where no tap reaches
+  int c_begin, c_blocks;  // k-blocks of input channels; beyond the last one where no tap reaches
   TwiceRowsParams rows[2];
-  cutlass::FastDivmod pos_tiles;      // of a sample
-  int positions;                      // of a sample
+  cutlass::FastDivmod pos_tiles;  // of a sample
+  int positions;                  // of a sample
   int first_tile;
-  int tiles;                          // of all samples
-  int tile_cost;                      // relative to other classes
-  std::int64_t first_cost;            // sum over the tiles before this class's
+  int tiles;                // of all samples
+  int tile_cost;            // relative to other classes
+  std::int64_t first_cost;  // sum over the tiles before this class's
 };
 
 template <class Traits>
@@ -102,17 +102,17 @@ struct TwiceParams {
   int w_rows;
   int num_classes, num_phases;
   int fold;
-  int view_out[3];               // Z,P,Q/fold
-  int view_k;                    // fold*K
-  int kernel[3];                 // T,R,S
-  int samples;                   // N
-  cutlass::FastDivmod k;         // output channels
+  int view_out[3];        // Z,P,Q/fold
+  int view_k;             // fold*K
+  int kernel[3];          // T,R,S
+  int samples;            // N
+  cutlass::FastDivmod k;  // output channels
   std::int64_t total_cost;
-  int w_units;                   // room for weights
+  int w_units;  // room for weights
   int x_slots;
-  int staging_buffers;           // of each warpgroup
-  Output* y;                     // [N,Z,P,Q,K]
-  Output const* bias;            // [K], or null
+  int staging_buffers;                 // of each warpgroup
+  Output* y;                           // [N,Z,P,Q,K]
+  Output const* bias;                  // [K], or null
   std::int32_t const* unscale_sample;  // [N] exponents, float32 output only
   std::int32_t const* unscale_column;  // [K] exponents, float32 output only
   Output const* gamma;                 // [K], or null for 1
@@ -141,9 +141,9 @@ struct TwiceTile {
 struct TwiceControl {
   RingBarriers<kMaxTwiceXSlots> x;
   RingBarriers<1> w;
-  float4 maps[2][kTwiceRows];      // of a warpgroup's rows: mean, scale, shift
-  int first_moment[kMaxSlabs];     // of phases
-  int last_count[kMaxSlabs];       // positions behind a phase's last partial moment
+  float4 maps[2][kTwiceRows];   // of a warpgroup's rows: mean, scale, shift
+  int first_moment[kMaxSlabs];  // of phases
+  int last_count[kMaxSlabs];    // positions behind a phase's last partial moment
 };
 
 /// The parts of shared memory.
@@ -164,8 +164,8 @@ struct TwiceShared {
 };
 
 /// A block's share of the tiles, equal in cost: a stretch of them, so that it changes classes seldom. It is
-/// walked once forwards and once backwards, when what the first pass read last is still in L2. Between classes
-/// a step touches registers alone: parameters with a run-time index come late from constant memory.
+/// walked once forwards and once backwards, when what the first pass read last is still in L2. Between
+/// classes a step touches registers alone: parameters with a run-time index come late from constant memory.
 template <class Traits>
 class TwiceWalk {
  public:
