@@ -41,6 +41,9 @@ std::string describe(const Plan& plan) {
                    ", so that taps which read only padding are skipped");
   }
   if (plan.share_taps) text += "\n  loads of x: each serves all taps along the height";
+  if (plan.window_tiles > 0) {
+    text += concat("\n  order: all phases of ", plan.window_tiles, " tiles of positions, then the next ones");
+  }
   if (plan.tiles > 0) {
     text += concat("\n  moments: ", plan.tiles, " per sample and channel, of ", plan.tile_positions,
                    " positions at most");

@@ -74,6 +74,7 @@ struct Plan {
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
   int split_axes = 0;                    // axes along which the SM90 kernel cuts borders off (border_slabs)
   bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)
+  std::int64_t window_tiles = 0;         // SM90: position tiles of a window of the launch order, 0: none
   bool twice = false;                    // SM90: the convolution is computed for its moments, and once more
   double estimated_stored_ms = 0.0;      // SM90: without packing, relu(conv) stored in between
   double estimated_twice_ms = 0.0;       // the same, computed twice; 0 where that cannot run

@@ -309,8 +309,25 @@ void consider_twice(const Problem& p, const Device& device, const std::vector<Co
   plan.tile_positions = kTwicePositions;
   plan.split_axes = 0;
   plan.share_taps = false;
+  plan.window_tiles = 0;
   plan.tiles = twice_moments(layout);
   plan.stages.back() = instance->name;
+}
+
+/// Position tiles of a window of the launch order, 0 for slab by slab. Phases read the same x; slab by slab,
+/// a large sample's x has left L2 when the next phase comes.
+std::int64_t window_tiles(const Problem& p, const std::vector<Slab>& slabs, const ConvInstance& instance) {
+  constexpr std::int64_t kTiles = 16;  // 8 and 32 were as quick
+  std::int64_t longest = 0;
+  for (const Slab& slab : slabs)
+    longest = std::max(longest, ceil_div(slab.positions(), instance.block_positions));
+  const std::int64_t windows = longest / kTiles;
+  if (slabs.size() == 1 || windows < 2) return 0;
+  // Places of the order that hold no tile are passed over, but they are counted.
+  const std::int64_t window = ceil_div(longest, windows);
+  const std::int64_t places = saturating_product(p.n, static_cast<std::int64_t>(slabs.size()),
+                                                 window * windows, ceil_div(p.k, instance.block_channels));
+  return places <= kMaxSm90Count ? window : 0;
 }
 
 Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& instance) {
@@ -326,7 +343,11 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   const Cut cut = cheapest_cut(p, instance, device.sm_count);
   plan.split_axes = cut.split_axes;
   plan.share_taps = cut.share_taps;
-  plan.tiles = slab_tiles(plan_slabs(p, cut.split_axes, cut.share_taps), plan.tile_positions);
+  const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
+  if (cut.split_axes == 0 && p.stride != Extent3{1, 1, 1}) {
+    plan.window_tiles = window_tiles(p, slabs, instance);
+  }
+  plan.tiles = slab_tiles(slabs, plan.tile_positions);
   plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
   if (p.dtype == DType::kFloat32) {
     plan.stages = {"pack_weight", "pack_input", "repack"};

@@ -136,6 +136,7 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   conv.counters = static_cast<std::int32_t*>(workspace.counters);
   conv.split_axes = plan.split_axes;
   conv.share_taps = plan.share_taps;
+  conv.window_tiles = plan.window_tiles;
   conv.sm_count = device.sm_count;
   find_conv_transpose_launcher(plan.instance->name)(conv, stream);
   if (plan.activation_in_y) return;

@@ -28,7 +28,7 @@ class Plan:
             read only padding.
         share_taps: whether one load of input serves all taps along the height, with borders cut off along the
             depth alone.
-        twice: whether the convolution is computed for its moments and then once more, instead of being stored.
+        twice: whether the convolution is computed for its moments and then once more instead of being stored.
         estimated_stored_ms, estimated_twice_ms: what that choice rests on, without packing; 0 where a plan
             cannot run.
         tile_positions, tiles: positions that one partial moment covers, and how many there are per sample and

@@ -34,13 +34,14 @@ struct ConvTransposeParams {
   // granules of twice_granule_shift, its table [twice_table_floats] (core/twice_layout.hpp).
   std::int32_t* counters = nullptr;  // [counter_count(problem)], zero
   int split_axes = 0;                // axes along which borders are cut off, see border_slabs
-  bool share_taps = false;  // loads of x serve several taps: tap_sharing_slabs instead of border_slabs
-  int sm_count = 0;         // blocks of the persistent grid
+  bool share_taps = false;        // loads of x serve several taps: tap_sharing_slabs instead of border_slabs
+  std::int64_t window_tiles = 0;  // position tiles of a window of the launch order, 0: slab by slab
+  int sm_count = 0;               // blocks of the persistent grid
 };
 
 /// Counters that a launch needs, which must be zero when it begins.
 inline std::int64_t counter_count(const Problem& problem) {
-  return 1 + 2 * problem.n;
+  return 2 + 2 * problem.n;
 }
 
 using ConvTransposeLauncher = void (*)(const ConvTransposeParams& params, cudaStream_t stream);

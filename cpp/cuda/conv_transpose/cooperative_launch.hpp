@@ -19,8 +19,11 @@ struct CooperativeShape {
 
 /// Launches `kernel`, whose one parameter `params` points to, with all blocks on the card at once; with fewer
 /// where that many do not fit, so any number of blocks must do.
-inline void launch_cooperative(const std::string& name, const void* kernel, void* params,
-                               const CooperativeShape& shape, cudaStream_t stream) {
+///
+/// \param prepare (blocks) called before every attempt, for parameters that depend on their number
+template <class Prepare>
+void launch_cooperative(const std::string& name, const void* kernel, void* params,
+                        const CooperativeShape& shape, cudaStream_t stream, Prepare prepare) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes),
         "reserving shared memory for " + name);
   cudaLaunchAttribute cooperative{};
@@ -34,12 +37,16 @@ inline void launch_cooperative(const std::string& name, const void* kernel, void
   config.attrs = &cooperative;
   config.numAttrs = 1;
   void* arguments[] = {params};
-  cudaError_t status = cudaLaunchKernelExC(&config, kernel, arguments);
+  const auto launch = [&] {
+    prepare(static_cast<int>(config.gridDim.x));
+    return cudaLaunchKernelExC(&config, kernel, arguments);
+  };
+  cudaError_t status = launch();
   // A context may be granted fewer multiprocessors than the device has (green contexts, MPS).
   while (status == cudaErrorCooperativeLaunchTooLarge && config.gridDim.x > 1) {
     cudaGetLastError();
     config.gridDim.x = (config.gridDim.x + 1) / 2;
-    status = cudaLaunchKernelExC(&config, kernel, arguments);
+    status = launch();
   }
   check(status, name);
 }

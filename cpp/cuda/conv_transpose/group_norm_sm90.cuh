@@ -49,23 +49,19 @@ class GroupNormWorker {
 
   static constexpr int kItemsPerTile = Traits::ITEMS_PER_TILE;
 
-  CUTLASS_DEVICE GroupNormWorker(Params const& params, ControlStorage<Traits>& control)
-      : params_(params), control_(control) {
-    int const items = params.tiles_per_sample.divisor * kItemsPerTile;
-    items_per_sample_ = cutlass::FastDivmod(items);
-    all_items_ = items * params.samples;
-    next_group_ = blockIdx.x;
-  }
-
-  /// Normalizes what is left, waiting for other blocks. The whole warp calls it.
-  CUTLASS_DEVICE void finish() {
-    while (!done_) {
-      if (take()) {
-        normalize(take_held());
-      } else {
-        __nanosleep(kPollNanoseconds);
-      }
-    }
+  /// \param items     this warp's barriers
+  /// \param finalizes whether this warp is the block's one that merges moments
+  CUTLASS_DEVICE GroupNormWorker(Params const& params, ControlStorage<Traits>& control,
+                                 RingBarriers<Traits::ITEM_BUFFERS>& items, bool finalizes)
+      : params_(params), control_(control), items_(items) {
+    int const per_sample =
+        Traits::QUANTIZED
+            ? params.tiles_per_sample.divisor * kItemsPerTile
+            : cutlass::ceil_div(Drain<Traits>::pixels(params), Traits::ITEM_POS) * params.k_tiles.divisor;
+    items_per_sample_ = cutlass::FastDivmod(per_sample);
+    all_items_ = per_sample * params.samples;
+    next_group_ = finalizes ? int(blockIdx.x) : params.samples * params.groups;
+    if (params.normalizes) ask();
   }
 
   /// Merges the moments of this block's groups, and nothing else.
@@ -80,7 +76,7 @@ class GroupNormWorker {
   /// is only this one warp.
   ///
   /// \param buffers [ITEM_BUFFERS] [BLK_K/panel channels][ITEM_POS][panel channels] Stored, swizzled
-  CUTLASS_DEVICE void run_ahead(char* buffers) {
+  CUTLASS_DEVICE void run(char* buffers) {
     RingCursor load, use;
     Item items[Traits::ITEM_BUFFERS];
     int loading = 0;
@@ -93,7 +89,7 @@ class GroupNormWorker {
         ++loading;
       }
       if (loading > 0) {
-        control_.items.wait_full(use);
+        items_.wait_full(use);
         normalize_loaded(get(items, use.slot), buffers + use.slot * Traits::ITEM_BYTES);
         __syncwarp();  // before TMA overwrites what was read
         use.advance(Traits::ITEM_BUFFERS);
@@ -123,13 +119,13 @@ class GroupNormWorker {
   CUTLASS_DEVICE bool finalize_done() const { return next_group_ >= params_.samples * params_.groups; }
 
  private:
-  /// A share of a tile of a sample.
+  /// ITEM_POS positions x BLK_K channels of a sample. As a rule they lie next to each other in memory. With
+  /// Unorm16 they are a share of a tile, since values have a meaning only together with their tile's steps.
   struct Item {
     int sample;
-    int slab;
-    int channel;   // the tile's first
-    int position;  // the tile's first, within the slab
-    int share;     // of the tile, below ITEMS_PER_TILE
+    int slab;      // Unorm16 only
+    int channel;   // first
+    int position;  // first, in [Z,P,Q]; Unorm16: within the slab, perhaps beyond it
   };
 
   /// Register arrays take constant indices only.
@@ -148,51 +144,50 @@ class GroupNormWorker {
     return item;
   }
 
-  /// Holds an item whose sample is ready, if there is one.
+  /// Whether the item held can be normalized now. Items are handed out one by one, in the order of the
+  /// samples.
   CUTLASS_DEVICE bool take() {
-    if (held_ < 0 && !done_) {
-      // One lane's look: others might see another warp's next step, and take another branch.
-      int const next = __shfl_sync(0xffffffffu, *const_cast<int volatile*>(&control_.next_item), 0);
-      if (!sample_ready(next)) return false;
-      int taken = 0;
-      if (threadIdx.x % 32 == 0) taken = atomicAdd(&control_.next_item, 1);
-      held_ = __shfl_sync(0xffffffffu, taken, 0);
-    }
-    // Another warp may have taken an item in between, so that the one held is of a sample not yet ready.
-    return !done_ && sample_ready(held_);
+    if (done_) return false;
+    held_ = __shfl_sync(0xffffffffu, ticket_, 0);
+    return sample_ready(held_);
   }
-  /// The item held, which is thereby taken. Lanes search the slabs side by side: their parameters lie in
-  /// constant memory, where one after the other would cost more than normalizing does.
+  /// The item held, which is thereby taken.
   CUTLASS_DEVICE Item take_held() {
-    int index;
-    int const sample = items_per_sample_.divmod(index, launch_item(held_));
-    held_ = -1;
-    // The latest tiles first: of a sample that does not fit L2 they are what is left there.
-    index = items_per_sample_.divisor - 1 - index;
-    int const tile = index / kItemsPerTile, lane = threadIdx.x % 32;
-    bool const begins = lane < params_.num_slabs && tile >= control_.first_tile[lane];
     Item item;
-    item.sample = sample;
-    item.slab = __popc(__ballot_sync(0xffffffffu, begins)) - 1;
-    int k_tile;
-    int const pos_tile = params_.k_tiles.divmod(k_tile, tile - control_.first_tile[item.slab]);
+    int index, k_tile;
+    item.sample = items_per_sample_.divmod(index, held_);
+    ask();
+    // The latest first: of a sample that does not fit L2 they are what is left there.
+    index = items_per_sample_.divisor - 1 - index;
+    if constexpr (Traits::QUANTIZED) {
+      // Lanes search the slabs side by side: their parameters lie in constant memory, where one after the
+      // other would cost more than normalizing does.
+      int const tile = index / kItemsPerTile, lane = threadIdx.x % 32;
+      bool const begins = lane < params_.num_slabs && tile >= control_.first_tile[lane];
+      item.slab = __popc(__ballot_sync(0xffffffffu, begins)) - 1;
+      int const pos_tile = params_.k_tiles.divmod(k_tile, tile - control_.first_tile[item.slab]);
+      item.position = pos_tile * Traits::BLK_POS + index % kItemsPerTile * Traits::ITEM_POS;
+    } else {
+      item.slab = 0;
+      item.position = params_.k_tiles.divmod(k_tile, index) * Traits::ITEM_POS;
+    }
     item.channel = k_tile * Traits::BLK_K;
-    item.position = pos_tile * Traits::BLK_POS;
-    item.share = index % kItemsPerTile;
     return item;
   }
 
-  /// Number among all blocks' items of this block's n-th.
-  CUTLASS_DEVICE int launch_item(int n) const { return int(blockIdx.x) + n * int(gridDim.x); }
+  /// Asks for an item, which is here when it is needed.
+  CUTLASS_DEVICE void ask() {
+    if (threadIdx.x % 32 == 0) ticket_ = atomicAdd(params_.next_item, 1);
+  }
 
   /// Whether the item's sample can be normalized; sets done_ where there is no such item.
   CUTLASS_DEVICE bool sample_ready(int item) {
-    if (launch_item(item) >= all_items_) {
+    if (item >= all_items_) {
       done_ = true;
       return false;
     }
     int unused;
-    int const sample = items_per_sample_.divmod(unused, launch_item(item));
+    int const sample = items_per_sample_.divmod(unused, item);
     if (sample < ready_samples_) return true;
     if (__shfl_sync(0xffffffffu, load_acquire(params_.finalized + sample), 0) < params_.groups) return false;
     __syncwarp();
@@ -289,22 +284,28 @@ class GroupNormWorker {
     }
   }
 
-  /// Starts the load of an item. Positions beyond the slab are another sample's and not used.
+  /// Starts the load of an item. What lies beyond the sample or slab is not used.
   CUTLASS_DEVICE void load_item(Item const& item, int slot, char* buffers) {
     if (threadIdx.x % 32 != 0) return;
     constexpr int kPanel = kPanelChannels<Stored>;
-    Slab const& slab = params_.slabs[item.slab];
-    // An im2col load must begin inside the slab, also that of an item which lies beyond it whole.
-    int const position = min(item.position + item.share * Traits::ITEM_POS, slab.positions - 1);
-    std::uint64_t* const barrier = control_.items.expect(slot, Traits::ITEM_BYTES);
-    int q, p;
-    int const z = slab.height.divmod(p, slab.width.divmod(q, position));
+    std::uint64_t* const barrier = items_.expect(slot, Traits::ITEM_BYTES);
+    char* const to = buffers + slot * Traits::ITEM_BYTES;
     CUTLASS_PRAGMA_UNROLL
     for (int panel = 0; panel < Traits::BLK_K / kPanel; ++panel) {
-      cute::SM90_TMA_LOAD_IM2COL_5D::copy(
-          &slab.item, barrier, buffers + slot * Traits::ITEM_BYTES + panel * (Traits::ITEM_POS * 128),
-          Drain<Traits>::stored_channel(item.channel) + panel * kPanel, q, p, z, item.sample,
-          std::uint16_t(0), std::uint16_t(0), std::uint16_t(0));
+      int const channel = Drain<Traits>::stored_channel(item.channel) + panel * kPanel;
+      if constexpr (Traits::QUANTIZED) {
+        Slab const& slab = params_.slabs[item.slab];
+        // An im2col load must begin inside the slab, also that of an item which lies beyond it whole.
+        int q, p;
+        int const z = slab.height.divmod(p, slab.width.divmod(q, min(item.position, slab.positions - 1)));
+        cute::SM90_TMA_LOAD_IM2COL_5D::copy(&slab.item, barrier, to + panel * (Traits::ITEM_POS * 128),
+                                            channel, q, p, z, item.sample, std::uint16_t(0), std::uint16_t(0),
+                                            std::uint16_t(0));
+      } else {
+        cute::SM90_TMA_LOAD_3D::copy(
+            &params_.item, barrier, std::uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
+            to + panel * (Traits::ITEM_POS * 128), channel, item.position, item.sample);
+      }
     }
   }
 
@@ -315,18 +316,22 @@ class GroupNormWorker {
     // Positions of a lane that are worked on side by side: shared memory answers late while wgmma reads it.
     constexpr int kBatch = 4;
     static_assert(Traits::ITEM_POS % (kRows * kBatch) == 0 && Traits::ITEM_POS <= 32);
-    Slab const& slab = params_.slabs[item.slab];
     int const lane = threadIdx.x % 32;
     int const chunk = lane % kChunks;
     int const channel = item.channel + chunk * kVector;
-    int const begin = item.position + item.share * Traits::ITEM_POS;
-    int const count = channel < params_.k ? slab.positions - begin : 0;
-    // A lane finds one position's place, for all.
-    int const pixel = pixel_of(params_, slab, min(begin + lane, slab.positions - 1));
-    if (channel < params_.k) load_maps(item.sample, channel);
+    bool const inside = channel < params_.k;
+    if (inside) load_maps(item.sample, channel);
+    int count, pixel;  // a lane finds one position's place, for all
     float step[kVector];
     if constexpr (Traits::QUANTIZED) {
-      if (count > 0) load_steps(item.sample, slab.first_moment + begin / Traits::WG_POS, channel, step);
+      Slab const& slab = params_.slabs[item.slab];
+      count = inside ? slab.positions - item.position : 0;
+      pixel = pixel_of(params_, slab, min(item.position + lane, slab.positions - 1));
+      if (count > 0) {
+        load_steps(item.sample, slab.first_moment + item.position / Traits::WG_POS, channel, step);
+      }
+    } else {
+      count = inside ? Drain<Traits>::pixels(params_) - item.position : 0;
     }
     Output* const to =
         params_.a + item.sample * std::int64_t(Drain<Traits>::pixels(params_)) * params_.k + channel;
@@ -338,7 +343,7 @@ class GroupNormWorker {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kBatch; ++i) {
         int const row = first + i * kRows;
-        row_pixel[i] = __shfl_sync(0xffffffffu, pixel, row);
+        row_pixel[i] = Traits::QUANTIZED ? __shfl_sync(0xffffffffu, pixel, row) : item.position + row;
         in[i] = *reinterpret_cast<uint4 const*>(panel + row * 128 + ((chunk % 8) ^ (row % 8)) * 16);
       }
       CUTLASS_PRAGMA_UNROLL
@@ -366,53 +371,13 @@ class GroupNormWorker {
     }
   }
 
-  /// BLK_POS/8 positions x BLK_K channels; a lane keeps to one chunk of channels.
-  CUTLASS_DEVICE void normalize(Item const& item) {
-    constexpr int kChunks = Traits::BLK_K / kVector;  // of a position
-    constexpr int kRows = 32 / kChunks;               // positions that a warp reads at once
-    constexpr int kPositions = Traits::BLK_POS / kItemsPerTile;
-    constexpr int kLoads = 8;  // in flight per lane
-    static_assert(kPositions % (kRows * kLoads) == 0);
-    Slab const& slab = params_.slabs[item.slab];
-    int const lane = threadIdx.x % 32;
-    int const channel = item.channel + lane % kChunks * kVector;
-    int const begin = item.position + item.share * kPositions;
-    int const end = min(begin + kPositions, slab.positions);
-    if (begin >= end) return;
-    bool const inside = channel < params_.k;
-    int const moment = slab.first_moment + begin / Traits::WG_POS;
-    if (inside) load_maps(item.sample, channel);
-    float step[kVector];
-    if constexpr (Traits::QUANTIZED) {
-      if (inside) load_steps(item.sample, moment, channel, step);
-    }
-    Output* const sample = params_.a + item.sample * std::int64_t(Drain<Traits>::pixels(params_)) * params_.k;
-    int const stored_channel = Drain<Traits>::stored_channel(channel);
-    for (int first = begin + lane / kChunks; first - lane / kChunks < end; first += kRows * kLoads) {
-      uint4 in[kLoads];
-      int pixel[kLoads];  // -1: none
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kLoads; ++i) {
-        int const position = first + i * kRows;
-        pixel[i] = inside && position < end ? pixel_of(params_, slab, position) : -1;
-        if (pixel[i] < 0) continue;
-        Stored const* const row =
-            reinterpret_cast<Stored const*>(sample + std::int64_t(pixel[i]) * params_.k);
-        in[i] = __ldcg(reinterpret_cast<uint4 const*>(row + stored_channel));
-      }
-      __syncwarp();  // Unorm16: one lane's result lies where another lane reads
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kLoads; ++i) {
-        store_normalized(in[i], step, sample + std::int64_t(pixel[i]) * params_.k + channel, pixel[i] >= 0);
-      }
-    }
-  }
-
   Params const& params_;
   ControlStorage<Traits>& control_;
+  RingBarriers<Traits::ITEM_BUFFERS>& items_;
   cutlass::FastDivmod items_per_sample_;
   int all_items_;             // of all samples and blocks
-  int held_ = -1;             // item taken and not yet done: this block's n-th
+  int ticket_ = 0;            // lane 0: the item handed out last, perhaps on its way
+  int held_ = 0;              // the same, for all lanes
   int ready_samples_ = 0;     // known to be in the table
   ChannelMap maps_[kVector];  // of the channels that items last used
   int maps_sample_ = -1;

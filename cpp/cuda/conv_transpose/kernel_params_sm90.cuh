@@ -31,7 +31,10 @@ struct Unorm16 {
 
 /// What a block may have on arch 90, and how much of it barriers and small exchanges take.
 inline constexpr int kSharedMemoryBytes = 227 * 1024;
-inline constexpr int kControlBytes = 1024;
+inline constexpr int kControlBytes = 2048;
+
+/// Warps that multiply.
+inline constexpr int kConsumerWarps = 8;
 
 /// Tiles that the producer may be ahead of who stores them.
 inline constexpr int kTileSlots = 4;
@@ -72,7 +75,7 @@ struct ConvTransposeTraitsSm90 {
   static constexpr int STAGING_BYTES = BLK_K * BLK_POS * int(sizeof(Stored));
   static constexpr int WG_STAGING_BYTES = STAGING_BYTES / 2;
 
-  /// Normalization items that a tile is cut into: a share of its positions.
+  /// Normalization items: as many positions as an eighth of a tile has, and its channels.
   static constexpr int ITEMS_PER_TILE = 8;
   static constexpr int ITEM_POS = BLK_POS / ITEMS_PER_TILE;
   static constexpr int ITEM_BYTES = STAGING_BYTES / ITEMS_PER_TILE;
@@ -124,14 +127,13 @@ struct ControlStorage {
   RingBarriers<kMaxXUnits> x;
   RingBarriers<kMaxWUnits> w;
   RingBarriers<kTileSlots> tiles;
-  RingBarriers<2> staging;  // slot: consumer warpgroup
-  RingBarriers<Traits::ITEM_BUFFERS> items;
-  int tile[kTileSlots];  // index in launch order, or -1: no more
+  RingBarriers<2> staging;                                       // slot: consumer warpgroup
+  RingBarriers<Traits::ITEM_BUFFERS> items[1 + kConsumerWarps];  // of warp 3, of the warps that multiplied
+  int tile[kTileSlots];                                          // index in launch order, or -1: no more
   // Of the slabs, for lanes that each look at another one: constant memory answers those one after the other.
   int first_tile[kMaxSlabs];
   int first_moment[kMaxSlabs];
   int last_count[kMaxSlabs];  // positions behind the slab's last partial moment
-  int next_item;              // normalization items of this block that were taken
   std::int8_t step[2][64];    // Unorm16: exponents of the staged channels
 };
 
@@ -160,7 +162,7 @@ template <class Traits>
 struct KernelSlab : SlabGeometry {
   CUtensorMap x[Traits::SPLITS];  // hi, lo; just the input that the slab reads
   CUtensorMap a;                  // the slab in a: boxes that are stored
-  CUtensorMap item;               // the same, boxes that are normalized
+  CUtensorMap item;               // the same, boxes that are normalized; Unorm16 only
   int corner[3];                  // first window's coordinates in x
   int dilation[3];                // of x's coordinates, from one tap to the next
   int tap[3];                     // first tap along T,R,S: the largest
@@ -178,6 +180,7 @@ struct KernelParams {
   using Output = typename Traits::Output;
   KernelSlab<Traits> slabs[kMaxSlabs];
   CUtensorMap w[Traits::SPLITS];
+  CUtensorMap item;  // a as [N,Z*P*Q,K]: boxes that are normalized; not for Unorm16
   int num_slabs;
   int kernel[3];                         // T,R,S
   int out[3];                            // Z,P,Q
@@ -185,7 +188,12 @@ struct KernelParams {
   int k;                                 // output channels
   cutlass::FastDivmod k_tiles;           // ceil(K / BLK_K)
   cutlass::FastDivmod tiles_per_sample;  // k_tiles * pos_tiles of all slabs
-  int num_tiles;                         // of all samples
+  cutlass::FastDivmod order_per_sample;  // places in the launch order, of which tiles_per_sample hold a tile
+  cutlass::FastDivmod order_per_window;  // the same per window, where the order has windows
+  cutlass::FastDivmod order_per_slab;    // the same per window and slab
+  int window_tiles;                      // position tiles of a window, 0: the order has no windows
+  int order_size;                        // places of all samples
+  int tile_blocks;                       // blocks that compute tiles to the end
   RingShape rings;
   Output* a;           // [N,Z,P,Q,K] relu(conv) as Stored, and then y if this kernel normalizes
   bool normalizes;     // else group_norm_normalize does, from channel_table
@@ -207,6 +215,7 @@ struct KernelParams {
   float* channel_table;                // [3,N,K] mean, scale, shift, where this kernel does not normalize
   // Counters, zero before the launch.
   int* next_tile;  // tiles handed out beyond each block's first
+  int* next_item;  // normalization items handed out
   int* arrivals;   // [N] stored half tiles, two per tile
   int* finalized;  // [N] groups in table
 };
@@ -233,13 +242,24 @@ CUTLASS_DEVICE TileCoord tile_of_sample(KernelParams<Traits> const& params, int 
   return coord;
 }
 
-/// Where tile `tile` of the launch lies: sample by sample, so that a sample can be normalized while the next
-/// is computed; within one, slabs with the costliest first, so that the end of the launch is even.
+/// Which tile has place `place` of the launch order: sample by sample, so that a sample can be normalized
+/// while the next is computed. Within one, slabs with the costliest first, so that the end of the launch is
+/// even; or windows of neighbouring position tiles of all slabs, so that phases find x in L2. Slabs of fewer
+/// tiles than the longest leave places empty: their position lies beyond the slab.
 template <class Traits>
-CUTLASS_DEVICE TileCoord tile_of_launch(KernelParams<Traits> const& params, int tile) {
+CUTLASS_DEVICE TileCoord tile_of_launch(KernelParams<Traits> const& params, int place) {
   int local;
-  int const n = params.tiles_per_sample.divmod(local, tile);
-  return tile_of_sample(params, n, local);
+  int const n = params.order_per_sample.divmod(local, place);
+  if (params.window_tiles == 0) return tile_of_sample(params, n, local);
+  TileCoord coord;
+  coord.n = n;
+  int k_tile;
+  int const window = params.order_per_window.divmod(local, local);
+  coord.slab = params.order_per_slab.divmod(local, local);
+  int const pos_tile = window * params.window_tiles + params.k_tiles.divmod(k_tile, local);
+  coord.channel = k_tile * Traits::BLK_K;
+  coord.position = pos_tile * Traits::BLK_POS;
+  return coord;
 }
 
 /// Index in [Z,P,Q] of a slab's position.

@@ -161,7 +161,8 @@ void launch_conv_transpose_twice_sm90(const ConvTransposeParams& params, cudaStr
   launch_cooperative(
       "conv_transpose_twice_sm90", reinterpret_cast<const void*>(conv_transpose_twice_sm90<Traits>),
       &kernel_params,
-      {std::min(last.first_tile + last.tiles, params.sm_count), Traits::THREADS, kSharedMemoryBytes}, stream);
+      {std::min(last.first_tile + last.tiles, params.sm_count), Traits::THREADS, kSharedMemoryBytes}, stream,
+      [](int) {});
 }
 
 }  // namespace upconv3d::cuda

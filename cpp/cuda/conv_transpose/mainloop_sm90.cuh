@@ -29,16 +29,22 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
   RingShape const& rings = params.rings;
   RingCursor x, w, slot;
   for (int tile = blockIdx.x;;) {
-    bool const more = tile < params.num_tiles;
+    TileCoord const coord = tile_of_launch(params, tile);
+    bool const more = tile < params.order_size;
+    if (more && coord.position >= params.slabs[coord.slab].positions) {  // an empty place of the order
+      tile = int(gridDim.x) + atomicAdd(params.next_tile, 1);
+      continue;
+    }
     control.tiles.wait_empty(slot);
     control.tile[slot.slot] = more ? tile : -1;
     control.tiles.arrive_full(slot.slot);
     slot.advance(kTileSlots);
     if (!more) break;
+    // A few blocks turn to normalizing as soon as there is a sample to normalize.
+    bool const last = int(blockIdx.x) >= params.tile_blocks && coord.n > 0;
     // Asked for now, used after this tile's loads.
-    int const next_tile = int(gridDim.x) + atomicAdd(params.next_tile, 1);
+    int const next_tile = last ? params.order_size : int(gridDim.x) + atomicAdd(params.next_tile, 1);
 
-    TileCoord const coord = tile_of_launch(params, tile);
     KernelSlab<Traits> const& slab = params.slabs[coord.slab];
     int q, p;
     int const z = slab.height.divmod(p, slab.width.divmod(q, coord.position));

@@ -124,19 +124,39 @@ CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType e
                        CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
-CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels) {
+namespace {
+
+/// A tiled descriptor over a dense tensor of three axes, given innermost first.
+CUtensorMap encode_tiled(const char* tensor, const Problem& problem, DType dtype, void* data,
+                         const cuuint64_t (&extents)[3], const cuuint32_t (&box)[3],
+                         CUtensorMapL2promotion promotion) {
   static const auto encode = driver_function<EncodeTiled>("cuTensorMapEncodeTiled");
-  const cuuint64_t row = static_cast<cuuint64_t>(problem.c * size_of(operand));
-  const cuuint64_t extents[3] = {static_cast<cuuint64_t>(problem.c), static_cast<cuuint64_t>(problem.k),
-                                 static_cast<cuuint64_t>(volume(problem.kernel))};
+  const cuuint64_t row = extents[0] * static_cast<cuuint64_t>(size_of(dtype));
   const cuuint64_t strides[2] = {row, row * extents[1]};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_k), 1};
   CUtensorMap map;
-  check_encoded(encode(&map, tensor_map_type(operand), 3, const_cast<void*>(w), extents, strides, box,
-                       kUnitStrides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-                "w", problem);
+  check_encoded(encode(&map, tensor_map_type(dtype), 3, data, extents, strides, box, kUnitStrides,
+                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+                tensor, problem);
   return map;
+}
+
+}  // namespace
+
+CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels) {
+  return encode_tiled("w", problem, operand, const_cast<void*>(w),
+                      {static_cast<cuuint64_t>(problem.c), static_cast<cuuint64_t>(problem.k),
+                       static_cast<cuuint64_t>(volume(problem.kernel))},
+                      {static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_k), 1},
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
+CUtensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_positions, int box_k) {
+  return encode_tiled("relu(conv)", problem, element, y,
+                      {static_cast<cuuint64_t>(problem.k), static_cast<cuuint64_t>(problem.positions()),
+                       static_cast<cuuint64_t>(problem.n)},
+                      {static_cast<cuuint32_t>(box_k), static_cast<cuuint32_t>(box_positions), 1},
+                      CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 }  // namespace upconv3d::cuda

@@ -35,4 +35,8 @@ CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int b
 CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType element, std::int64_t channels,
                                void* y, int box_positions, int box_channels, int fold = 1);
 
+/// y as [N,Z*P*Q,K] of `element`, in boxes of `box_positions` consecutive positions of a sample x `box_k`
+/// channels.
+CUtensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_positions, int box_k);
+
 }  // namespace upconv3d::cuda

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random problems of every argument against float64, from a printed seed.
+
+Values must be as exact as eager's and, on a GPU, the same bits twice.
+
+A failure names UPCONV3D_SEED and the problem; UPCONV3D_PROBLEMS sets how many are drawn on a GPU.
+"""
+
+import os
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import SEED
+from oracles import Block, check_like_eager, make_block
+
+GPU_PROBLEMS = int(os.environ.get("UPCONV3D_PROBLEMS", "500"))
+CPU_PROBLEMS = 40
+BATCHES = 10  # tests that share the problems
+
+# dtype and precision; precision concerns float32 alone.
+KINDS = [
+    (torch.bfloat16, "ieee"),
+    (torch.float16, "ieee"),
+    (torch.float32, "tf32"),
+    (torch.float32, "ieee"),
+]
+LARGEST_EXTENT = 12
+CHANNELS = [1, 2, 3, 8, 16, 20, 24, 40, 48, 64, 72, 100, 128, 136]
+CONV_GROUPS = [1, 1, 1, 1, 2, 4]
+
+
+def random_axis(rng) -> dict[str, int]:
+    """Extent and convolution arguments of one axis with at least one output."""
+    while True:
+        extent, kernel = rng.randint(1, LARGEST_EXTENT), rng.randint(1, 7 if rng.random() < 0.2 else 4)
+        stride, dilation = rng.choice([1, 1, 2, 2, 3]), rng.choice([1, 1, 1, 2, 3])
+        padding = rng.randint(0, 3)
+        output_padding = rng.randrange(max(stride, dilation))
+        if (extent - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding >= 0:
+            return {
+                "extent": extent,
+                "kernel": kernel,
+                "stride": stride,
+                "padding": padding,
+                "output_padding": output_padding,
+                "dilation": dilation,
+            }
+
+
+def random_problem(index: int, device: torch.device) -> tuple[str, Block]:
+    """A block, and its description for messages."""
+    rng = random.Random(f"{SEED}/{index}")
+    axes = [random_axis(rng) for _ in range(3)]
+    arguments = {name: tuple(axis[name] for axis in axes) for name in axes[0]}
+    extent, kernel = list(arguments.pop("extent")), list(arguments.pop("kernel"))
+    if max(extent) == 1:
+        extent[2] = 2  # groups of one channel should have a variance, where the kernel is 1 as well
+    groups = rng.choice(CONV_GROUPS)
+    n, c, k = rng.randint(1, 3), groups * rng.choice(CHANNELS), groups * rng.choice(CHANNELS)
+    num_groups = rng.choice([g for g in range(1, k + 1) if k % g == 0])
+    numbers = {
+        **arguments,
+        "groups": groups,
+        "num_groups": num_groups,
+        "bias": rng.random() < 0.5,
+        "affine": rng.random() < 0.7,
+    }
+    dtype, precision = rng.choice(KINDS)
+    layout = rng.choice(["NCDHW", "NDHWC", "input NDHWC", "weight NDHWC"])
+    torch.manual_seed(SEED + index)
+    block = make_block(n, c, k, extent, kernel, device=device, dtype=dtype, **numbers)
+    both = block.channels_last()
+    block = replace(
+        block,
+        precision=precision,
+        input=both.input if layout in ("NDHWC", "input NDHWC") else block.input,
+        weight=both.weight if layout in ("NDHWC", "weight NDHWC") else block.weight,
+    )
+    text = (
+        f"UPCONV3D_SEED={SEED} index={index}: N={n} C={c} K={k} in={extent} kernel={kernel} {numbers} "
+        f"{dtype} {precision} {layout}"
+    )
+    return text, block
+
+
+def bits(y: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: NaN equals itself, and 0 differs from -0."""
+    return y.view(torch.int16 if y.element_size() == 2 else torch.int32)
+
+
+def deterministic_cudnn(monkeypatch):
+    # cuDNN's float64 convolution, the reference, is not deterministic otherwise.
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_random_problems(device, batch, monkeypatch):
+    deterministic_cudnn(monkeypatch)
+    problems = GPU_PROBLEMS if device.type == "cuda" else CPU_PROBLEMS
+    wrong, plans = [], Counter()
+    for index in range(batch, problems, BATCHES):
+        text, block = random_problem(index, device)
+        plans[block.plan().algorithm] += 1
+        try:
+            check_like_eager(block, floor_factor=2)  # among hundreds, some eager result is right by luck
+            if device.type == "cuda":
+                assert torch.equal(bits(block.ours()), bits(block.ours())), "two calls, two results"
+        except AssertionError as error:
+            wrong.append(f"{text}\n  {error}")
+    print(f"UPCONV3D_SEED={SEED}, batch {batch}: {dict(plans)}")
+    assert not wrong, f"{len(wrong)} of {sum(plans.values())} problems are wrong:\n" + "\n".join(wrong)
