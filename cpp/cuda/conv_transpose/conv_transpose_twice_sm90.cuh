@@ -301,10 +301,12 @@ CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceContr
     };
     MomentSums const sums =
         sum_partials(partials, begin, min(begin + params.segment_length, total), positions);
-    double const mean = sums.mean();
+    double const mean_shift = sums.mean_shift();
+    double const mean = sums.pivot + mean_shift;
     float const rounded = float(mean);
     if (threadIdx.x % 32 == 0) {
-      params.table[job] = make_float4(rounded, float(mean - rounded), float(sums.m2()), float(sums.count));
+      params.table[job] =
+          make_float4(rounded, float(mean - rounded), float(sums.m2(mean_shift)), float(sums.count));
     }
   }
 }

@@ -15,7 +15,6 @@
 
 #include "cuda/conv_transpose/drain_sm90.cuh"
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
-#include "cuda/conv_transpose/merge_moments_sm90.cuh"
 
 namespace upconv3d::cuda {
 
@@ -204,18 +203,49 @@ class GroupNormWorker {
     return moment + 1 < end ? Traits::WG_POS : control_.last_count[slab];
   }
 
-  /// table[sample, group] from part.
+  /// table[sample, group] from part: sums of count, count*mean and M2 + count*mean^2, means shifted by the
+  /// first one, in double: 29 bits more than what they sum, so the shift need not be good.
   CUTLASS_DEVICE void finalize(int sample, int group) const {
+    constexpr int kLoads = 8;  // in flight per lane
     int const per_moment = params_.group_granules.divisor;
     int const row = params_.k >> params_.granule_shift;
-    GroupPartials const partials{
-        params_.part + std::int64_t(sample) * params_.moments * row + group * per_moment, row,
-        params_.group_granules, float(1 << params_.granule_shift)};
+    int const total = params_.moments * per_moment;
+    float2 const* const part =
+        params_.part + std::int64_t(sample) * params_.moments * row + group * per_moment;
+    float const granule = float(1 << params_.granule_shift);
+    double const pivot = __ldcg(part).x;
+    double count = 0, sum = 0, sum_squares = 0;
     int slab = 0;
-    MomentSums const sums = sum_partials(partials, 0, params_.moments * per_moment,
-                                         [&](int moment) { return moment_positions(moment, slab); });
-    double const mean = sums.mean();
-    double const variance = sums.m2() / sums.count;
+    for (int first = threadIdx.x % 32; first < total; first += 32 * kLoads) {
+      float2 pair[kLoads];
+      float pair_count[kLoads];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        int const index = min(first + 32 * i, total - 1);
+        int sub;
+        int const moment = params_.group_granules.divmod(sub, index);
+        pair[i] = __ldcg(part + std::int64_t(moment) * row + sub);
+        pair_count[i] = first + 32 * i < total ? granule * float(moment_positions(moment, slab)) : 0.f;
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        if (pair_count[i] == 0.f) continue;
+        double const delta = pair[i].x - pivot;
+        count += pair_count[i];
+        sum += pair_count[i] * delta;
+        sum_squares += pair[i].y + pair_count[i] * delta * delta;
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int lane = 16; lane > 0; lane /= 2) {
+      count += __shfl_xor_sync(0xffffffffu, count, lane);
+      sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+      sum_squares += __shfl_xor_sync(0xffffffffu, sum_squares, lane);
+    }
+    double const mean_shift = sum / count;
+    double const m2 = sum_squares - sum * mean_shift;
+    double const mean = pivot + mean_shift;
+    double const variance = m2 < 0 ? 0.0 : m2 / count;  // NaN stays NaN
     float const mean_float = float(mean);
     float4 const row_of_table =
         make_float4(mean_float, float(mean - mean_float), float(1.0 / sqrt(variance + params_.eps)), 0.f);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// Partial moments of a group, part [N,moments,K/granule,2], merged by one warp in an order that the problem
-/// alone decides.
+/// alone decides. (conv_transpose_relu_group_norm_sm90 has its own copy of the sum: sharing it made ptxas
+/// spill there.)
 #pragma once
 
 #include <cstdint>
@@ -22,27 +23,30 @@ struct MomentSums {
     sum += partial_count * mean_shift;
     sum_squares += m2 + partial_count * mean_shift * mean_shift;
   }
-  /// Adds up lanes that differ in the bits of `first_mask` and below; all must have the same pivot.
-  CUTLASS_DEVICE void add_lanes(int first_mask) {
-    for (int mask = first_mask; mask > 0; mask /= 2) {
+  /// Adds up lanes that differ in the bits of kFirstMask and below; all must have the same pivot.
+  template <int kFirstMask>
+  CUTLASS_DEVICE void add_lanes() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int mask = kFirstMask; mask > 0; mask /= 2) {
       count += __shfl_xor_sync(0xffffffffu, count, mask);
       sum += __shfl_xor_sync(0xffffffffu, sum, mask);
       sum_squares += __shfl_xor_sync(0xffffffffu, sum_squares, mask);
     }
   }
-  CUTLASS_DEVICE double mean() const { return pivot + sum / count; }
-  CUTLASS_DEVICE double m2() const {
-    double const m2 = sum_squares - sum * (sum / count);
+  /// Mean, less the pivot.
+  CUTLASS_DEVICE double mean_shift() const { return sum / count; }
+  CUTLASS_DEVICE double m2(double shift) const {
+    double const m2 = sum_squares - sum * shift;
     return m2 < 0 ? 0.0 : m2;  // NaN stays NaN
   }
 };
 
 /// A group's partials: index i is granule i % granules of moment i / granules.
 struct GroupPartials {
-  float2 const* part;            // of the sample, from the group's first granule on
-  int row;                       // K/granule
-  cutlass::FastDivmod granules;  // of a group
-  float granule;                 // channels
+  float2 const* part;                   // of the sample, from the group's first granule on
+  int row;                              // K/granule
+  cutlass::FastDivmod const& granules;  // of a group; stays in the kernel's parameters
+  float granule;                        // channels
 };
 
 /// Sums of the partials from `begin` to `end`, the same in all lanes of the warp.
@@ -70,7 +74,7 @@ CUTLASS_DEVICE MomentSums sum_partials(GroupPartials const& of, int begin, int e
       sums.add(pair_count[i], pair[i].x - sums.pivot, pair[i].y);
     }
   }
-  sums.add_lanes(16);
+  sums.add_lanes<16>();
   return sums;
 }
 

@@ -204,12 +204,13 @@ class TwiceEpilogue {
       float4 const segment = __ldcg(from + i);
       sums.add(segment.w, segment.x - sums.pivot + segment.y, segment.z);
     }
-    sums.add_lanes(1);
-    double const mean = sums.mean();
+    sums.add_lanes<1>();
+    double const mean_shift = sums.mean_shift();
+    double const mean = sums.pivot + mean_shift;
     float const rounded = float(mean);
     float const gamma = params_.gamma ? float(params_.gamma[channel]) : 1.f;
     float const beta = params_.beta ? float(params_.beta[channel]) : 0.f;
-    float const scale = gamma * float(1.0 / sqrt(sums.m2() / sums.count + params_.eps));
+    float const scale = gamma * float(1.0 / sqrt(sums.m2(mean_shift) / sums.count + params_.eps));
     return make_float4(rounded, scale, beta - float(mean - rounded) * scale, 0.f);
   }
 
