@@ -4,7 +4,8 @@
 /// after the first time, normalization and the way to memory after the second.
 ///
 /// A thread holds two rows (accumulator_row and 8 further) and, in each block of 8 positions, the pair at
-/// 2*(lane%4): the moments of its rows take two steps of shuffles.
+/// 2*(lane%4). While wgmma runs, its accumulators take much of the registers' bandwidth, so what counts here
+/// is the number of instructions: relu(v + bias) - m is taken as max(v + (bias - m), -m).
 #pragma once
 
 #include <cstdint>
@@ -31,7 +32,7 @@ CUTLASS_DEVICE void store_im2col_evict_first(CUtensorMap const* map, void const*
       : "memory");
 }
 
-template <class Traits, class ActivationFn = ReluActivation>
+template <class Traits>
 class TwiceEpilogue {
  public:
   using Output = typename Traits::Output;
@@ -59,7 +60,7 @@ class TwiceEpilogue {
     float pivot[2];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
-      pivot[j] = __shfl_sync(0xffffffffu, activated(acc(2 * j), j), granule_lane);
+      pivot[j] = __shfl_sync(0xffffffffu, shifted_relu(acc(2 * j), j, bias_[j], 0.f), granule_lane);
     }
     if (shift == 4) pivot[1] = pivot[0];
     float sum[2] = {0.f, 0.f}, sum_squares[2] = {0.f, 0.f};
@@ -81,7 +82,7 @@ class TwiceEpilogue {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4 * kBlocks; ++i) {
       int const j = i / 2 % 2;
-      acc(i) = (activated(acc(i), j) - mean_[j]) * scale_[j] + shift_[j];
+      acc(i) = shifted_relu(acc(i), j, offset_[j], floor_[j]) * scale_[j] + shift_[j];
     }
     store_rounds<0>(tile, acc);
   }
@@ -90,11 +91,13 @@ class TwiceEpilogue {
   CUTLASS_DEVICE void finish() { cute::tma_store_wait<0>(); }
 
  private:
-  /// Unscaled, with bias and activation. \param j which of the thread's rows
-  CUTLASS_DEVICE float activated(float v, int j) const {
-    ActivationFn activation;
-    if constexpr (Traits::SCALED) return activation(v * unscale_[j][0] * unscale_[j][1] + bias_[j]);
-    return activation(v + bias_[j]);
+  /// relu(v + bias) + floor of an accumulator, unscaled; NaN stays NaN. \param j which of the thread's rows
+  /// \param offset bias + floor
+  CUTLASS_DEVICE float shifted_relu(float v, int j, float offset, float floor) const {
+    if constexpr (Traits::SCALED) v = v * unscale_[j][0] * unscale_[j][1];
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(v + offset), "f"(floor));
+    return result;
   }
 
   /// What all tiles of a class have in common: parameters with a run-time index come late from constant
@@ -135,11 +138,12 @@ class TwiceEpilogue {
   template <bool kTail, class Accumulator>
   CUTLASS_DEVICE void add_values(Accumulator const& acc, float const (&pivot)[2], int valid, float (&sum)[2],
                                  float (&sum_squares)[2]) const {
+    float const offset[2] = {bias_[0] - pivot[0], bias_[1] - pivot[1]};
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4 * kBlocks; ++i) {
       int const j = i / 2 % 2;
       int const position = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      float shifted = activated(acc(i), j) - pivot[j];
+      float shifted = shifted_relu(acc(i), j, offset[j], -pivot[j]);
       // Beyond the slab lies the next sample.
       if (kTail && position >= valid) shifted = 0.f;
       sum[j] += shifted;
@@ -154,22 +158,27 @@ class TwiceEpilogue {
       sum[0] += sum[1];
       sum_squares[0] += sum_squares[1];
     }
+    // The four lanes of a row divide the four sums among them: bit 0 is the row, bit 1 the kind.
+    bool const second = lane & 1, squares = lane & 2;
+    float const kept_sum = second ? sum[1] : sum[0];
+    float const kept_squares = second ? sum_squares[1] : sum_squares[0];
+    float const row_sum = kept_sum + __shfl_xor_sync(0xffffffffu, second ? sum[0] : sum[1], 1);
+    float const row_squares =
+        kept_squares + __shfl_xor_sync(0xffffffffu, second ? sum_squares[0] : sum_squares[1], 1);
+    float own =
+        (squares ? row_squares : row_sum) + __shfl_xor_sync(0xffffffffu, squares ? row_sum : row_squares, 2);
     int const lanes = 4 << min(shift, 3);  // of a granule
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int mask = 1; mask < 32; mask *= 2) {
-        if (mask >= lanes) break;
-        sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], mask);
-        sum_squares[j] += __shfl_xor_sync(0xffffffffu, sum_squares[j], mask);
-      }
-      bool const inside = row_ + accumulator_row() + 8 * j < params_.view_k;
-      if (lane % lanes != 0 || (shift == 4 && j == 1) || !inside) continue;
-      std::int64_t const moment = std::int64_t(tile.n) * params_.moments + first_moment_[j] + tile.pos_tile;
-      RunningMoments const moments = shifted_moments(float(valid << shift), pivot[j], sum[j], sum_squares[j]);
-      params_.part[moment * (params_.k.divisor >> shift) + (channel_[j] >> shift)] =
-          make_float2(moments.mean, moments.m2);
-    }
+    for (int mask = 4; mask < lanes; mask *= 2) own += __shfl_xor_sync(0xffffffffu, own, mask);
+    float const granule_squares = __shfl_xor_sync(0xffffffffu, own, 2);
+    int const j = lane & 1;
+    bool const inside = row_ + accumulator_row() + 8 * j < params_.view_k;
+    if (lane % lanes > 1 || (shift == 4 && j == 1) || !inside) return;
+    std::int64_t const moment = std::int64_t(tile.n) * params_.moments +
+                                (second ? first_moment_[1] : first_moment_[0]) + tile.pos_tile;
+    RunningMoments const moments =
+        shifted_moments(float(valid << shift), second ? pivot[1] : pivot[0], own, granule_squares);
+    params_.part[moment * (params_.k.divisor >> shift) + ((second ? channel_[1] : channel_[0]) >> shift)] =
+        make_float2(moments.mean, moments.m2);
   }
 
   /// The maps of the thread's rows: as a rule the same as for the last tile. Two threads merge a row's group.
@@ -185,7 +194,8 @@ class TwiceEpilogue {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       float4 const own = control_.maps[group_][accumulator_row() + 8 * j];
-      mean_[j] = own.x;
+      offset_[j] = bias_[j] - own.x;
+      floor_[j] = -own.x;
       scale_[j] = own.y;
       shift_[j] = own.z;
     }
@@ -290,7 +300,7 @@ class TwiceEpilogue {
   // Of the thread's two rows in that class, and for the sample last seen.
   int channel_[2], first_moment_[2];
   float bias_[2], unscale_[2][2];
-  float mean_[2], scale_[2], shift_[2];
+  float offset_[2], floor_[2], scale_[2], shift_[2];
   int scales_sample_ = -1, maps_sample_ = -1;
 };
 
