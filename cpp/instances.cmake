@@ -4,7 +4,8 @@
 # (conv_instances) and the table of launchers (find_conv_transpose_launcher).
 #
 # To add a variant, add a line. Order matters where two are estimated equally quick: the first wins.
-#   arch            90: conv_transpose_relu_group_norm_sm90, for Hopper; 80: conv_transpose_relu_moments_sm80, for
+#   kernel          90: conv_transpose_relu_group_norm_sm90, for Hopper; 90_twice: conv_transpose_twice_sm90, for
+#                   Hopper, whose tile is that of one of two warpgroups; 80: conv_transpose_relu_moments_sm80, for
 #                   compute capability 8.0 and later
 #   operand         what the tensor cores multiply
 #   products        1, or 3 for the hi/lo split that carries float32's accuracy
@@ -12,7 +13,7 @@
 #   block_channels, block_positions   the tile
 
 set(UPCONV3D_CONV_INSTANCES
-  # arch operand products stored block_channels block_positions
+  # kernel operand products stored block_channels block_positions
   "90 bf16 1 bf16 128 256"
   "90 bf16 1 bf16 128 128"
   "90 bf16 1 bf16  64 256"
@@ -26,6 +27,9 @@ set(UPCONV3D_CONV_INSTANCES
   "90 f16  1 f32   64 256"
   "90 f16  3 f32  128 128"
   "90 f16  3 f32   64 128"
+  "90_twice bf16 1 bf16  64 256"
+  "90_twice f16  1 f16   64 256"
+  "90_twice f16  1 f32   64 256"
   "80 bf16 1 bf16 128 128"
   "80 bf16 1 bf16  64 128"
   "80 f16  1 f16  128 128"
@@ -55,8 +59,20 @@ set(_bits_u16 16)
 # upconv3d_generate_instances(<folder> <compiled_90> <compiled_80> <core_sources_var> <cuda_90_var> <cuda_80_var>)
 # Writes the generated sources under <folder>. <compiled_...>: the .cu files of that arch are part of this build.
 function(upconv3d_generate_instances folder compiled_90 compiled_80 core_sources_var cuda_90_var cuda_80_var)
+  # Of each kernel: its name, the header that launches it, its arch, and whether it computes twice.
   set(stem_90 conv_transpose_relu_group_norm_sm90)
+  set(stem_90_twice conv_transpose_twice_sm90)
   set(stem_80 conv_transpose_relu_moments_sm80)
+  set(header_90 ${stem_90})
+  set(header_90_twice launch_twice_sm90)
+  set(header_80 ${stem_80})
+  set(arch_90 90)
+  set(arch_90_twice 90)
+  set(arch_80 80)
+  set(twice_90 false)
+  set(twice_90_twice true)
+  set(twice_80 false)
+  # Of each arch: what its launchers take, and its types.
   set(params_90 ConvTransposeParams)
   set(params_80 ConvTransposeSm80Params)
   set(types_90 _cutlass_)
@@ -69,17 +85,24 @@ function(upconv3d_generate_instances folder compiled_90 compiled_80 core_sources
   endforeach()
   foreach(line IN LISTS UPCONV3D_CONV_INSTANCES)
     separate_arguments(fields UNIX_COMMAND "${line}")
-    list(GET fields 0 arch)
+    list(GET fields 0 kernel)
     list(GET fields 1 operand)
     list(GET fields 2 products)
     list(GET fields 3 stored)
     list(GET fields 4 bc)
     list(GET fields 5 bp)
-    set(stem "${stem_${arch}}")
+    set(arch "${arch_${kernel}}")
+    set(stem "${stem_${kernel}}")
+    set(header "${header_${kernel}}")
     set(params "${params_${arch}}")
     set(name "${stem}_${operand}x${products}_${stored}_${bc}x${bp}")
-    set(template_arguments
-      "${${types_${arch}}${operand}}, ${products}, ${${types_${arch}}${stored}}, ${bc}, ${bp}")
+    if(twice_${kernel})
+      # The only tile and number of products that this kernel has.
+      set(template_arguments "${${types_${arch}}${operand}}, ${${types_${arch}}${stored}}")
+    else()
+      set(template_arguments
+        "${${types_${arch}}${operand}}, ${products}, ${${types_${arch}}${stored}}, ${bc}, ${bp}")
+    endif()
     if(compiled_${arch})
       set(compiled_literal true)
     else()
@@ -87,11 +110,11 @@ function(upconv3d_generate_instances folder compiled_90 compiled_80 core_sources
     endif()
 
     string(APPEND rows
-      "      {\"${name}\", ${arch}, ${_core_${operand}}, ${products}, ${_core_${stored}}, ${_bits_${stored}}, ${bc}, ${bp}, ${compiled_literal}},\n")
+      "      {\"${name}\", ${arch}, ${_core_${operand}}, ${products}, ${_core_${stored}}, ${_bits_${stored}}, ${bc}, ${bp}, ${twice_${kernel}}, ${compiled_literal}},\n")
     file(CONFIGURE OUTPUT "${folder}/${name}.cu" @ONLY CONTENT
 "// SPDX-License-Identifier: Apache-2.0
 // Generated from cpp/instances.cmake.
-#include \"cuda/conv_transpose/@stem@.cuh\"
+#include \"cuda/conv_transpose/@header@.cuh\"
 
 namespace upconv3d::cuda {
 

@@ -126,6 +126,9 @@ py::dict to_dict(const Plan& plan) {
   dict["tile_positions"] = plan.tile_positions;
   dict["split_axes"] = plan.split_axes;
   dict["share_taps"] = plan.share_taps;
+  dict["twice"] = plan.twice;
+  dict["estimated_stored_ms"] = plan.estimated_stored_ms;
+  dict["estimated_twice_ms"] = plan.estimated_twice_ms;
   dict["tiles"] = plan.tiles;
   dict["stages"] = plan.stages;
   dict["workspace_bytes"] = plan.workspace_bytes;
@@ -142,6 +145,7 @@ py::dict to_dict(const ConvInstance& instance) {
   dict["stored_bits"] = instance.stored_bits;
   dict["block_channels"] = instance.block_channels;
   dict["block_positions"] = instance.block_positions;
+  dict["twice"] = instance.twice;
   dict["compiled"] = instance.compiled;
   return dict;
 }

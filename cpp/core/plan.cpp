@@ -27,10 +27,18 @@ std::string describe(const Plan& plan) {
     text += concat("\n  kernel: ", plan.instance->name, ", tile ", plan.instance->block_channels,
                    " channels x ", plan.instance->block_positions, " positions");
   }
-  text += concat("\n  convolution: stores ", name(plan.activation), ' ', name(plan.conv_layout),
-                 plan.activation_in_y ? " in y's memory" : " beside y",
-                 plan.pack_x ? ", from a packed copy of x" : "");
+  if (plan.twice) {
+    text += "\n  convolution: computed for its moments, and once more to be normalized and stored";
+  } else {
+    text += concat("\n  convolution: stores ", name(plan.activation), ' ', name(plan.conv_layout),
+                   plan.activation_in_y ? " in y's memory" : " beside y");
+  }
+  if (plan.pack_x) text += ", from a packed copy of x";
   if (!plan.channels.empty()) text += concat("\n  channels: ", plan.channels);
+  if (plan.estimated_stored_ms > 0) {
+    text += concat("\n  estimates after packing: stored ", plan.estimated_stored_ms, " ms, computed twice ");
+    text += plan.estimated_twice_ms > 0 ? concat(plan.estimated_twice_ms, " ms") : "not possible";
+  }
   if (plan.split_axes > 0) {
     text += concat("\n  borders: cut off along ", plan.split_axes, plan.split_axes == 1 ? " axis" : " axes",
                    ", so that taps which read only padding are skipped");

@@ -27,13 +27,15 @@ const char* name(Algorithm algorithm);
 /// One compiled variant of a convolution kernel, as listed in cpp/instances.cmake.
 struct ConvInstance {
   const char* name;     // "conv_transpose_relu_group_norm_sm90_bf16x1_bf16_128x256"
-  int arch;             // 90: conv_transpose_relu_group_norm_sm90; 80: conv_transpose_relu_moments_sm80
+  int arch;             // 90: conv_transpose_relu_group_norm_sm90 or conv_transpose_twice_sm90;
+                        // 80: conv_transpose_relu_moments_sm80
   DType operand;        // what the tensor cores multiply: kBFloat16 or kFloat16
   int products;         // 1, or 3 for the hi/lo split that carries float32's accuracy
   DType output;         // dtype of y
   int stored_bits;      // of a value of relu(conv) until it is normalized
   int block_channels;   // output channels of a tile
   int block_positions;  // output positions of a tile
+  bool twice;           // conv_transpose_twice_sm90: relu(conv) is never stored
   bool compiled;        // false in a build without CUDA, or without an arch it runs on
 };
 
@@ -60,8 +62,10 @@ struct Device {
   bool is_cuda = false;
   int compute_capability = 0;  // major*10 + minor
   int sm_count = 0;
-  int max_threads = 1;           // host threads, for the CPU plan
-  std::string forced_plan = "";  // on CUDA: "" leaves the choice to select_plan; "sm80", "sm90" or "library"
+  int max_threads = 1;  // host threads, for the CPU plan
+  // On CUDA, a plan that must run: "sm80", "sm90", one of the latter's two kernels "stored" or "twice", or
+  // "library"; "" leaves the choice to select_plan.
+  std::string forced_plan = "";
 };
 
 struct Plan {
@@ -77,6 +81,9 @@ struct Plan {
   int split_axes = 0;                    // axes along which our kernels cut borders off (border_slabs)
   bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)
   std::int64_t window_tiles = 0;         // SM90: position tiles of a window of the launch order, 0: none
+  bool twice = false;                    // SM90: the convolution is computed for its moments, and once more
+  double estimated_stored_ms = 0.0;      // SM90: without packing, relu(conv) stored in between
+  double estimated_twice_ms = 0.0;       // the same, computed twice; 0 where that cannot run
   std::int64_t tiles = 0;                // partial moments per sample and channel (SM90: and granule of them)
   std::string channels;                  // how channels are padded or grouped, "" where they lie as they are
   std::vector<std::string> stages;       // kernels in launch order, by name

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "core/channels.hpp"
+#include "core/twice_layout.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/forward_sm80.hpp"
 #include "cuda/group_norm/group_norm.hpp"
@@ -24,15 +25,15 @@ std::int64_t stat_size(const Problem& problem) {
 
 /// Scratch memory of a forward call on the SM90 plan.
 struct Sm90Workspace {
-  void* x_hi;      // [N,groups,D,H,W,operand_channels] operand, where the plan packs x
-  void* x_lo;      // the same, three products only
-  void* w_hi;      // [T*R*S,K,operand_channels] operand
-  void* w_lo;      // the same, three products only
-  void* scales;    // operand_scales_bytes
-  void* a;         // [N,Z,P,Q,padded_channels(K)] activation dtype, where it does not lie in y
-  void* part;      // [N,tiles,K/granule,2] float
-  void* table;     // [N,G,4] float, or [3,N,K] where normalizing is a stage of its own
-  void* steps;     // [N,tiles,K] int8, where relu(conv) is stored in fewer bits than y
+  void* x_hi;    // [N,groups,D,H,W,operand_channels] operand, where the plan packs x
+  void* x_lo;    // the same, three products only
+  void* w_hi;    // [T*R*S,K,operand_channels] operand
+  void* w_lo;    // the same, three products only
+  void* scales;  // operand_scales_bytes
+  void* a;       // [N,Z,P,Q,padded_channels(K)] activation dtype, where it does not lie in y
+  void* part;    // [N,tiles,K/granule,2] float
+  void* table;   // [N,G,4] float, or [3,N,K] where normalizing is a stage of its own; twice: [N,G,segments,4]
+  void* steps;   // [N,tiles,K] int8, where relu(conv) is stored in fewer bits than y
   void* counters;  // [counter_count] int32
   std::int64_t counter_bytes;
   std::int64_t bytes;
@@ -51,10 +52,13 @@ struct Sm90Workspace {
     w_hi = carver.take(w_bytes);
     w_lo = carver.take(split ? w_bytes : 0);
     scales = carver.take(operand_scales_bytes(problem));
-    part = carver.take(problem.n * plan.tiles * (problem.k >> moment_granule_shift(problem)) * 2 *
+    const int granule_shift = plan.twice ? twice_granule_shift(problem) : moment_granule_shift(problem);
+    part = carver.take(problem.n * plan.tiles * (problem.k >> granule_shift) * 2 *
                        static_cast<std::int64_t>(sizeof(float)));
-    table = carver.take((plan.activation_in_y ? 4 * problem.num_groups : 3 * problem.k) * problem.n *
-                        static_cast<std::int64_t>(sizeof(float)));
+    const std::int64_t table_floats =
+        plan.twice ? twice_table_floats(problem, plan.tiles)
+                   : (plan.activation_in_y ? 4 * problem.num_groups : 3 * problem.k) * problem.n;
+    table = carver.take(table_floats * static_cast<std::int64_t>(sizeof(float)));
     a = carver.take(plan.activation_in_y ? 0
                                          : problem.n * padded_channels(problem.k) * problem.positions() *
                                                size_of(plan.activation));

@@ -28,6 +28,9 @@ class Plan:
             read only padding.
         share_taps: whether one load of input serves all taps along the height, with borders cut off along the
             depth alone.
+        twice: whether the convolution is computed for its moments and then once more instead of being stored.
+        estimated_stored_ms, estimated_twice_ms: what that choice rests on, without packing; 0 where a plan
+            cannot run.
         tile_positions, tiles: positions that one partial moment covers, and how many there are per sample and
             channel.
         stages: in launch order.
@@ -48,6 +51,9 @@ class Plan:
     tile_positions: int
     split_axes: int
     share_taps: bool
+    twice: bool
+    estimated_stored_ms: float
+    estimated_twice_ms: float
     tiles: int
     stages: tuple[str, ...]
     workspace_bytes: int
@@ -74,6 +80,9 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         tile_positions=plan["tile_positions"],
         split_axes=plan["split_axes"],
         share_taps=plan["share_taps"],
+        twice=plan["twice"],
+        estimated_stored_ms=plan["estimated_stored_ms"],
+        estimated_twice_ms=plan["estimated_twice_ms"],
         tiles=plan["tiles"],
         stages=tuple(plan["stages"]),
         workspace_bytes=plan["workspace_bytes"],

@@ -443,7 +443,7 @@ int main() {
   int sm_count = 0;
   check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0), "asking for the SM count");
   for (const ConvInstance& instance : upconv3d::conv_instances()) {
-    if (!instance.compiled || instance.arch != 90) continue;
+    if (!instance.compiled || instance.arch != 90 || instance.twice) continue;
     tally.run(instance, "preparing its cases", [&] {
       run_instance(instance, sm_count, tally);
       return std::string();

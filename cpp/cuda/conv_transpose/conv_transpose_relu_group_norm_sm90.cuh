@@ -46,8 +46,8 @@
 #include "core/border_slabs.hpp"
 #include "core/channels.hpp"
 #include "core/index_math.hpp"
-#include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
+#include "cuda/conv_transpose/cooperative_launch.hpp"
 #include "cuda/conv_transpose/drain_sm90.cuh"
 #include "cuda/conv_transpose/group_norm_sm90.cuh"
 #include "cuda/conv_transpose/mainloop_sm90.cuh"
@@ -341,35 +341,14 @@ void launch_conv_transpose_relu_group_norm_sm90(const ConvTransposeParams& param
   constexpr DType operand = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
   constexpr DType output = std::is_same_v<typename Traits::Output, float> ? DType::kFloat32 : operand;
   auto kernel_params = make_kernel_params<Traits>(params, operand, output);
-  const auto kernel = conv_transpose_relu_group_norm_sm90<Traits>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMemoryBytes),
-        "reserving shared memory for conv_transpose_relu_group_norm_sm90");
-  cudaLaunchAttribute cooperative{};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min(kernel_params.order_size, params.sm_count)));
-  config.blockDim = dim3(Traits::THREADS);
-  config.dynamicSmemBytes = kSharedMemoryBytes;
-  config.stream = stream;
-  config.attrs = &cooperative;
-  config.numAttrs = 1;
-  void* arguments[] = {&kernel_params};
-  const auto launch = [&] {
-    const int blocks = static_cast<int>(config.gridDim.x);
-    kernel_params.tile_blocks =
-        blocks - (kernel_params.normalizes ? normalizing_blocks(kernel_params.samples, blocks) : 0);
-    return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
-  };
-  cudaError_t status = launch();
-  // A context may be granted fewer multiprocessors than the device has (green contexts, MPS). Any number of
-  // blocks will do.
-  while (status == cudaErrorCooperativeLaunchTooLarge && config.gridDim.x > 1) {
-    cudaGetLastError();
-    config.gridDim.x = (config.gridDim.x + 1) / 2;
-    status = launch();
-  }
-  check(status, "conv_transpose_relu_group_norm_sm90");
+  launch_cooperative(
+      "conv_transpose_relu_group_norm_sm90",
+      reinterpret_cast<const void*>(conv_transpose_relu_group_norm_sm90<Traits>), &kernel_params,
+      {std::min(kernel_params.order_size, params.sm_count), Traits::THREADS, kSharedMemoryBytes}, stream,
+      [&](int blocks) {
+        kernel_params.tile_blocks =
+            blocks - (kernel_params.normalizes ? normalizing_blocks(kernel_params.samples, blocks) : 0);
+      });
 }
 
 }  // namespace upconv3d::cuda

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Launcher of conv_transpose_relu_group_norm_sm90, everything after packing, free of CUTLASS so that host
-/// code can include it. One launcher per line of cpp/instances.cmake.
+/// Launcher of conv_transpose_relu_group_norm_sm90 or conv_transpose_twice_sm90, everything after packing,
+/// free of CUTLASS so that host code can include it. One launcher per line of cpp/instances.cmake.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -33,6 +33,8 @@ struct ConvTransposeParams {
   float* table = nullptr;          // [N,G,4]: mean, rest of the mean, 1/sqrt(var + eps), unused
   float* channel_table = nullptr;  // [3,N,K] written: mean, scale, shift; null: this kernel normalizes
   std::int8_t* steps = nullptr;    // [N,moments,K], instances that store fewer bits than dtype has; else null
+  // The latter takes no channel_table, steps, split_axes and share_taps; its part is of unrounded values, by
+  // granules of twice_granule_shift, its table [twice_table_floats] (core/twice_layout.hpp).
   std::int32_t* counters = nullptr;  // [counter_count(problem)], zero
   int split_axes = 0;                // axes along which borders are cut off, see border_slabs
   bool share_taps = false;        // loads of x serve several taps: tap_sharing_slabs instead of border_slabs

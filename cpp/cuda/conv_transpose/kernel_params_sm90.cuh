@@ -137,25 +137,42 @@ struct ControlStorage {
   std::int8_t step[2][64];    // Unorm16: exponents of the staged channels
 };
 
-template <class Traits>
-struct KernelSlab {
-  CUtensorMap x[Traits::SPLITS];      // hi, lo; just the input that the slab reads
-  CUtensorMap a;                      // the slab in a: boxes that are stored
-  CUtensorMap item;                   // the same, boxes that are normalized; Unorm16 only
+/// Where a slab's positions lie in the output.
+struct SlabGeometry {
   cutlass::FastDivmod width, height;  // of the slab along Q and P
   int origin[3];                      // its first z,p,q
   int step[3];                        // from one position to the next along z,p,q
-  int corner[3];                      // first window's coordinates in x
-  int dilation[3];                    // of x's coordinates, from one tap to the next
-  int tap[3];                         // first tap along T,R,S: the largest
-  int tap_step[3];                    // from one tap to the next, downwards
-  int taps[3];                        // taps along T,R,S
-  int c_begin, c_end;                 // k-blocks of input channels
-  int shared_taps;                    // of taps[1], how many one load of x serves: all or 1
   int positions;                      // of the slab
-  int pos_tiles;                      // ceil(positions / BLK_POS)
-  int first_tile;                     // of a sample's tiles
-  int first_moment;                   // of a sample's partial moments
+
+  /// z,p,q within the slab.
+  CUTLASS_DEVICE int3 coordinates(int position) const {
+    int q, p;
+    int const z = height.divmod(p, width.divmod(q, position));
+    return make_int3(z, p, q);
+  }
+  /// Index in [Z,P,Q] of a position. \param out Z,P,Q
+  CUTLASS_DEVICE int pixel(int const (&out)[3], int position) const {
+    int3 const at = coordinates(position);
+    return ((at.x * step[0] + origin[0]) * out[1] + at.y * step[1] + origin[1]) * out[2] + at.z * step[2] +
+           origin[2];
+  }
+};
+
+template <class Traits>
+struct KernelSlab : SlabGeometry {
+  CUtensorMap x[Traits::SPLITS];  // hi, lo; just the input that the slab reads
+  CUtensorMap a;                  // the slab in a: boxes that are stored
+  CUtensorMap item;               // the same, boxes that are normalized; Unorm16 only
+  int corner[3];                  // first window's coordinates in x
+  int dilation[3];                // of x's coordinates, from one tap to the next
+  int tap[3];                     // first tap along T,R,S: the largest
+  int tap_step[3];                // from one tap to the next, downwards
+  int taps[3];                    // taps along T,R,S
+  int c_begin, c_end;             // k-blocks of input channels
+  int shared_taps;                // of taps[1], how many one load of x serves: all or 1
+  int pos_tiles;                  // ceil(positions / BLK_POS)
+  int first_tile;                 // of a sample's tiles
+  int first_moment;               // of a sample's partial moments
 };
 
 template <class Traits>
@@ -273,11 +290,7 @@ CUTLASS_DEVICE TileCoord tile_of_launch(KernelParams<Traits> const& params, int 
 template <class Traits>
 CUTLASS_DEVICE int pixel_of(KernelParams<Traits> const& params, KernelSlab<Traits> const& slab,
                             int position) {
-  int p, q;
-  int const z = slab.height.divmod(p, slab.width.divmod(q, position));
-  return ((z * slab.step[0] + slab.origin[0]) * params.out[1] + p * slab.step[1] + slab.origin[1]) *
-             params.out[2] +
-         q * slab.step[2] + slab.origin[2];
+  return slab.pixel(params.out, position);
 }
 
 /// The parts of shared memory.

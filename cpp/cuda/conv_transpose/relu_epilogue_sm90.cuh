@@ -57,6 +57,86 @@ CUTLASS_DEVICE float clamped_power_of_two(int e) {
 /// Exponent that Unorm16 uses for "not finite".
 inline constexpr int kNoStep = -128;
 
+/// The thread's first of two rows of wgmma's accumulator, within the warpgroup's 64; the other is 8 further.
+CUTLASS_DEVICE int accumulator_row() {
+  return (threadIdx.x / 32) % 4 * 16 + threadIdx.x % 32 / 4;
+}
+
+/// Accumulators on their way into staging buffers.
+template <class Stored>
+struct StagedTile {
+  /// Blocks kFirst to kFirst + kBlocks - 1 of 8 positions to the beginning of `staging`.
+  template <int kFirst, int kBlocks, class Accumulator>
+  CUTLASS_DEVICE static void stage(Accumulator const& acc, char* staging) {
+    if constexpr (sizeof(Stored) == 4) {
+      stage_float<kFirst, kBlocks>(acc, staging);
+    } else {
+      stage_half<kFirst, kBlocks>(acc, staging);
+    }
+  }
+
+ private:
+  /// Two values as they are stored, the first in the lower half.
+  CUTLASS_DEVICE static std::uint32_t pack(float first, float second) {
+    if constexpr (std::is_same_v<Stored, Unorm16>) {
+      // In one piece of assembly, because the compiler would else keep the accumulators as integers
+      // throughout the main loop, copy them after every wgmma, and so wait for each.
+      std::uint32_t packed;
+      asm("{\n.reg .b32 first, second;\nmov.b32 first, %1;\nmov.b32 second, %2;\n"
+          "prmt.b32 %0, first, second, 0x5410;\n}"
+          : "=r"(packed)
+          : "f"(first), "f"(second));
+      return packed;
+    } else {
+      cutlass::Array<float, 2> const pair{first, second};
+      auto const rounded = cutlass::NumericArrayConverter<Stored, float, 2>{}(pair);
+      return reinterpret_cast<std::uint32_t const&>(rounded);
+    }
+  }
+
+  /// The four 8x8 matrices of positions 8*b to 8*b+15: matrix m has channels 8*(m%2) and positions 8*(m/2)
+  /// on.
+  template <class Accumulator>
+  CUTLASS_DEVICE static void pack_matrices(Accumulator const& acc, int b, std::uint32_t (&packed)[4]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int m = 0; m < 4; ++m) {
+      int const first = 2 * (m % 2) + 4 * (b + m / 2);
+      packed[m] = pack(acc(first), acc(first + 1));
+    }
+  }
+
+  template <int kFirst, int kBlocks, class Accumulator>
+  CUTLASS_DEVICE static void stage_half(Accumulator const& acc, char* staging) {
+    int const lane = threadIdx.x % 32;
+    int const matrix = lane / 8;
+    int const chunk = (threadIdx.x / 32) % 4 * 2 + matrix % 2;  // 16-byte column of 8 channels
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < kBlocks; b += 2) {
+      std::uint32_t packed[4];
+      pack_matrices(acc, kFirst + b, packed);
+      int const position = (b + matrix / 2) * 8 + lane % 8;
+      char* const address = staging + staged_chunk<Stored>(position, chunk);
+      cute::SM90_U16x8_STSM_T::copy(packed[0], packed[1], packed[2], packed[3],
+                                    *reinterpret_cast<cute::uint128_t*>(address));
+    }
+  }
+
+  template <int kFirst, int kBlocks, class Accumulator>
+  CUTLASS_DEVICE static void stage_float(Accumulator const& acc, char* staging) {
+    int const lane = threadIdx.x % 32;
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int ji = 0; ji < 4; ++ji) {
+        int const position = 8 * b + 2 * (lane % 4) + ji % 2;
+        int const channel = accumulator_row() + 8 * (ji / 2);
+        *reinterpret_cast<float*>(staging + staged_chunk<Stored>(position, channel / 4) + channel % 4 * 4) =
+            acc(ji + 4 * (kFirst + b));
+      }
+    }
+  }
+};
+
 template <class Traits, class ActivationFn = ReluActivation>
 struct ReluEpilogue {
   using Stored = typename Traits::Stored;
@@ -75,23 +155,16 @@ struct ReluEpilogue {
     activate(params, n, channel, acc);
     [[maybe_unused]] int step[2];
     if constexpr (Traits::QUANTIZED) quantize(acc, valid, step);
-    if constexpr (sizeof(Stored) == 4) {
-      stage_float(acc, staging);
-    } else {
-      stage_half(acc, staging);
-    }
+    StagedTile<Stored>::template stage<0, kBlocks>(acc, staging);
     if constexpr (Traits::QUANTIZED) {
       if (threadIdx.x % 4 == 0) {
-        steps[row()] = std::int8_t(step[0]);
-        steps[row() + 8] = std::int8_t(step[1]);
+        steps[accumulator_row()] = std::int8_t(step[0]);
+        steps[accumulator_row() + 8] = std::int8_t(step[1]);
       }
     }
   }
 
  private:
-  /// The thread's first of two rows, within the warpgroup's 64.
-  CUTLASS_DEVICE static int row() { return (threadIdx.x / 32) % 4 * 16 + threadIdx.x % 32 / 4; }
-
   /// acc = activation(unscaled acc + bias).
   template <class Accumulator>
   CUTLASS_DEVICE static void activate(KernelParams<Traits> const& params, int n, int channel0,
@@ -101,7 +174,7 @@ struct ReluEpilogue {
     for (int j = 0; j < 2; ++j) {
       // Rows beyond K are computed like the last one and never stored: no branch in which warps diverge may
       // come between wgmma and the use of its result.
-      int const channel = min(channel0 + row() + 8 * j, params.k - 1);
+      int const channel = min(channel0 + accumulator_row() + 8 * j, params.k - 1);
       float const bias = params.bias ? float(params.bias[channel]) : 0.f;
       // Two factors, since 2^e of a product of scales may leave float's range where the value does not.
       float scale[2] = {1.f, 1.f};
@@ -166,66 +239,6 @@ struct ReluEpilogue {
     float result;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
-  }
-
-  /// Two values as they are stored, the first in the lower half.
-  CUTLASS_DEVICE static std::uint32_t pack(float first, float second) {
-    if constexpr (Traits::QUANTIZED) {
-      // In one piece of assembly, because the compiler would else keep the accumulators as integers
-      // throughout the main loop, copy them after every wgmma, and so wait for each.
-      std::uint32_t packed;
-      asm("{\n.reg .b32 first, second;\nmov.b32 first, %1;\nmov.b32 second, %2;\n"
-          "prmt.b32 %0, first, second, 0x5410;\n}"
-          : "=r"(packed)
-          : "f"(first), "f"(second));
-      return packed;
-    } else {
-      cutlass::Array<float, 2> const pair{first, second};
-      auto const rounded = cutlass::NumericArrayConverter<Stored, float, 2>{}(pair);
-      return reinterpret_cast<std::uint32_t const&>(rounded);
-    }
-  }
-
-  /// The four 8x8 matrices of positions 8*b to 8*b+15: matrix m has channels 8*(m%2) and positions 8*(m/2)
-  /// on.
-  template <class Accumulator>
-  CUTLASS_DEVICE static void pack_matrices(Accumulator const& acc, int b, std::uint32_t (&packed)[4]) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int m = 0; m < 4; ++m) {
-      int const first = 2 * (m % 2) + 4 * (b + m / 2);
-      packed[m] = pack(acc(first), acc(first + 1));
-    }
-  }
-
-  template <class Accumulator>
-  CUTLASS_DEVICE static void stage_half(Accumulator const& acc, char* staging) {
-    int const lane = threadIdx.x % 32;
-    int const matrix = lane / 8;
-    int const chunk = (threadIdx.x / 32) % 4 * 2 + matrix % 2;  // 16-byte column of 8 channels
-    CUTLASS_PRAGMA_UNROLL
-    for (int b = 0; b < kBlocks; b += 2) {
-      std::uint32_t packed[4];
-      pack_matrices(acc, b, packed);
-      int const position = (b + matrix / 2) * 8 + lane % 8;
-      char* const address = staging + staged_chunk<Stored>(position, chunk);
-      cute::SM90_U16x8_STSM_T::copy(packed[0], packed[1], packed[2], packed[3],
-                                    *reinterpret_cast<cute::uint128_t*>(address));
-    }
-  }
-
-  template <class Accumulator>
-  CUTLASS_DEVICE static void stage_float(Accumulator const& acc, char* staging) {
-    int const lane = threadIdx.x % 32;
-    CUTLASS_PRAGMA_UNROLL
-    for (int b = 0; b < kBlocks; ++b) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int ji = 0; ji < 4; ++ji) {
-        int const position = 8 * b + 2 * (lane % 4) + ji % 2;
-        int const channel = row() + 8 * (ji / 2);
-        *reinterpret_cast<float*>(staging + staged_chunk<Stored>(position, channel / 4) + channel % 4 * 4) =
-            acc(ji + 4 * b);
-      }
-    }
   }
 };
 

@@ -120,8 +120,10 @@ CUtensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType op
 }
 
 CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType element, std::int64_t channels,
-                               void* y, int box_positions, int box_channels) {
-  const Im2colBox box{problem.n, problem.out(), channels, slab.origin, slab.step, slab.extent, {}, {}};
+                               void* y, int box_positions, int box_channels, int fold) {
+  Extent3 out = problem.out();
+  out[2] /= fold;
+  const Im2colBox box{problem.n, out, channels, slab.origin, slab.step, slab.extent, {}, {}};
   return encode_im2col("relu(conv)", problem, element, y, box, box_positions, box_channels,
                        CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }

@@ -31,8 +31,10 @@ CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int b
 /// A slab of y, every step-th position of [N,Z,P,Q,channels] of `element`, stored in tiles of `box_positions`
 /// consecutive positions x `box_k` channels. The walk goes on from one sample's slab to the next one's: whole
 /// tiles of one sample only.
+///
+/// \param fold y is taken as [N,Z,P,Q/fold,channels], which channels = fold*K makes the same memory
 CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType element, std::int64_t channels,
-                               void* y, int box_positions, int box_channels);
+                               void* y, int box_positions, int box_channels, int fold = 1);
 
 /// y as [N,Z*P*Q,K] of `element`, in boxes of `box_positions` consecutive positions of a sample x `box_k`
 /// channels.

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// The part of select_plan that knows the SM90 kernels: what they can run, on which variant, cut how, stored
+/// or computed twice.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+
+namespace upconv3d {
+
+inline constexpr int kHopper = 90;  // compute capability, major*10 + minor
+
+/// Why the SM90 kernels cannot run, or "" with `instance` set.
+std::string sm90_obstacle(const Problem& problem, const Device& device,
+                          const std::vector<ConvInstance>& instances, std::optional<ConvInstance>& instance);
+
+/// The plan that runs `instance`, where there is no obstacle: relu(conv) is stored, then normalized.
+Plan sm90_plan(const Problem& problem, const Device& device, const ConvInstance& instance);
+
+/// Why the convolution cannot be computed twice, or "". In that case `plan`, which stores relu(conv), gets
+/// the estimate, and becomes one that computes twice where that is quicker or device.forced_plan asks for it.
+std::string consider_twice(const Problem& problem, const Device& device,
+                           const std::vector<ConvInstance>& instances, Plan& plan);
+
+}  // namespace upconv3d

@@ -1,0 +1,373 @@
+// SPDX-License-Identifier: Apache-2.0
+/// conv_transpose_twice_sm90: the forward pass after packing, for groups 1 and y [N,Z,P,Q,K].
+///
+///   x     [N,D,H,W,C]                 operand  read through TMA im2col
+///   w     [T*R*S,K,C]                 operand  packed by layout/pack
+///   part  [N,moments,K/granule,2]     float    (mean, M2) of relu(conv + bias), unrounded
+///   table [N,G,segments,4]            float    mean, rest of the mean, M2, count
+///   y     [N,Z,P,Q,K]                 output   written once
+///
+/// The convolution is computed for the moments of its values alone and, when these are known, once more: y is
+/// normalized in registers and written, nothing is read back. That moves fewer bytes where the arithmetic is
+/// small against the output (kernel = stride, few channels), and rounds but once.
+///
+/// Rows of a tile are output channels, columns are positions of one phase of the stride
+/// (core/twice_layout.hpp says which share a block). One block per multiprocessor, three warpgroups:
+///   warp 0       loads: a class's weights once, which stay, and x through a ring
+///   warps 4-11   two warpgroups take turns: one multiplies while the other has its epilogue
+/// Blocks wait for each other twice, before moments are merged and before these are used, so the launch is
+/// cooperative.
+///
+/// A tile's moments are its own, and merged in an order that the problem decides: results repeat bit for bit,
+/// whatever the number of blocks.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/conv_transpose/twice_params_sm90.cuh"
+
+#include "cutlass/arch/reg_reconfig.h"
+
+#include "cuda/conv_transpose/drain_sm90.cuh"
+#include "cuda/conv_transpose/group_norm_sm90.cuh"
+#include "cuda/conv_transpose/merge_moments_sm90.cuh"
+#include "cuda/conv_transpose/twice_epilogue_sm90.cuh"
+
+namespace upconv3d::cuda {
+
+/// The producer thread.
+template <class Traits>
+class TwiceLoader {
+ public:
+  CUTLASS_DEVICE TwiceLoader(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared)
+      : params_(params), shared_(shared) {}
+
+  /// Loads every tile's operands. Nothing here waits for the moments: the second pass's first operands are
+  /// there when it begins.
+  CUTLASS_DEVICE void run() {
+    TwiceWalk<Traits> walk(params_);
+    int loaded = -1;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < 2 * walk.count(); ++i) {
+      TwiceTile const& tile = walk.tile();
+      TwiceClassParams const& cls = params_.classes[tile.cls];
+      if (tile.cls != loaded) load_weights(cls);
+      loaded = tile.cls;
+      load_x(cls, tile);
+      if (i + 1 < walk.count()) {
+        walk.step_forward();
+      } else if (i >= walk.count() && i + 1 < 2 * walk.count()) {
+        walk.step_backward();
+      }
+    }
+  }
+
+ private:
+  CUTLASS_DEVICE void load_weights(TwiceClassParams const& cls) {
+    RingBarriers<1>& barriers = shared_.control->w;
+    barriers.wait_empty(w_);
+    w_.advance(1);
+    int const unit_rows = params_.fold * params_.w_rows;
+    std::uint64_t* const full =
+        barriers.expect(0, (cls.rows[0].units + cls.rows[1].units) * unit_rows * Traits::ROW_BYTES);
+    char* to = shared_.w;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int group = 0; group < 2; ++group) {
+      TwiceRowsParams const& rows = cls.rows[group];
+      std::uint32_t bit = 1;
+      for (int t = 0; t < cls.taps[0]; ++t) {
+        for (int r = 0; r < cls.taps[1]; ++r) {
+          for (int s = 0; s < cls.taps[2]; ++s, bit <<= 1) {
+            if (rows.view < 0 || !(rows.taps & bit)) continue;
+            for (int c_block = 0; c_block < cls.c_blocks; ++c_block, to += Traits::W_BYTES) {
+              load_unit(cls, rows, t, r, s, (cls.c_begin + c_block) * Traits::BLK_C, full, to);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  /// The rows of all stacked phases for one tap of the class; zeros, which lie beyond w, where a phase has no
+  /// such tap.
+  CUTLASS_DEVICE void load_unit(TwiceClassParams const& cls, TwiceRowsParams const& rows, int t, int r, int s,
+                                int c, std::uint64_t* full, char* to) {
+    int const at[3] = {t, r, s};
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int fold = 0; fold < params_.fold; ++fold) {
+      int const index = rows.view * params_.fold + fold;
+      TwicePhase const& phase = params_.phases[index];
+      int tap = 0;
+      bool has = true;
+      CUTLASS_PRAGMA_UNROLL
+      for (int axis = 0; axis < 3; ++axis) {
+        int const lead = (cls.window[axis] - params_.phase_window[index][axis]) / cls.dilation[axis];
+        int const m = at[axis] + lead;
+        has = has && m >= 0 && m < phase.taps[axis];
+        tap = tap * params_.kernel[axis] + phase.tap[axis] - m * phase.tap_step[axis];
+      }
+      cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
+                                   to + fold * params_.w_rows * Traits::ROW_BYTES, c, rows.row,
+                                   has ? tap : -1);
+    }
+  }
+
+  CUTLASS_DEVICE void load_x(TwiceClassParams const& cls, TwiceTile const& tile) {
+    int q, p;
+    int const z = cls.height.divmod(p, cls.width.divmod(q, tile.pos_tile * Traits::BLK_POS));
+    int const d = z + cls.corner[0], h = p + cls.corner[1], v = q + cls.corner[2];
+    for (int t = 0; t < cls.taps[0]; ++t) {
+      for (int r = 0; r < cls.taps[1]; ++r) {
+        for (int s = 0; s < cls.taps[2]; ++s) {
+          for (int c_block = 0; c_block < cls.c_blocks; ++c_block) {
+            shared_.control->x.wait_empty(x_);
+            cute::SM90_TMA_LOAD_IM2COL_5D::copy(
+                &cls.x, shared_.control->x.expect(x_.slot, Traits::X_BYTES),
+                shared_.x + x_.slot * Traits::X_BYTES, (cls.c_begin + c_block) * Traits::BLK_C, v, h, d,
+                tile.n, std::uint16_t(s * cls.dilation[2]), std::uint16_t(r * cls.dilation[1]),
+                std::uint16_t(t * cls.dilation[0]));
+            x_.advance(params_.x_slots);
+          }
+        }
+      }
+    }
+  }
+
+  TwiceParams<Traits> const& params_;
+  TwiceShared<Traits> const& shared_;
+  RingCursor x_, w_;
+};
+
+/// Named barriers of a block, see cutlass::arch::NamedBarrier.
+enum TwiceBarrier : std::uint32_t { kTurn0, kTurn1, kGroup0, kGroup1, kConsumers };
+
+/// One of the two warpgroups that multiply.
+///
+/// \tparam FragmentW (MMA,MMA_ROWS,BLK_C/16) descriptors of the first unit of w
+/// \tparam FragmentX (MMA,MMA_POS,BLK_C/16) descriptors of the first slot of x
+template <class Traits, class FragmentW, class FragmentX>
+class TwiceMultiplier {
+ public:
+  CUTLASS_DEVICE TwiceMultiplier(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared,
+                                 int group, FragmentW const& w, FragmentX const& x)
+      : params_(params), shared_(shared), control_(*shared.control), group_(group), w_(w), x_(x) {
+    // Warpgroup 0 begins.
+    if (group == 1) pass_turn();
+  }
+
+  /// acc (64 x 256) = rows of the tile's class, in this warpgroup's turn. The other's turn comes once it
+  /// could not get ahead anyway, for want of room for x, or this one has nothing left to issue.
+  template <class Accumulator>
+  CUTLASS_DEVICE void multiply(TwiceTile const& tile, Accumulator& acc) {
+    using namespace cute;
+    constexpr int kUnit = 16;  // descriptors count in 16 bytes
+    if (tile.cls != loaded_) take_weights(tile.cls);
+    int left_of_turn = turn_;
+    int unit = first_unit_;
+    int done = -1;
+    typename Traits::TiledMma mma;
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    take_turn();
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int tap = 0; tap < taps_; ++tap) {
+      bool const used = used_taps_ >> tap & 1;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int c_block = 0; c_block < c_blocks_; ++c_block) {
+        control_.x.wait_full(at_);
+        if (used) {
+          Tensor w = make_tensor(w_.data() + unit * (Traits::W_BYTES / kUnit), w_.layout());
+          Tensor x = make_tensor(x_.data() + at_.slot * (Traits::X_BYTES / kUnit), x_.layout());
+          warpgroup_fence_operand(acc);
+          warpgroup_arrive();
+          CUTLASS_PRAGMA_UNROLL
+          for (int kb = 0; kb < size<2>(w); ++kb) {
+            cute::gemm(mma, w(_, _, kb), x(_, _, kb), acc);
+            mma.accumulate_ = GMMA::ScaleOut::One;
+          }
+          warpgroup_commit_batch();
+          warpgroup_wait<1>();  // the batch before this one is done: what it read may be overwritten
+          if (done >= 0) release_x(done);
+          done = at_.slot;
+          ++unit;
+        } else {
+          // What is held meanwhile may be the slot that the next one used has to come to.
+          warpgroup_wait<0>();
+          if (done >= 0) release_x(done);
+          done = -1;
+          __syncwarp();
+          release_x(at_.slot);
+        }
+        at_.advance(params_.x_slots);
+        if (--left_of_turn == 0) pass_turn();
+      }
+    }
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(acc);
+    if (done >= 0) release_x(done);
+  }
+
+  /// Lets the other warpgroup's last turn end.
+  CUTLASS_DEVICE void finish() {
+    if (group_ == 0) take_turn();
+  }
+
+ private:
+  CUTLASS_DEVICE void take_turn() { cutlass::arch::NamedBarrier::sync(256, kTurn0 + group_); }
+  CUTLASS_DEVICE void pass_turn() { cutlass::arch::NamedBarrier::arrive(256, kTurn0 + 1 - group_); }
+  CUTLASS_DEVICE void release_x(int slot) {
+    if (threadIdx.x % 32 == 0) control_.x.arrive_empty(slot);
+  }
+  /// Waits for the weights of a class, when those of another are no longer needed.
+  CUTLASS_DEVICE void take_weights(int number) {
+    TwiceClassParams const& cls = params_.classes[number];
+    used_taps_ = cls.rows[group_].taps;
+    taps_ = cls.taps[0] * cls.taps[1] * cls.taps[2];
+    c_blocks_ = cls.c_blocks;
+    first_unit_ = group_ == 0 ? 0 : cls.rows[0].units;
+    turn_ = group_ == 0 ? min(taps_ * c_blocks_, params_.x_slots - 1) : taps_ * c_blocks_;
+    if (loaded_ >= 0 && threadIdx.x % 32 == 0) control_.w.arrive_empty(0);
+    control_.w.wait_full(weights_);
+    weights_.advance(1);
+    loaded_ = number;
+    __syncwarp();
+  }
+
+  TwiceParams<Traits> const& params_;
+  TwiceShared<Traits> const& shared_;
+  TwiceControl& control_;
+  int group_;
+  FragmentW w_;
+  FragmentX x_;
+  RingCursor at_, weights_;
+  int loaded_ = -1;  // class
+  // Of that class.
+  std::uint32_t used_taps_;
+  int taps_, c_blocks_;
+  int first_unit_;  // of this warpgroup
+  int turn_;        // k-blocks before the other warpgroup's turn comes
+};
+
+template <class Traits>
+CUTLASS_DEVICE auto make_twice_multiplier(TwiceParams<Traits> const& params,
+                                          TwiceShared<Traits> const& shared, int group) {
+  using namespace cute;
+  using Operand = typename Traits::Operand;
+  auto thread_mma = typename Traits::TiledMma{}.get_thread_slice(threadIdx.x % 128);
+  Tensor sW = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.w)),
+                          typename Traits::SmemLayoutW{});  // (ROWS,BLK_C)
+  Tensor sX = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.x)),
+                          typename Traits::SmemLayoutX{});                // (BLK_POS,BLK_C)
+  auto const w = thread_mma.make_fragment_A(thread_mma.partition_A(sW));  // (MMA,MMA_ROWS,BLK_C/16)
+  auto const x = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (MMA,MMA_POS,BLK_C/16)
+  using FragmentW = cute::remove_cvref_t<decltype(w)>;
+  using FragmentX = cute::remove_cvref_t<decltype(x)>;
+  return TwiceMultiplier<Traits, FragmentW, FragmentX>(params, shared, group, w, x);
+}
+
+/// All consumers of all blocks: what any of them wrote before is seen by each after it.
+CUTLASS_DEVICE void wait_for_all_blocks(int* arrivals) {
+  __threadfence();
+  cutlass::arch::NamedBarrier::sync(256, kConsumers);
+  if (threadIdx.x == 128) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(arrivals) : "memory");
+    while (load_acquire(arrivals) < int(gridDim.x)) {
+    }
+  }
+  cutlass::arch::NamedBarrier::sync(256, kConsumers);
+}
+
+/// Merges part into table, a segment per warp of any block.
+template <class Traits>
+CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceControl const& control) {
+  int const per_moment = params.group_granules.divisor;
+  int const row = params.k.divisor >> params.granule_shift;
+  int const total = params.moments * per_moment;
+  int const jobs = params.samples * params.groups * params.segments.divisor;
+  for (int job = blockIdx.x + (threadIdx.x / 32 - 4) * gridDim.x; job < jobs; job += 8 * gridDim.x) {
+    int segment;
+    int const group_of_all = params.segments.divmod(segment, job);
+    int const sample = group_of_all / params.groups, group = group_of_all - sample * params.groups;
+    GroupPartials const partials{
+        params.part + std::int64_t(sample) * params.moments * row + group * per_moment, row,
+        params.group_granules, float(1 << params.granule_shift)};
+    int const begin = segment * params.segment_length;
+    int phase = 0;
+    auto const positions = [&](int moment) {
+      while (phase + 1 < params.num_phases && moment >= control.first_moment[phase + 1]) ++phase;
+      int const end = phase + 1 < params.num_phases ? control.first_moment[phase + 1] : params.moments;
+      return moment + 1 < end ? Traits::BLK_POS : control.last_count[phase];
+    };
+    MomentSums const sums =
+        sum_partials(partials, begin, min(begin + params.segment_length, total), positions);
+    double const mean_shift = sums.mean_shift();
+    double const mean = sums.pivot + mean_shift;
+    float const rounded = float(mean);
+    if (threadIdx.x % 32 == 0) {
+      params.table[job] =
+          make_float4(rounded, float(mean - rounded), float(sums.m2(mean_shift)), float(sums.count));
+    }
+  }
+}
+
+template <class Traits>
+CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared) {
+  using namespace cute;
+  int const group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
+  TwiceWalk<Traits> walk(params);
+  auto multiplier = make_twice_multiplier(params, shared, group);
+  TwiceEpilogue<Traits> epilogue(params, shared, group, kGroup0 + group);
+  Tensor acc =
+      partition_fragment_C(typename Traits::TiledMma{},
+                           Shape<Int<Traits::ROWS>, Int<Traits::BLK_POS>>{});  // ((2,2,BLK_POS/8),1,1)
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int i = 0; i < walk.count(); ++i) {
+    if (i > 0) walk.step_forward();
+    multiplier.multiply(walk.tile(), acc);
+    epilogue.take_moments(walk.tile(), acc);
+  }
+  wait_for_all_blocks(params.arrivals);
+  merge_segments(params, *shared.control);
+  wait_for_all_blocks(params.arrivals + 1);
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int i = 0; i < walk.count(); ++i) {
+    if (i > 0) walk.step_backward();
+    multiplier.multiply(walk.tile(), acc);
+    epilogue.normalize(walk.tile(), acc);
+  }
+  multiplier.finish();
+  epilogue.finish();
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::THREADS, 1)
+    conv_transpose_twice_sm90(__grid_constant__ const TwiceParams<Traits> params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  // 128-byte swizzled tiles must start on 1024-byte boundaries.
+  extern __shared__ __align__(1024) char raw_shared[];
+  TwiceShared<Traits> const shared(raw_shared, params);
+  TwiceControl& control = *shared.control;
+  constexpr int kConsumerWarps = 8;
+  if (threadIdx.x == 0) {
+    control.x.init(1, kConsumerWarps);
+    control.w.init(1, kConsumerWarps);
+    cutlass::arch::fence_barrier_init();
+  }
+  if (threadIdx.x < params.num_phases) {
+    control.first_moment[threadIdx.x] = params.phases[threadIdx.x].first_moment;
+    int const positions = params.views[threadIdx.x / params.fold].positions;
+    control.last_count[threadIdx.x] = (positions - 1) % Traits::BLK_POS + 1;
+  }
+  __syncthreads();
+  if (__shfl_sync(0xffffffffu, threadIdx.x / 128, 0) > 0) {
+    cutlass::arch::warpgroup_reg_alloc<Traits::CONSUMER_REGISTERS>();
+    multiply_twice(params, shared);
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::HELPER_REGISTERS>();
+    if (threadIdx.x == 0) TwiceLoader<Traits>(params, shared).run();
+  }
+#endif
+}
+
+}  // namespace upconv3d::cuda

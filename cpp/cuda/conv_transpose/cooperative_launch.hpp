@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// Launches of persistent kernels whose blocks wait for each other.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "cuda/check.hpp"
+
+namespace upconv3d::cuda {
+
+struct CooperativeShape {
+  int blocks;
+  int threads;
+  int shared_bytes;
+};
+
+/// Launches `kernel`, whose one parameter `params` points to, with all blocks on the card at once; with fewer
+/// where that many do not fit, so any number of blocks must do.
+///
+/// \param prepare (blocks) called before every attempt, for parameters that depend on their number
+template <class Prepare>
+void launch_cooperative(const std::string& name, const void* kernel, void* params,
+                        const CooperativeShape& shape, cudaStream_t stream, Prepare prepare) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes),
+        "reserving shared memory for " + name);
+  cudaLaunchAttribute cooperative{};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(shape.shared_bytes);
+  config.stream = stream;
+  config.attrs = &cooperative;
+  config.numAttrs = 1;
+  void* arguments[] = {params};
+  const auto launch = [&] {
+    prepare(static_cast<int>(config.gridDim.x));
+    return cudaLaunchKernelExC(&config, kernel, arguments);
+  };
+  cudaError_t status = launch();
+  // A context may be granted fewer multiprocessors than the device has (green contexts, MPS).
+  while (status == cudaErrorCooperativeLaunchTooLarge && config.gridDim.x > 1) {
+    cudaGetLastError();
+    config.gridDim.x = (config.gridDim.x + 1) / 2;
+    status = launch();
+  }
+  check(status, name);
+}
+
+}  // namespace upconv3d::cuda

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// The host's side of conv_transpose_twice_sm90: its parameters from a problem, and the launch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/conv_transpose/conv_transpose_twice_sm90.cuh"
+
+#include "core/channels.hpp"
+#include "core/index_math.hpp"
+#include "core/twice_layout.hpp"
+#include "cuda/check.hpp"
+#include "cuda/conv_transpose/conv_transpose_sm90.hpp"
+#include "cuda/conv_transpose/cooperative_launch.hpp"
+#include "cuda/conv_transpose/tensor_maps_sm90.hpp"
+
+namespace upconv3d::cuda {
+
+inline void copy_extent(const Extent3& from, int (&to)[3]) {
+  for (int axis = 0; axis < 3; ++axis) to[axis] = static_cast<int>(from[axis]);
+}
+
+/// Where the views' positions lie, and the phases that they are made of.
+template <class Traits>
+void fill_views(const Problem& problem, const TwiceLayout& layout, DType output, void* y,
+                TwiceParams<Traits>& to) {
+  const Extent3 out = problem.out();
+  copy_extent({out[0], out[1], out[2] / layout.fold}, to.view_out);
+  to.fold = layout.fold;
+  to.view_k = static_cast<int>(layout.fold * problem.k);
+  for (std::size_t i = 0; i < layout.views.size(); ++i) {
+    const Slab& from = layout.views[i];
+    TwiceView& view = to.views[i];
+    view.y = encode_slab_output(problem, from, output, layout.fold * problem.k, y, Traits::STAGE_POS,
+                                kPanelChannels<typename Traits::Output>, layout.fold);
+    view.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
+    view.height = cutlass::FastDivmod(static_cast<int>(from.extent[1]));
+    copy_extent(from.origin, view.origin);
+    copy_extent(from.step, view.step);
+    view.positions = static_cast<int>(from.positions());
+  }
+  std::int64_t moments = 0;
+  for (const Slab& from : layout.phases) {
+    const int index = to.num_phases++;
+    copy_extent(from.tap, to.phases[index].tap);
+    copy_extent(from.tap_step, to.phases[index].tap_step);
+    copy_extent(from.tap_count() > 0 ? from.taps : Extent3{}, to.phases[index].taps);
+    copy_extent(from.window, to.phase_window[index]);
+    to.phases[index].first_moment = static_cast<int>(moments);
+    moments += ceil_div(from.positions(), Traits::BLK_POS);
+  }
+  to.moments = static_cast<int>(moments);
+}
+
+/// The classes' loads and tiles.
+template <class Traits>
+void fill_classes(const Problem& problem, const TwiceLayout& layout, DType operand, const void* x,
+                  std::int64_t x_channels, TwiceParams<Traits>& to) {
+  const int c_blocks = static_cast<int>(ceil_div(problem.c, Traits::BLK_C));
+  std::int64_t tiles = 0;
+  for (const TwiceClass& from : layout.classes) {
+    TwiceClassParams& cls = to.classes[to.num_classes++];
+    Slab window = from.window;
+    if (!from.reached) window.taps = {};
+    cls.x =
+        encode_slab_input(problem, window, operand, x, problem.n, x_channels, Traits::BLK_POS, Traits::BLK_C);
+    cls.width = cutlass::FastDivmod(static_cast<int>(window.extent[2]));
+    cls.height = cutlass::FastDivmod(static_cast<int>(window.extent[1]));
+    copy_extent(input_box(problem, window).lower, cls.corner);
+    copy_extent(window.window, cls.window);
+    copy_extent(window.dilation, cls.dilation);
+    copy_extent(from.window.taps, cls.taps);
+    // Where no tap reaches, the one k-block behind the last: x and w are zeros there.
+    cls.c_begin = from.reached ? 0 : c_blocks;
+    cls.c_blocks = from.reached ? c_blocks : 1;
+    for (int group = 0; group < 2; ++group) {
+      const TwiceRows& rows = from.rows[group];
+      cls.rows[group] = {rows.view, static_cast<int>(rows.row), rows.taps, rows.units};
+    }
+    to.w_units = std::max(to.w_units, cls.rows[0].units + cls.rows[1].units);
+    const std::int64_t pos_tiles = ceil_div(window.positions(), Traits::BLK_POS);
+    cls.pos_tiles = cutlass::FastDivmod(static_cast<int>(pos_tiles));
+    cls.positions = static_cast<int>(window.positions());
+    cls.first_tile = static_cast<int>(tiles);
+    cls.tiles = static_cast<int>(pos_tiles * problem.n);
+    cls.tile_cost = static_cast<int>(twice_tile_cycles(from, c_blocks));
+    cls.first_cost = to.total_cost;
+    to.total_cost += cls.tiles * static_cast<std::int64_t>(cls.tile_cost);
+    tiles += cls.tiles;
+  }
+}
+
+/// Divides shared memory: what the weights leave goes to x first, then to staging.
+template <class Traits>
+void fill_shared_memory(TwiceParams<Traits>& to) {
+  constexpr int kManyBuffers = 4, kFewBuffers = 2, kWantedSlots = 4;
+  static_assert(kSharedMemoryBytes - kTwiceControlBytes - kMaxTwiceUnits * Traits::W_BYTES -
+                        2 * kFewBuffers * kStageBytes >=
+                    2 * Traits::X_BYTES,
+                "warpgroups take turns after all but one of the slots");
+  const auto slots = [&](int buffers) {
+    return (kSharedMemoryBytes - kTwiceControlBytes - to.w_units * Traits::W_BYTES -
+            2 * buffers * kStageBytes) /
+           Traits::X_BYTES;
+  };
+  to.staging_buffers = slots(kManyBuffers) >= kWantedSlots ? kManyBuffers : kFewBuffers;
+  to.x_slots = std::min(slots(to.staging_buffers), kMaxTwiceXSlots);
+}
+
+template <class Traits>
+TwiceParams<Traits> make_twice_params(const ConvTransposeParams& params, DType operand, DType output) {
+  using Output = typename Traits::Output;
+  const Problem& problem = params.problem;
+  const TwiceLayout layout = twice_layout(problem);
+  if (layout.classes.empty()) {
+    throw std::logic_error(
+        "upconv3d: conv_transpose_twice_sm90 keeps a block's weights in shared memory; got " +
+        describe(problem) + ". select_plan must choose the stored plan.");
+  }
+  TwiceParams<Traits> to{};
+  fill_views(problem, layout, output, params.a, to);
+  fill_classes(problem, layout, operand, params.x_hi, params.x_packed ? operand_channels(problem) : problem.c,
+               to);
+  fill_shared_memory(to);
+  to.w_rows = static_cast<int>(layout.fold > 1 ? problem.k : Traits::ROWS);
+  to.w = encode_w(problem, operand, params.w_hi, to.w_rows, Traits::BLK_C);
+  copy_extent(problem.kernel, to.kernel);
+  to.samples = static_cast<int>(problem.n);
+  to.k = cutlass::FastDivmod(static_cast<int>(problem.k));
+  to.y = static_cast<Output*>(params.a);
+  to.bias = static_cast<const Output*>(params.bias);
+  to.unscale_sample = params.unscale_sample;
+  to.unscale_column = params.unscale_column;
+  to.gamma = static_cast<const Output*>(params.gamma);
+  to.beta = static_cast<const Output*>(params.beta);
+  to.eps = problem.eps;
+  to.part = reinterpret_cast<float2*>(params.part);
+  to.granule_shift = twice_granule_shift(problem);
+  to.groups = static_cast<int>(problem.num_groups);
+  const std::int64_t group_channels = problem.k / problem.num_groups;
+  const std::int64_t group_granules = group_channels >> to.granule_shift;
+  to.group_channels = cutlass::FastDivmod(static_cast<int>(group_channels));
+  to.group_granules = cutlass::FastDivmod(static_cast<int>(group_granules));
+  const std::int64_t partials = to.moments * group_granules;
+  to.segment_length = static_cast<int>(twice_segment_length(partials));
+  to.segments = cutlass::FastDivmod(static_cast<int>(ceil_div(partials, to.segment_length)));
+  to.table = reinterpret_cast<float4*>(params.table);
+  to.arrivals = params.counters;
+  return to;
+}
+
+/// Launches one persistent block per multiprocessor, all at once.
+template <class Operand, class Output>
+void launch_conv_transpose_twice_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
+  using Traits = TwiceTraitsSm90<Operand, Output>;
+  constexpr DType operand = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
+  constexpr DType output = std::is_same_v<Output, float> ? DType::kFloat32 : operand;
+  auto kernel_params = make_twice_params<Traits>(params, operand, output);
+  const TwiceClassParams& last = kernel_params.classes[kernel_params.num_classes - 1];
+  launch_cooperative(
+      "conv_transpose_twice_sm90", reinterpret_cast<const void*>(conv_transpose_twice_sm90<Traits>),
+      &kernel_params,
+      {std::min(last.first_tile + last.tiles, params.sm_count), Traits::THREADS, kSharedMemoryBytes}, stream,
+      [](int) {});
+}
+
+}  // namespace upconv3d::cuda

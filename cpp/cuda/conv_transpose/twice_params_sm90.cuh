@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// What conv_transpose_twice_sm90 is compiled for (traits), what a launch hands it (parameters), how it lays
+/// out shared memory, and which tiles a block computes.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/conv_transpose/kernel_params_sm90.cuh"
+
+#include "core/twice_layout.hpp"
+#include "cuda/conv_transpose/relu_epilogue_sm90.cuh"
+
+namespace upconv3d::cuda {
+
+template <class Operand_, class Output_>
+struct TwiceTraitsSm90 {
+  using Operand = Operand_;
+  using Output = Output_;                               // y, bias, gamma, beta
+  static constexpr int ROWS = int(kTwiceRows);          // of a warpgroup: output channels of its phases
+  static constexpr int BLK_POS = int(kTwicePositions);  // positions of a tile
+  static constexpr int BLK_C = int(kTwiceBlockC);       // input channels of a k-block: a 128-byte swizzle row
+  static constexpr bool SCALED = sizeof(Output) == 4;   // operands carry powers of two
+
+  using MmaOp = decltype(cute::GMMA::ss_op_selector<
+                         Operand, Operand, float,
+                         cute::Shape<cute::Int<ROWS>, cute::Int<BLK_POS>, cute::Int<BLK_C>>>());
+  using TiledMma = decltype(cute::make_tiled_mma(MmaOp{}));
+  using SmemAtom = cute::GMMA::Layout_K_SW128_Atom<Operand>;
+  using SmemLayoutX = decltype(cute::tile_to_shape(
+      SmemAtom{}, cute::Shape<cute::Int<BLK_POS>, cute::Int<BLK_C>>{}));  // (BLK_POS,BLK_C)
+  using SmemLayoutW = decltype(cute::tile_to_shape(
+      SmemAtom{}, cute::Shape<cute::Int<ROWS>, cute::Int<BLK_C>>{}));  // (ROWS,BLK_C)
+
+  static constexpr int ROW_BYTES = BLK_C * int(sizeof(Operand));
+  static constexpr int X_BYTES = BLK_POS * ROW_BYTES;  // of a slot
+  static constexpr int W_BYTES = ROWS * ROW_BYTES;     // of a unit
+
+  /// A staging buffer holds 64 channels of this many positions.
+  static constexpr int STAGE_POS = kStagePositions<Output>;
+  static constexpr int ROUNDS = BLK_POS / STAGE_POS;
+
+  static constexpr int THREADS = 3 * 128;  // one warpgroup that loads, two that multiply
+  // Consumers need 128 accumulators and what an epilogue has in flight; the loading thread little.
+  static constexpr int HELPER_REGISTERS = 40;
+  static constexpr int CONSUMER_REGISTERS = 232;
+  static_assert(128 * HELPER_REGISTERS + 256 * CONSUMER_REGISTERS <= 168 * THREADS,
+                "else the launch waits for registers forever");
+};
+
+inline constexpr int kMaxTwiceXSlots = 6;
+/// Small enough that beside kMaxTwiceUnits of weights and the staging buffers two slots of x fit.
+inline constexpr int kTwiceControlBytes = 2560;
+
+/// One phase of the stride.
+struct TwicePhase {
+  int tap[3];        // the tap that reads the lowest input
+  int tap_step[3];   // from one tap to the next, downwards
+  int taps[3];       // along T,R,S; 0: none reaches the phase
+  int first_moment;  // of a sample's partial moments
+};
+
+/// One phase, or `fold` of them stacked, in y as [N,Z,P,Q/fold,fold*K].
+struct TwiceView : SlabGeometry {
+  CUtensorMap y;  // boxes of STAGE_POS positions x 128 bytes
+};
+
+/// core's TwiceRows, with where each phase of the view has its tap 0 among the class's taps.
+struct TwiceRowsParams {
+  int view;            // -1: nothing to compute
+  int row;             // first of 64, of fold*K
+  std::uint32_t taps;  // mask of the class's taps
+  int units;           // k-blocks of weights
+};
+
+/// Tiles that use the same weights and the same loads of x.
+struct TwiceClassParams {
+  CUtensorMap x;                      // the class's windows
+  cutlass::FastDivmod width, height;  // of its views along Q/fold and P
+  int corner[3];                      // first window's coordinates in x
+  int window[3];                      // the same in the volume, which phases are compared by
+  int dilation[3];                    // of x's coordinates, from one tap to the next
+  int taps[3];
+  int c_begin, c_blocks;  // k-blocks of input channels; beyond the last one where no tap reaches
+  TwiceRowsParams rows[2];
+  cutlass::FastDivmod pos_tiles;  // of a sample
+  int positions;                  // of a sample
+  int first_tile;
+  int tiles;                // of all samples
+  int tile_cost;            // relative to other classes
+  std::int64_t first_cost;  // sum over the tiles before this class's
+};
+
+template <class Traits>
+struct TwiceParams {
+  using Output = typename Traits::Output;
+  TwiceClassParams classes[kMaxTwiceClasses];
+  TwiceView views[kMaxSlabs];
+  TwicePhase phases[kMaxSlabs];
+  int phase_window[kMaxSlabs][3];
+  CUtensorMap w;  // boxes of one tap x w_rows output channels x BLK_C
+  int w_rows;
+  int num_classes, num_phases;
+  int fold;
+  int view_out[3];        // Z,P,Q/fold
+  int view_k;             // fold*K
+  int kernel[3];          // T,R,S
+  int samples;            // N
+  cutlass::FastDivmod k;  // output channels
+  std::int64_t total_cost;
+  int w_units;  // room for weights
+  int x_slots;
+  int staging_buffers;                 // of each warpgroup
+  Output* y;                           // [N,Z,P,Q,K]
+  Output const* bias;                  // [K], or null
+  std::int32_t const* unscale_sample;  // [N] exponents, float32 output only
+  std::int32_t const* unscale_column;  // [K] exponents, float32 output only
+  Output const* gamma;                 // [K], or null for 1
+  Output const* beta;                  // [K], or null for 0
+  double eps;                          // activation units squared
+  float2* part;                        // [N,moments,K/granule] (mean, M2)
+  int moments;                         // partial moments of a sample along its positions
+  int granule_shift;
+  int groups;                          // G
+  cutlass::FastDivmod group_channels;  // K/G
+  cutlass::FastDivmod group_granules;  // K/G/granule
+  int segment_length;                  // partials of a group that a warp merges
+  cutlass::FastDivmod segments;        // per group
+  float4* table;                       // [N,G,segments] (mean, rest of the mean, M2, count)
+  int* arrivals;                       // [2] blocks that have arrived at either wait; zero before the launch
+};
+
+/// A tile's place.
+struct TwiceTile {
+  int cls;
+  int n;         // sample
+  int pos_tile;  // BLK_POS positions each, within the class's views
+};
+
+/// Barriers and small exchanges; at the end of shared memory.
+struct TwiceControl {
+  RingBarriers<kMaxTwiceXSlots> x;
+  RingBarriers<1> w;
+  float4 maps[2][kTwiceRows];   // of a warpgroup's rows: mean, scale, shift
+  int first_moment[kMaxSlabs];  // of phases
+  int last_count[kMaxSlabs];    // positions behind a phase's last partial moment
+};
+
+/// The parts of shared memory.
+template <class Traits>
+struct TwiceShared {
+  char* x;        // [x_slots] (BLK_POS,BLK_C) swizzled
+  char* w;        // [w_units] (ROWS,BLK_C) swizzled: warpgroup 0's, then 1's
+  char* staging;  // [2][staging_buffers] of 8 KB
+  TwiceControl* control;
+
+  CUTLASS_DEVICE TwiceShared(char* base, TwiceParams<Traits> const& params) {
+    static_assert(sizeof(TwiceControl) <= kTwiceControlBytes);
+    x = base;
+    w = x + params.x_slots * Traits::X_BYTES;
+    staging = w + params.w_units * Traits::W_BYTES;
+    control = reinterpret_cast<TwiceControl*>(base + kSharedMemoryBytes - kTwiceControlBytes);
+  }
+};
+
+/// A block's share of the tiles, equal in cost: a stretch of them, so that it changes classes seldom. It is
+/// walked once forwards and once backwards, when what the first pass read last is still in L2. Between
+/// classes a step touches registers alone: parameters with a run-time index come late from constant memory.
+template <class Traits>
+class TwiceWalk {
+ public:
+  CUTLASS_DEVICE explicit TwiceWalk(TwiceParams<Traits> const& params) : params_(params) {
+    number_ = boundary(blockIdx.x);
+    count_ = boundary(blockIdx.x + 1) - number_;
+    int cls = 0;
+    while (cls + 1 < params.num_classes && number_ >= params.classes[cls + 1].first_tile) ++cls;
+    enter(cls);
+  }
+
+  /// Of the block. A walk stands at the first; a forward walk ends at the last, where a backward one begins.
+  CUTLASS_DEVICE int count() const { return count_; }
+  CUTLASS_DEVICE TwiceTile const& tile() const { return tile_; }
+  CUTLASS_DEVICE void step_forward() {
+    if (++number_ == class_end_) {
+      enter(tile_.cls + 1);
+    } else if (++tile_.pos_tile == pos_tiles_) {
+      tile_.pos_tile = 0;
+      ++tile_.n;
+    }
+  }
+  CUTLASS_DEVICE void step_backward() {
+    if (number_-- == class_first_) {
+      enter(tile_.cls - 1);
+    } else if (tile_.pos_tile-- == 0) {
+      tile_.pos_tile = pos_tiles_ - 1;
+      --tile_.n;
+    }
+  }
+
+ private:
+  /// Stands at tile number_ of class `cls`.
+  CUTLASS_DEVICE void enter(int cls) {
+    TwiceClassParams const& at = params_.classes[cls];
+    tile_.cls = cls;
+    class_first_ = at.first_tile;
+    class_end_ = at.first_tile + at.tiles;
+    pos_tiles_ = at.pos_tiles.divisor;
+    tile_.n = at.pos_tiles.divmod(tile_.pos_tile, number_ - class_first_);
+  }
+
+  /// First tile of block `block`.
+  CUTLASS_DEVICE int boundary(unsigned block) const {
+    std::int64_t const cost = params_.total_cost * block / gridDim.x;
+    int cls = 0;
+    while (cls + 1 < params_.num_classes && cost >= params_.classes[cls + 1].first_cost) ++cls;
+    TwiceClassParams const& at = params_.classes[cls];
+    std::int64_t const tiles = (cost - at.first_cost + at.tile_cost - 1) / at.tile_cost;
+    return at.first_tile + int(min(tiles, std::int64_t(at.tiles)));
+  }
+
+  TwiceParams<Traits> const& params_;
+  TwiceTile tile_;
+  int number_, count_;
+  int class_first_, class_end_, pos_tiles_;
+};
+
+}  // namespace upconv3d::cuda

@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+/// Checks every compiled variant of conv_transpose_twice_sm90 against a plain double-precision convolution
+/// and GroupNorm, to the accuracy of y. Operands are small integers, so that relu(conv + bias) is exact. What
+/// it writes is NaN before, so that nothing is left unwritten; repeated launches, by few blocks and by many,
+/// must give the same bits. Needs a GPU of compute capability 9.0. Exit code 0: all passed.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <iterator>
+#include <limits>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "conv_transpose_reference.cuh"
+#include "core/channels.hpp"
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+#include "core/twice_layout.hpp"
+#include "cuda/check.hpp"
+#include "cuda/conv_transpose/conv_transpose_sm90.hpp"
+#include "cutlass/numeric_types.h"
+#include "gpu_test.hpp"
+
+namespace {
+
+using upconv3d::ConvInstance;
+using upconv3d::DType;
+using upconv3d::Extent3;
+using upconv3d::Problem;
+using upconv3d::volume;
+using upconv3d::cuda::check;
+using upconv3d::tests::DeviceBuffer;
+using upconv3d::tests::next_random;
+using upconv3d::tests::packed;
+using upconv3d::tests::reference_kernel;
+using upconv3d::tests::rounded;
+using upconv3d::tests::small_integers;
+
+struct Case {
+  std::int64_t n, c, k;
+  Extent3 in, kernel, stride, padding, output_padding, dilation;
+  // Where not 0: what sample 1 is filled with, and no tile of sample 0 may take in. Then sample 0 alone is
+  // compared.
+  double next = 0.0;
+};
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr Extent3 kNone = {0, 0, 0}, kOnes = {1, 1, 1};
+
+// Kernel = stride; phases with 1 to 8 taps, with none (kernel 1), unequal extents; 2, 3 and 4 phases stacked
+// and rows left over; channel tiles that pair and one that does not; several k-blocks; dilation; tails of
+// tiles in every sample; more tiles of a class than blocks.
+const Case kCases[] = {
+    {1, 128, 128, {12, 9, 10}, {2, 2, 2}, {2, 2, 2}, kNone, kNone, kOnes},
+    {2, 64, 32, {9, 8, 10}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, {1, 1, 1}, kOnes},
+    {3, 24, 40, {5, 7, 6}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, kNone, kOnes},
+    {2, 16, 8, {6, 5, 7}, {3, 3, 3}, {3, 3, 3}, kNone, kNone, kOnes},
+    {1, 72, 136, {4, 5, 6}, {4, 4, 4}, {2, 2, 2}, {1, 1, 1}, kNone, kOnes},
+    {2, 8, 16, {4, 6, 5}, {1, 1, 4}, {1, 1, 4}, kNone, kNone, kOnes},
+    {2, 32, 64, {8, 8, 8}, {2, 2, 2}, kOnes, kNone, kNone, kOnes},
+    {1, 40, 24, {5, 6, 7}, {1, 1, 1}, {2, 2, 2}, kNone, {1, 1, 1}, kOnes},
+    {2, 16, 48, {6, 7, 5}, {2, 3, 2}, {2, 1, 2}, {0, 2, 1}, {0, 0, 1}, {3, 2, 1}},
+    {3, 64, 72, {10, 10, 10}, {2, 2, 2}, {2, 2, 2}, kNone, kNone, kOnes},
+    {1, 256, 64, {3, 5, 40}, {2, 2, 2}, {2, 2, 2}, kNone, kNone, kOnes},
+    // 258 positions: the last tile holds two
+    {2, 64, 64, {1, 2, 129}, {1, 1, 2}, {1, 1, 2}, kNone, kNone, kOnes, kNaN},
+    {2, 64, 32, {1, 2, 129}, {1, 1, 2}, {1, 1, 2}, kNone, kNone, kOnes, 512.0},
+};
+
+/// The case that is launched again and again: three samples, two channel tiles.
+constexpr int kRepeatedCase = 9;
+
+/// Few blocks, so that each walks several classes and waits for the others.
+constexpr int kFewBlocks = 5;
+
+/// Scaling x by 2^3 and w by 2^-2 and undoing it with unscale exponents exercises the float epilogue.
+constexpr int kSampleExponent = 3;
+constexpr int kColumnExponent = -2;
+
+/// What float statistics and their use are held to: 32 roundings.
+constexpr double kStatAccuracy = 32 * 0x1p-24;
+
+double unit_roundoff(DType dtype) {
+  return dtype == DType::kFloat32 ? 0x1p-24 : dtype == DType::kFloat16 ? 0x1p-11 : 0x1p-8;
+}
+
+/// Divisors of K: layer norm, instance norm, groups of 2, 4 and 8 channels.
+std::vector<std::int64_t> group_counts(std::int64_t k) {
+  std::vector<std::int64_t> counts;
+  for (const std::int64_t groups : {std::int64_t{1}, k / 2, k / 4, k / 8, k}) {
+    if (std::find(counts.begin(), counts.end(), groups) == counts.end()) counts.push_back(groups);
+  }
+  return counts;
+}
+
+Problem make_problem(const ConvInstance& instance, const Case& shape) {
+  Problem problem;
+  problem.n = shape.n, problem.c = shape.c, problem.k = shape.k;
+  problem.in = shape.in, problem.kernel = shape.kernel, problem.stride = shape.stride;
+  problem.padding = shape.padding, problem.output_padding = shape.output_padding;
+  problem.dilation = shape.dilation;
+  problem.dtype = instance.output;
+  problem.has_bias = true;
+  return problem;
+}
+
+/// One case's tensors on the device and its exact relu(conv + bias), for all launches of an instance.
+template <class Operand, class Output>
+class Fixture {
+ public:
+  Fixture(const ConvInstance& instance, const Case& shape, std::uint64_t& state)
+      : problem(make_problem(instance, shape)),
+        samples(shape.next == 0.0 ? shape.n : 1),
+        instance_(instance),
+        x_(shape.n * volume(shape.in) * operand_channels(problem)),
+        w_(volume(shape.kernel) * shape.k * operand_channels(problem)),
+        bias_(shape.k),
+        gamma_(shape.k),
+        beta_(shape.k),
+        y_(problem.n * problem.positions() * problem.k),
+        unscale_sample_(shape.n),
+        unscale_column_(shape.k) {
+    auto x = small_integers(shape.n * volume(shape.in) * shape.c, 2, state);
+    const auto w = small_integers(volume(shape.kernel) * shape.k * shape.c, 2, state);
+    const auto bias = small_integers(shape.k, 3, state);
+    if (shape.next != 0.0)
+      std::fill(x.begin() + static_cast<std::ptrdiff_t>(x.size() / 2), x.end(), shape.next);
+    gamma = small_integers(shape.k, 3, state);
+    beta = small_integers(shape.k, 3, state);
+    for (double& v : gamma) v = 1.5 + v / 4;
+    const std::int64_t elements = problem.n * problem.positions() * problem.k;
+    DeviceBuffer<double> x64(x.size()), w64(w.size()), bias64(bias.size()), reference(elements);
+    x64.upload(x), w64.upload(w), bias64.upload(bias);
+    reference_kernel<<<unsigned((elements + 127) / 128), 128>>>(x64.get(), w64.get(), bias64.get(),
+                                                                reference.get(), problem, problem.out());
+    upconv3d::cuda::check_launch("reference_kernel");
+    expected = reference.download();
+    const std::int64_t pitch = operand_channels(problem);
+    x_.upload(rounded<Operand>(packed(x, shape.n, 1, shape.c, pitch),
+                               kScaled ? std::ldexp(1.0, -kSampleExponent) : 1.0));
+    w_.upload(
+        rounded<Operand>(packed(w, 1, 1, shape.c, pitch), kScaled ? std::ldexp(1.0, -kColumnExponent) : 1.0));
+    bias_.upload(rounded<Output>(bias));
+    gamma_.upload(rounded<Output>(gamma));
+    beta_.upload(rounded<Output>(beta));
+    unscale_sample_.upload(std::vector<std::int32_t>(shape.n, kSampleExponent));
+    unscale_column_.upload(std::vector<std::int32_t>(shape.k, kColumnExponent));
+  }
+
+  /// Launches the kernel once. \param affine gamma and beta are given
+  void launch(std::int64_t num_groups, bool affine, int sm_count) {
+    problem.num_groups = num_groups;
+    const std::int64_t moments = upconv3d::twice_moments(upconv3d::twice_layout(problem));
+    DeviceBuffer<float> part(problem.n * moments * (problem.k >> twice_granule_shift(problem)) * 2);
+    DeviceBuffer<float> table(twice_table_floats(problem, moments));
+    DeviceBuffer<std::int32_t> counters(upconv3d::cuda::counter_count(problem));
+    part.poison(), table.poison(), y_.poison();
+    counters.clear();
+    upconv3d::cuda::ConvTransposeParams params;
+    params.problem = problem;
+    params.x_hi = x_.get(), params.w_hi = w_.get(), params.bias = bias_.get();
+    params.x_packed = true;
+    if (affine) params.gamma = gamma_.get(), params.beta = beta_.get();
+    if (kScaled) params.unscale_sample = unscale_sample_.get(), params.unscale_column = unscale_column_.get();
+    params.a = y_.get(), params.part = part.get(), params.table = table.get();
+    params.counters = counters.get();
+    params.sm_count = sm_count;
+    upconv3d::cuda::find_conv_transpose_launcher(instance_.name)(params, nullptr);
+    check(cudaDeviceSynchronize(), instance_.name);
+    y = y_.download();
+  }
+
+  Problem problem;
+  const std::int64_t samples;       // that are compared, from the first on
+  std::vector<double> expected;     // [N,Z,P,Q,K] relu(conv + bias)
+  std::vector<double> gamma, beta;  // [K]
+  std::vector<Output> y;            // [N,Z,P,Q,K] of the last launch
+
+ private:
+  static constexpr bool kScaled = std::is_same_v<Output, float>;
+
+  const ConvInstance& instance_;
+  DeviceBuffer<Operand> x_, w_;
+  DeviceBuffer<Output> bias_, gamma_, beta_, y_;
+  DeviceBuffer<std::int32_t> unscale_sample_, unscale_column_;
+};
+
+/// y of one group of a sample, to its own rounding and that of the statistics.
+template <class Fixture>
+std::string check_group(const Fixture& fixture, std::int64_t n, std::int64_t group, bool affine) {
+  const Problem& problem = fixture.problem;
+  const std::int64_t channels = problem.k / problem.num_groups, positions = problem.positions();
+  const std::int64_t first = n * positions * problem.k + group * channels;
+  const auto at = [&](std::int64_t i) { return first + i / channels * problem.k + i % channels; };
+  const std::int64_t count = positions * channels;
+  double mean = 0, m2 = 0, largest = 0;
+  for (std::int64_t i = 0; i < count; ++i) mean += fixture.expected[at(i)] / double(count);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const double v = fixture.expected[at(i)];
+    m2 += (v - mean) * (v - mean);
+    largest = std::max(largest, v);
+  }
+  const double rstd = 1 / std::sqrt(m2 / double(count) + problem.eps);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t k = group * channels + i % channels;
+    const double gamma = affine ? fixture.gamma[k] : 1.0, beta = affine ? fixture.beta[k] : 0.0;
+    const double normalized = (fixture.expected[at(i)] - mean) * rstd;
+    const double y = normalized * gamma + beta;
+    const double slack =
+        1.01 * unit_roundoff(problem.dtype) * std::abs(y) +
+        kStatAccuracy * (largest * std::abs(gamma) * rstd + std::abs(normalized * gamma) + std::abs(beta));
+    const double got = double(float(fixture.y[at(i)]));
+    if (std::abs(got - y) <= slack) continue;
+    char text[160];
+    std::snprintf(text, sizeof(text), "y of n=%lld position=%lld k=%lld is %.9g, expected %.9g", (long long)n,
+                  (long long)(i / channels), (long long)k, got, y);
+    return text;
+  }
+  return "";
+}
+
+template <class Fixture>
+std::string check_y(const Fixture& fixture, bool affine) {
+  for (std::int64_t n = 0; n < fixture.samples; ++n) {
+    for (std::int64_t group = 0; group < fixture.problem.num_groups; ++group) {
+      const std::string problem = check_group(fixture, n, group, affine);
+      if (!problem.empty()) return problem;
+    }
+  }
+  return "";
+}
+
+/// 20 launches, by few blocks and by all that fit, give the same bits.
+template <class Fixture>
+std::string check_repeats(Fixture& fixture, std::int64_t groups, int sm_count) {
+  constexpr int kLaunches = 20;
+  fixture.launch(groups, true, sm_count);
+  const auto y = fixture.y;
+  for (int i = 1; i < kLaunches; ++i) {
+    fixture.launch(groups, true, i % 4 == 1 ? kFewBlocks : sm_count);
+    if (std::memcmp(y.data(), fixture.y.data(), y.size() * sizeof(y[0])) != 0) {
+      return "launch " + std::to_string(i) + " stored other bits than launch 0";
+    }
+  }
+  return "";
+}
+
+/// Runs and prints; counts what passed and failed.
+struct Tally {
+  int passed = 0, failed = 0;
+
+  template <class Body>
+  void run(const std::string& what, const Body& body) {
+    std::string problem;
+    try {
+      problem = body();
+    } catch (const std::exception& error) {
+      problem = error.what();
+    }
+    problem.empty() ? ++passed : ++failed;
+    if (!problem.empty()) std::printf("FAILED %s: %s\n", what.c_str(), problem.c_str());
+  }
+};
+
+/// Every case with layer norm, instance norm and what lies between, by few blocks and by many.
+template <class Operand, class Output>
+void run_instance(const ConvInstance& instance, int sm_count, Tally& tally) {
+  std::uint64_t state = 0x9e3779b97f4a7c15ull;
+  for (int index = 0; index < int(std::size(kCases)); ++index) {
+    Fixture<Operand, Output> fixture(instance, kCases[index], state);
+    const std::vector<std::int64_t> counts = group_counts(kCases[index].k);
+    for (std::size_t turn = 0; turn < counts.size(); ++turn) {
+      const std::string label = std::string(instance.name) + ", case " + std::to_string(index) + ", groups " +
+                                std::to_string(counts[turn]);
+      tally.run(label, [&] {
+        fixture.launch(counts[turn], turn % 3 != 0, turn % 2 ? kFewBlocks : sm_count);
+        return check_y(fixture, turn % 3 != 0);
+      });
+      if (index != kRepeatedCase) continue;
+      tally.run(label + ", repeated", [&] { return check_repeats(fixture, counts[turn], sm_count); });
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  if (upconv3d::tests::no_gpu(90)) return upconv3d::tests::kSkipped;
+  Tally tally;
+  int sm_count = 0;
+  check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0), "asking for the SM count");
+  for (const ConvInstance& instance : upconv3d::conv_instances()) {
+    if (!instance.compiled || !instance.twice) continue;
+    tally.run(instance.name + std::string(", preparing its cases"), [&] {
+      if (instance.operand == DType::kBFloat16) {
+        run_instance<cutlass::bfloat16_t, cutlass::bfloat16_t>(instance, sm_count, tally);
+      } else if (instance.output == DType::kFloat16) {
+        run_instance<cutlass::half_t, cutlass::half_t>(instance, sm_count, tally);
+      } else {
+        run_instance<cutlass::half_t, float>(instance, sm_count, tally);
+      }
+      return std::string();
+    });
+  }
+  std::printf("%d passed, %d failed\n", tally.passed, tally.failed);
+  return tally.failed || !tally.passed ? EXIT_FAILURE : EXIT_SUCCESS;
+}

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// core/twice_layout.hpp, and when select_plan computes the convolution twice. Without torch or CUDA.
+
+#include <algorithm>
+#include <exception>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "core/errors.hpp"
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+#include "core/twice_layout.hpp"
+
+namespace upconv3d {
+namespace {
+
+int failures = 0;
+
+void expect(bool condition, const std::string& what) {
+  if (condition) return;
+  ++failures;
+  std::cerr << "FAILED: " << what << '\n';
+}
+
+/// KernelBench level 2, problem 61, in bfloat16 channels_last_3d.
+Problem headline() {
+  Problem p;
+  p.n = 16;
+  p.c = 64;
+  p.k = 128;
+  p.in = {32, 32, 32};
+  p.kernel = {3, 3, 3};
+  p.num_groups = 8;
+  p.dtype = DType::kBFloat16;
+  p.x_layout = p.y_layout = Layout::kNDHWC;
+  return p;
+}
+
+Device hopper() {
+  return {.is_cuda = true, .compute_capability = 90, .sm_count = 132, .max_threads = 1};
+}
+
+std::vector<ConvInstance> all_compiled() {
+  std::vector<ConvInstance> instances = conv_instances();
+  for (ConvInstance& instance : instances) instance.compiled = true;
+  return instances;
+}
+
+/// 1, 128 > 128, 48^3, kernel = stride = 2.
+Problem kernel_is_stride() {
+  Problem p = headline();
+  p.n = 1, p.c = p.k = 128, p.in = {48, 48, 48}, p.kernel = p.stride = {2, 2, 2}, p.num_groups = 32;
+  return p;
+}
+
+/// Every row of every phase is computed once, and each phase's taps are among those of its class.
+void test_twice_layout_of(const Problem& p) {
+  const std::string what = "computed twice: " + describe(p);
+  const TwiceLayout layout = twice_layout(p);
+  std::vector<std::int64_t> computed(layout.phases.size(), 0);
+  for (const TwiceClass& made : layout.classes) {
+    expect(made.rows[0].units + made.rows[1].units <= kMaxTwiceUnits, what + ", weights fit");
+    for (const TwiceRows& rows : made.rows) {
+      if (rows.view < 0) continue;
+      const std::int64_t end = std::min(rows.row + kTwiceRows, layout.fold * p.k);
+      for (std::int64_t row = rows.row; row < end; ++row) {
+        const std::size_t index = static_cast<std::size_t>(rows.view * layout.fold + row / p.k);
+        ++computed[index];
+        const Slab& phase = layout.phases[index];
+        if (phase.tap_count() == 0) continue;
+        for (int axis = 0; axis < 3; ++axis) {
+          const std::int64_t lead = tap_lead(made.window, phase, axis);
+          expect(made.window.window[axis] - lead * phase.dilation[axis] == phase.window[axis],
+                 what + ", grid");
+          expect(lead <= 0 && phase.taps[axis] - lead <= made.window.taps[axis], what + ", taps");
+        }
+      }
+    }
+  }
+  for (const std::int64_t rows : computed) expect(rows == p.k, what + ", every row once");
+}
+
+/// What select_plan says where it cannot do as asked.
+std::string refusal(const Problem& p, const Device& device) {
+  try {
+    select_plan(p, device, all_compiled());
+  } catch (const RuleViolation& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void test_twice() {
+  Problem p = kernel_is_stride();
+  test_twice_layout_of(p);
+  expect(twice_layout(p).classes.size() == 8, "one class per phase, its two halves of K side by side");
+  p = headline();
+  p.n = 2, p.k = 32, p.in = {64, 64, 64}, p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};
+  test_twice_layout_of(p);
+  const TwiceLayout layout = twice_layout(p);
+  expect(layout.fold == 2 && layout.classes.size() == 2 && layout.classes[0].rows[0].units == 8 &&
+             layout.classes[0].rows[1].units == 4,
+         "32 channels: phases along the width stacked, along the height side by side");
+  p.output_padding = {0, 0, 0};
+  test_twice_layout_of(p);
+  p.kernel = {1, 1, 1};
+  test_twice_layout_of(p);
+  expect(twice_layout(headline()).classes.empty(), "27 taps of 64 channels do not stay in shared memory");
+
+  Device device = hopper();
+  p = kernel_is_stride();
+  const Plan plan = select_plan(p, device, all_compiled());
+  expect(plan.twice && plan.estimated_twice_ms < plan.estimated_stored_ms,
+         "kernel = stride is computed twice");
+  expect(plan.stages == std::vector<std::string>{"pack_operands", plan.instance->name} &&
+             plan.instance->twice && plan.tiles == 8 * 432,
+         "in one kernel");
+  device.forced_plan = "stored";
+  const Plan stored = select_plan(p, device, all_compiled());
+  expect(!stored.twice && !stored.instance->twice && stored.estimated_twice_ms > 0, "stored where asked for");
+  device.forced_plan = "twice";
+  expect(select_plan(p, device, all_compiled()).twice, "twice where asked for");
+  p.y_layout = Layout::kNCDHW;
+  expect(refusal(p, device).find("y is NCDHW") != std::string::npos, "twice cannot transpose");
+  expect(refusal(headline(), device).find("shared memory") != std::string::npos,
+         "twice has no room for 27 taps");
+  expect(!select_plan(headline(), hopper(), all_compiled()).twice, "the headline shape is stored");
+}
+
+}  // namespace
+}  // namespace upconv3d
+
+int main() {
+  try {
+    upconv3d::test_twice();
+  } catch (const std::exception& error) {
+    upconv3d::expect(false, error.what());
+  }
+  if (upconv3d::failures == 0) std::cout << "twice_layout: all passed\n";
+  return upconv3d::failures == 0 ? 0 : 1;
+}
