@@ -36,7 +36,10 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::THREADS, Traits::BLOCKS_PER_SM)
     conv_transpose_relu_moments_sm80(__grid_constant__ const KernelParamsSm80<Traits> params) {
   extern __shared__ __align__(128) char shared[];
+  // For the epilogue: in registers, its coordinates would be in the way of the main loop's.
+  __shared__ TileSm80 kept_tile;
   const TileSm80 tile = tile_of_block(params);
+  if (threadIdx.x == 0) kept_tile = tile;
   AccumulatorsSm80<Traits> acc;
   OperandLoader<Traits> loader(params, tile, shared);
   OperandRing<Traits> ring(loader, shared);
@@ -46,15 +49,15 @@ __global__ void __launch_bounds__(Traits::THREADS, Traits::BLOCKS_PER_SM)
     multiply_three_products(ring, acc);
   }
   ring.close();
-  ReluMomentsSm80<Traits>(params, tile, shared).finish(acc);
+  ReluMomentsSm80<Traits>(params, kept_tile, shared).finish(acc);
 }
 
 /// The slab's geometry in 32 bits; select_plan has seen that it fits.
 inline KernelSlabSm80 kernel_slab_sm80(const Problem& problem, const Slab& from) {
   KernelSlabSm80 slab{};
   slab.positions = static_cast<int>(from.positions());
-  slab.height = static_cast<int>(from.extent[1]);
-  slab.width = static_cast<int>(from.extent[2]);
+  slab.height = cutlass::FastDivmod(static_cast<int>(from.extent[1]));
+  slab.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
   const std::int64_t tap_stride[3] = {problem.kernel[1] * problem.kernel[2], problem.kernel[2], 1};
   for (int axis = 0; axis < 3; ++axis) {
     slab.origin[axis] = static_cast<int>(from.origin[axis]);
@@ -83,7 +86,7 @@ void fill_slabs(const ConvTransposeSm80Params& params, KernelParamsSm80<Traits>&
     slab.first_tile = static_cast<int>(tiles);
     tiles += ceil_div(from.positions(), Traits::BLK_POS);
   }
-  to.tiles = static_cast<int>(tiles);
+  to.tiles = cutlass::FastDivmod(static_cast<int>(tiles));
 }
 
 template <class Traits>
@@ -111,7 +114,7 @@ KernelParamsSm80<Traits> make_kernel_params(const ConvTransposeSm80Params& param
   }
   to.k = static_cast<int>(problem.k);
   to.vectors = static_cast<int>(problem.c / 8);
-  to.k_tiles = static_cast<int>(ceil_div(problem.k, Traits::BLK_K));
+  to.k_tiles = cutlass::FastDivmod(static_cast<int>(ceil_div(problem.k, Traits::BLK_K)));
   return to;
 }
 
@@ -121,7 +124,7 @@ void launch_conv_transpose_relu_moments_sm80(const ConvTransposeSm80Params& para
   using Traits = ConvTransposeTraitsSm80<Operand, PRODUCTS, Stored, BLK_K, BLK_POS>;
   const auto kernel_params = make_kernel_params<Traits>(params);
   const auto kernel = conv_transpose_relu_moments_sm80<Traits>;
-  const std::int64_t blocks = params.problem.n * kernel_params.tiles * kernel_params.k_tiles;
+  const std::int64_t blocks = params.problem.n * kernel_params.tiles.divisor * kernel_params.k_tiles.divisor;
   if (blocks > std::numeric_limits<std::int32_t>::max()) {
     throw std::logic_error("upconv3d: the SM80 kernel runs at most 2147483647 tiles; got " +
                            std::to_string(blocks) + " for " + describe(params.problem) +

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "cutlass/fast_math.h"
+
 #include "core/border_slabs.hpp"
 #include "core/sm80_plan.hpp"
 
@@ -40,24 +42,23 @@ struct ConvTransposeTraitsSm80 {
   static constexpr int THREADS = 32 * WARPS_POS * WARPS_K;
   static_assert(BLK_POS % WARP_POS == 0 && BLK_K % WARP_K == 0 && THREADS >= BLK_K);
   // Eight warps of up to 255 registers fill a multiprocessor. As two blocks of four, one stores while the
-  // other multiplies.
-  static constexpr int BLOCKS_PER_SM = THREADS == 128 ? 2 : 1;
+  // other multiplies. Half the accumulators leave room for a third.
+  static constexpr int BLOCKS_PER_SM = THREADS != 128 ? 1 : WARP_K == 64 || PRODUCTS == 3 ? 2 : 3;
 
   static constexpr int ROW_BYTES = BLK_C * 2;
   static constexpr int X_BYTES = BLK_POS * ROW_BYTES;
   static constexpr int W_BYTES = BLK_K * ROW_BYTES;
   static constexpr int STAGE_BYTES = SPLITS * (X_BYTES + W_BYTES);
-  // As many as fit 99 KB, the least that a multiprocessor of compute capability 8.0 or later offers.
-  static constexpr int STAGES = BLOCKS_PER_SM == 2 || PRODUCTS == 3 ? 3 : 4;
+  static constexpr int STAGES = 3;
   static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES;
-  static_assert(SHARED_BYTES <= 99 * 1024);
+  static_assert(SHARED_BYTES <= 99 * 1024, "what a block gets on compute capability 8.6, 8.9 and 12.0");
 };
 
 /// A slab of core/border_slabs.hpp in 32 bits.
 struct KernelSlabSm80 {
-  int first_tile;     // tiles of positions in the slabs before it
-  int positions;      // of one sample
-  int height, width;  // extents along p and q
+  int first_tile;                     // tiles of positions in the slabs before it
+  int positions;                      // of one sample
+  cutlass::FastDivmod height, width;  // extents along p and q
   int origin[3], step[3];
   int window[3], dilation[3], taps[3];
   int tap;          // the first tap's index into [T*R*S]
@@ -78,8 +79,8 @@ struct KernelParamsSm80 {
   int out[3];                           // Z,P,Q
   int k;                                // output channels
   int vectors;                          // C/8
-  int k_tiles;                          // tiles along the channels
-  int tiles;                            // tiles along the positions of a sample
+  cutlass::FastDivmod k_tiles;          // tiles along the channels
+  cutlass::FastDivmod tiles;            // tiles along the positions of a sample
   int num_slabs;
   KernelSlabSm80 slabs[kMaxSlabs];
 };
@@ -99,15 +100,14 @@ struct TileSm80 {
 /// Channel tiles are innermost, so that neighbouring blocks share x; then positions, costliest slab first.
 template <class Traits>
 __device__ __forceinline__ TileSm80 tile_of_block(const KernelParamsSm80<Traits>& params) {
-  const unsigned position_tile = blockIdx.x / unsigned(params.k_tiles);
   TileSm80 tile;
-  tile.channel = int(blockIdx.x - position_tile * unsigned(params.k_tiles)) * Traits::BLK_K;
-  tile.n = int(position_tile / unsigned(params.tiles));
-  tile.moment = int(position_tile - unsigned(tile.n) * unsigned(params.tiles));
-  tile.slab = 0;
-  while (tile.slab + 1 < params.num_slabs && params.slabs[tile.slab + 1].first_tile <= tile.moment) {
-    ++tile.slab;
-  }
+  tile.n = params.tiles.divmod(tile.moment, params.k_tiles.divmod(tile.channel, int(blockIdx.x)));
+  tile.channel *= Traits::BLK_K;
+  // One comparison per lane instead of a search whose every step waits for the one before.
+  static_assert(kMaxSlabs <= 32);
+  const int lane = int(threadIdx.x) % 32;
+  const bool begun = lane < params.num_slabs && params.slabs[lane].first_tile <= tile.moment;
+  tile.slab = __popc(__ballot_sync(0xffffffffu, begun)) - 1;
   const KernelSlabSm80& slab = params.slabs[tile.slab];
   tile.position = (tile.moment - slab.first_tile) * Traits::BLK_POS;
   tile.valid = min(Traits::BLK_POS, slab.positions - tile.position);
@@ -116,10 +116,7 @@ __device__ __forceinline__ TileSm80 tile_of_block(const KernelParamsSm80<Traits>
 
 /// z,p,q of a slab's position, counted within the slab.
 __device__ __forceinline__ void index_of(const KernelSlabSm80& slab, int position, int (&index)[3]) {
-  const unsigned row = unsigned(position) / unsigned(slab.width);
-  index[2] = int(unsigned(position) - row * unsigned(slab.width));
-  index[0] = int(row / unsigned(slab.height));
-  index[1] = int(row - unsigned(index[0]) * unsigned(slab.height));
+  index[0] = slab.height.divmod(index[1], slab.width.divmod(index[2], position));
 }
 
 }  // namespace upconv3d::cuda

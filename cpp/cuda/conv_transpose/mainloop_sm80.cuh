@@ -44,11 +44,8 @@ class OperandLoader {
     for (int split = 0; split < Traits::SPLITS; ++split) x_[split] = params.x[split] + sample;
 #pragma unroll
     for (int i = 0; i < kRowsX; ++i) locate(tile, i, row + i * kRowStep);
-#pragma unroll
-    for (int i = 0; i < kRowsW; ++i) {
-      const int channel = tile.channel + row + i * kRowStep;
-      w_offset_[i] = channel < params.k ? std::uint32_t(channel) * std::uint32_t(params.vectors) : kNoRow;
-    }
+    w_offset_ = std::uint32_t(tile.channel + row) * std::uint32_t(params.vectors);
+    w_rows_ = params.k - tile.channel - row;
     tap_index_ = slab_.tap;
     tap_bits_ = tap_bit(0, 0) | tap_bit(1, 0) | tap_bit(2, 0);
   }
@@ -77,9 +74,9 @@ class OperandLoader {
       }
 #pragma unroll
       for (int i = 0; i < kRowsW; ++i) {
-        copy_chunk(params_.w[split] + w_tap + w_offset_[i],
+        copy_chunk(params_.w[split] + w_tap + (w_offset_ + std::uint32_t(i * kRowStep * params_.vectors)),
                    w_to + split * Traits::W_BYTES + i * kRowStep * Traits::ROW_BYTES,
-                   has_channels && w_offset_[i] != kNoRow);
+                   has_channels && i * kRowStep < w_rows_);
       }
     }
     advance();
@@ -89,7 +86,6 @@ class OperandLoader {
   static constexpr int kRowStep = Traits::THREADS / 4;
   static constexpr int kRowsX = Traits::BLK_POS / kRowStep;
   static constexpr int kRowsW = Traits::BLK_K / kRowStep;
-  static constexpr std::uint32_t kNoRow = 0xffffffffu;
   static_assert(kRowStep % 32 == 0, "a thread's rows must share their permutation");
 
   /// Finds where row i's window begins and which taps read inside the volume.
@@ -143,7 +139,8 @@ class OperandLoader {
   char *x_to_, *w_to_;              // this thread's first chunk in stage 0
   std::uint32_t x_offset_[kRowsX];  // of each window's first tap, in vectors from x_
   std::uint32_t x_taps_[kRowsX];    // taps that read inside the volume, by tap_bit
-  std::uint32_t w_offset_[kRowsW];  // of each channel, in vectors from its tap
+  std::uint32_t w_offset_;          // of this thread's first channel, in vectors from its tap
+  int w_rows_;                      // channels from that one on
   int chunk_;
   // The next k-block.
   int vector_ = 0;
