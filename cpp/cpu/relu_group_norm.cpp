@@ -438,7 +438,8 @@ class ReluGroupNorm {
 
 }  // namespace
 
-void relu_group_norm(const ReluGroupNormParams& params, const ParallelFor& parallel_for) {
+void relu_group_norm(const ReluGroupNormParams& asked, const ParallelFor& parallel_for) {
+  ReluGroupNormParams params = asked;
   if (params.num_groups < 1 || params.k % params.num_groups != 0) {
     throw std::invalid_argument("upconv3d: num_groups must divide the output channels; got num_groups=" +
                                 std::to_string(params.num_groups) + ", channels=" + std::to_string(params.k) +
@@ -450,6 +451,8 @@ void relu_group_norm(const ReluGroupNormParams& params, const ParallelFor& paral
         "upconv3d: relu_group_norm in place needs equal layouts; got c and y at one address with " +
         std::string(name(params.c_layout)) + " and " + name(params.y_layout) + ". Give y memory of its own.");
   }
+  // A single channel lies the same in both layouts, and a row's sums are the more exact ones.
+  if (params.k == 1) params.c_layout = params.y_layout = Layout::kNCDHW;
   switch (params.dtype) {
     case DType::kFloat32:
       return ReluGroupNorm<float>(params).run(parallel_for);
