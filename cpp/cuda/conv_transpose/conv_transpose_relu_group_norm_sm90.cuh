@@ -108,7 +108,11 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
   std::int8_t const* const steps = control.step[warpgroup];
   RingCursor slot;
   RingCursor staged{warpgroup, 0};
+  // Arriving takes until the stores are written, microseconds. Where the next half tile is staged by then, it
+  // comes first: tiles of few k-blocks would else wait for that.
+  int* pending = nullptr;
   for (;;) {
+    if (!control.tiles.is_full(slot) || !control.staging.is_full(staged)) arrive_stored<0>(pending);
     control.tiles.wait_full(slot);
     int const tile = control.tile[slot.slot];
     __syncwarp();
@@ -124,18 +128,18 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
       if constexpr (Traits::QUANTIZED) Drain<Traits>::write_steps(params, half, steps);
       Drain<Traits>::store(params, slab, half, staging);
       Drain<Traits>::moments(params, half, staging, steps);
-      if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();  // read from shared memory
+    }
+    if (threadIdx.x % 32 == 0) {
+      cute::tma_store_arrive();   // one group of stores per half tile, also where there are none
+      cute::tma_store_wait<0>();  // read from shared memory
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      control.staging.arrive_empty(warpgroup);
-      // Written, not just read: who normalizes reads it through L2.
-      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-      asm volatile("fence.proxy.async;" ::: "memory");
-    }
-    arrive_release(params.arrivals + coord.n);
+    if (threadIdx.x % 32 == 0) control.staging.arrive_empty(warpgroup);
+    arrive_stored<1>(pending);
+    pending = params.arrivals + coord.n;
     staged.phase ^= 1;
   }
+  arrive_stored<0>(pending);
 }
 
 template <class Traits>

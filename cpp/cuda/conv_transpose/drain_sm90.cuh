@@ -16,7 +16,6 @@
 #include "cutlass/arch/barrier.h"
 
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
-#include "cuda/conv_transpose/mma_moments_sm90.cuh"
 #include "cuda/conv_transpose/relu_epilogue_sm90.cuh"
 
 namespace upconv3d::cuda {
@@ -128,7 +127,6 @@ struct Drain {
                                                half.stored + panel * kChannels, q, p, z, half.n);
         }
       }
-      cute::tma_store_arrive();
     }
     constexpr int kChunks = 64 / kVector;
     CUTLASS_PRAGMA_NO_UNROLL
@@ -153,33 +151,9 @@ struct Drain {
     return params.out[0] * params.out[1] * params.out[2];
   }
 
-  /// Takes the moments.
+  /// Takes the moments: a lane has one chunk of channels, and every 2nd or 4th position.
   CUTLASS_DEVICE static void moments(KernelParams<Traits> const& params, HalfTile const& half,
                                      char const* staging, std::int8_t const* steps) {
-    if constexpr (sizeof(Stored) == 2 && !Traits::QUANTIZED) {
-      if (half.valid >= WG_POS) {
-        whole_moments(params, half, staging);
-        return;
-      }
-    }
-    any_moments(params, half, staging, steps);
-  }
-
-  /// Writes the exponents of the channels, for who normalizes.
-  CUTLASS_DEVICE static void write_steps(KernelParams<Traits> const& params, HalfTile const& half,
-                                         std::int8_t const* steps) {
-    std::int64_t const row = std::int64_t(half.n) * params.moments + half.moment;
-    CUTLASS_PRAGMA_UNROLL
-    for (int c = threadIdx.x % 32; c < 64; c += 32) {
-      if (half.channel + c < half.end) params.steps[row * params.k + half.channel + c] = steps[c];
-    }
-  }
-
- private:
-  /// Of half tiles that are cut off by the slab's end, or not stored in 16-bit floating point: a lane has one
-  /// chunk of channels, and every 2nd or 4th position.
-  CUTLASS_DEVICE static void any_moments(KernelParams<Traits> const& params, HalfTile const& half,
-                                         char const* staging, std::int8_t const* steps) {
     constexpr int kChunks = 64 / kVector;
     constexpr int kRows = 32 / kChunks;
     int const lane = threadIdx.x % 32;
@@ -215,21 +189,17 @@ struct Drain {
     write_chunk_moments(params, half, half.channel + chunk * kVector, moments, lane < kChunks);
   }
 
-  /// Of whole half tiles.
-  CUTLASS_DEVICE static void whole_moments(KernelParams<Traits> const& params, HalfTile const& half,
-                                           char const* staging) {
-    static_assert(kVector == 8);
-    int const lane = threadIdx.x % 32;
-    ChannelSums sums[8];
-    MmaMoments<Stored, WG_POS>(staging).chunk_sums(sums);
-    RunningMoments moments[8];
+  /// Writes the exponents of the channels, for who normalizes.
+  CUTLASS_DEVICE static void write_steps(KernelParams<Traits> const& params, HalfTile const& half,
+                                         std::int8_t const* steps) {
+    std::int64_t const row = std::int64_t(half.n) * params.moments + half.moment;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      moments[i] = shifted_moments(float(WG_POS), sums[i].pivot, sums[i].sum, sums[i].sum_squares);
+    for (int c = threadIdx.x % 32; c < 64; c += 32) {
+      if (half.channel + c < half.end) params.steps[row * params.k + half.channel + c] = steps[c];
     }
-    write_chunk_moments(params, half, half.channel + lane % 8 * 8, moments, lane < 8);
   }
 
+ private:
   CUTLASS_DEVICE static cutlass::Array<Stored, kVector> load_chunk(char const* address) {
     uint4 const word = *reinterpret_cast<uint4 const*>(address);
     return reinterpret_cast<cutlass::Array<Stored, kVector> const&>(word);

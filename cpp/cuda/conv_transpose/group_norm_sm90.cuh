@@ -26,11 +26,23 @@ CUTLASS_DEVICE int load_acquire(int const* counter) {
 
 /// One more at `counter`, after everything that this warp wrote. The whole warp calls it.
 CUTLASS_DEVICE void arrive_release(int* counter) {
-  __syncwarp();
+  __syncwarp();  // orders the other lanes' writes before lane 0's release, which thus covers them
   if (threadIdx.x % 32 == 0) {
-    __threadfence();
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
   }
+}
+
+/// The same at `pending`, unless null, which it then becomes: once all but the last OPEN groups of lane 0's
+/// TMA stores are written, not just read: who normalizes reads them through L2.
+template <int OPEN>
+CUTLASS_DEVICE void arrive_stored(int*& pending) {
+  if (pending == nullptr) return;
+  if (threadIdx.x % 32 == 0) {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(OPEN) : "memory");
+    asm volatile("fence.proxy.async;" ::: "memory");
+  }
+  arrive_release(pending);
+  pending = nullptr;
 }
 
 /// Polling a counter in L2 more often than this would take bandwidth from those who are being waited for.

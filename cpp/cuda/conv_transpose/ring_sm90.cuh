@@ -41,6 +41,11 @@ struct RingBarriers {
   CUTLASS_DEVICE void wait_full(RingCursor const& at) const {
     cutlass::arch::ClusterBarrier::wait(&full[at.slot], at.phase);
   }
+  /// Whether wait_full would return at once, as lane 0 sees it: the same answer for the whole warp.
+  CUTLASS_DEVICE bool is_full(RingCursor const& at) const {
+    return __shfl_sync(0xffffffffu,
+                       int(cutlass::arch::ClusterBarrier::test_wait(&full[at.slot], at.phase, 1)), 0) != 0;
+  }
   /// All slots start empty: the phase before the first counts as complete.
   CUTLASS_DEVICE void wait_empty(RingCursor const& at) const {
     cutlass::arch::ClusterBarrier::wait(&empty[at.slot], at.phase ^ 1);
