@@ -50,7 +50,7 @@ __device__ inline std::uint32_t count_in(std::uint32_t* counter) {
 __device__ inline bool is_last(std::uint32_t before, std::int64_t blocks) {
   const bool last =
       __syncthreads_or(threadIdx.x == 0 && before == static_cast<std::uint32_t>(blocks - 1)) != 0;
-  __threadfence();
+  if (last) __threadfence();  // what it reads comes after what the others counted in with
   return last;
 }
 

@@ -31,16 +31,17 @@ constexpr int elements_of_load(InputPath path) {
   return path == InputPath::kCopiedByFours || path == InputPath::kTransposedByFours ? 4 : 1;
 }
 
-/// How w is read.
+/// How w is read: dense ones in lines, four elements a load or one, others channel by channel.
 enum class WeightPath { kLinesByFours, kLines, kGathered };
 
 /// What a kernel of this path needs to know of w.
 template <WeightPath kPath>
 using WeightArgsOf = std::conditional_t<kPath == WeightPath::kGathered, WeightArgs, WeightLines>;
 
-/// Blocks of an SM: as many as registers allow without spills. Five transpositions have 80 KB in flight.
-constexpr int blocks_per_sm(InputPath path, WeightPath weight) {
-  return path == InputPath::kStays || is_copied(path) ? (weight == WeightPath::kLines ? 5 : 6) : 5;
+/// Blocks that an SM must hold, 0: any number. Two transpositions in one kernel would take registers for four
+/// blocks; five have 80 KB in flight. The other kernels come to five or six unasked.
+constexpr int blocks_per_sm(InputPath path) {
+  return path == InputPath::kTransposed || path == InputPath::kTransposedByFours ? 5 : 0;
 }
 
 constexpr int kCopiesPerThread = 2;  // vectors of 8 channels in flight
@@ -84,7 +85,7 @@ __device__ inline void copy_stretch(const InputArgs& args, std::int64_t rows, st
 ///
 /// \param rows of x, N*D*H*W
 template <InputPath kPath, WeightPath kWeightPath>
-__global__ void __launch_bounds__(kInputThreads, blocks_per_sm(kPath, kWeightPath))
+__global__ void __launch_bounds__(kInputThreads, blocks_per_sm(kPath))
     pack_operands(const WeightArgsOf<kWeightPath> weight, const std::uint32_t weight_blocks,
                   const InputArgs input, const std::int64_t rows, const ZeroRegion region) {
   clear(region);
