@@ -6,7 +6,7 @@
 ///   cpp/cuda/layout/*.cu
 ///        cpp/cuda/check.cpp cpp/core/*.cpp -o test_pack
 ///   ./test_pack          checks, in a second; also under compute-sanitizer
-///   ./test_pack --time   times the headline shape and a large weight (ms, GB/s of bytes that must move)
+///   ./test_pack --time   times the headline shape and weights, L2 cold (ms, GB/s of bytes that must move)
 
 #include <cuda_runtime.h>
 
