@@ -5,7 +5,7 @@
 ///   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -arch=sm_90a -I cpp tests/cpp/test_pack.cu
 ///   cpp/cuda/layout/*.cu
 ///        cpp/cuda/check.cpp cpp/core/*.cpp -o test_pack
-///   ./test_pack          checks, in a second; also under compute-sanitizer
+///   ./test_pack          checks, in seconds; also under compute-sanitizer
 ///   ./test_pack --time   times the headline shape and weights, L2 cold (ms, GB/s of bytes that must move)
 
 #include <cuda_runtime.h>
