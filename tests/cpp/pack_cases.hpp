@@ -45,7 +45,8 @@ struct Case {
   std::int64_t x_offset;  // elements by which x is off its 256-byte boundary
   bool rejects = false;   // the assumed scales do not fit x
   bool pack_x = true;
-  std::int64_t groups = 1;  // of the convolution
+  std::int64_t groups = 1;    // of the convolution
+  std::int64_t w_offset = 0;  // elements by which w is off its 256-byte boundary
 };
 
 inline Problem problem_of(const Case& test) {

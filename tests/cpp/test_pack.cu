@@ -5,8 +5,8 @@
 ///   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -arch=sm_90a -I cpp tests/cpp/test_pack.cu
 ///   cpp/cuda/layout/*.cu
 ///        cpp/cuda/check.cpp cpp/core/*.cpp -o test_pack
-///   ./test_pack          checks, in a second; also under compute-sanitizer
-///   ./test_pack --time   times the headline shape and a large weight (ms, GB/s of bytes that must move)
+///   ./test_pack          checks, in seconds; also under compute-sanitizer
+///   ./test_pack --time   times the headline shape and weights, L2 cold (ms, GB/s of bytes that must move)
 
 #include <cuda_runtime.h>
 
@@ -26,6 +26,7 @@
 #include "cuda/check.hpp"
 #include "cuda/layout/pack.hpp"
 #include "gpu_test.hpp"
+#include "pack_case_list.hpp"
 #include "pack_cases.hpp"
 #include "pack_reference.hpp"
 
@@ -76,6 +77,13 @@ void compare_value(std::uint16_t bits, double expected, const Case& test, const 
   if (std::isnan(expected) ? std::isnan(got) : got == expected) return;
   throw std::runtime_error(std::string(test.label) + ": " + array + "[" + std::to_string(index) +
                            "] must be " + std::to_string(expected) + "; got " + std::to_string(got));
+}
+
+void compare_bits(std::uint16_t bits, std::uint16_t expected, const Case& test, const char* array,
+                  std::int64_t index) {
+  if (bits == expected) return;
+  throw std::runtime_error(std::string(test.label) + ": bits of " + array + "[" + std::to_string(index) +
+                           "] must be " + std::to_string(expected) + "; got " + std::to_string(bits));
 }
 
 /// Every element of a packed tensor; `expected(row, c)` yields its two halves, of which those behind the
@@ -137,8 +145,10 @@ void run_case(const Case& test, std::mt19937& random) {
   }
   std::vector<T> shifted(x.size() + test.x_offset);
   std::copy(x.begin(), x.end(), shifted.begin() + test.x_offset);
+  std::vector<T> shifted_w(w.size() + test.w_offset);
+  std::copy(w.begin(), w.end(), shifted_w.begin() + test.w_offset);
 
-  const DeviceArray<T> device_x(shifted), device_w(w);
+  const DeviceArray<T> device_x(shifted), device_w(shifted_w);
   const DeviceArray<std::uint16_t> x_hi(std::vector<std::uint16_t>(x_count, kPoison)), x_lo(x_hi.download());
   const DeviceArray<std::uint16_t> w_hi(std::vector<std::uint16_t>(w_count, kPoison)), w_lo(w_hi.download());
   const DeviceArray<std::uint8_t> memory(
@@ -147,7 +157,7 @@ void run_case(const Case& test, std::mt19937& random) {
   params.operand = std::is_same_v<T, float> ? DType::kFloat16 : test.dtype;
   params.products = test.products;
   params.x = device_x.get() + test.x_offset;
-  params.w = device_w.get();
+  params.w = device_w.get() + test.w_offset;
   params.x_hi = test.pack_x ? x_hi.get() : nullptr;
   params.x_lo = test.products == 3 ? x_lo.get() : nullptr;
   params.w_hi = w_hi.get();
@@ -202,162 +212,23 @@ void run_case(const Case& test, std::mt19937& random) {
     const std::vector<std::uint16_t> packed_x = x_hi.download(), packed_w = w_hi.download();
     for (std::int64_t i = 0; i < x_count; ++i) {
       const std::uint16_t value = i % pitch < channels ? x_at(i / pitch, i % pitch) : 0;
-      require(packed_x[i] == (test.pack_x ? value : kPoison), test, "x[" + std::to_string(i) + "] differs");
+      compare_bits(packed_x[i], test.pack_x ? value : kPoison, test, "x", i);
     }
     for (std::int64_t i = 0; i < w_count; ++i) {
       const std::uint16_t value = i % pitch < channels ? w_at(i / pitch, i % pitch) : 0;
-      require(packed_w[i] == value, test, "w[" + std::to_string(i) + "] differs");
+      compare_bits(packed_w[i], value, test, "w", i);
     }
   }
 }
 
-Case grouped(std::int64_t groups, Case test) {
-  test.groups = groups;
-  return test;
-}
-
-std::vector<Case> cases() {
-  constexpr DType kF32 = DType::kFloat32, kBF16 = DType::kBFloat16, kF16 = DType::kFloat16;
-  constexpr Layout kFirst = Layout::kNCDHW, kLast = Layout::kNDHWC;
-  constexpr WeightLayout kDense = WeightLayout::kContiguous, kWLast = WeightLayout::kChannelsLast,
-                         kSliced = WeightLayout::kSliced;
-  constexpr Content kUniform = Content::kUniform, kMany = Content::kManyMagnitudes,
-                    kSpecial = Content::kSpecial, kFitting = Content::kFitting, kLarge = Content::kTooLarge,
-                    kSmall = Content::kTooSmall, kSample = Content::kSmallSample,
-                    kChannel = Content::kSmallChannel;
-  return {
-      {"f32 NCDHW", 2, 64, 32, {4, 6, 8}, {3, 3, 3}, kF32, 1, kFirst, kDense, kUniform, 0},
-      {"f32 NCDHW, 3 products", 2, 64, 32, {4, 6, 8}, {3, 3, 3}, kF32, 3, kFirst, kDense, kUniform, 0},
-      {"f32 NCDHW, long rows", 1, 8, 8, {16, 16, 12}, {2, 2, 2}, kF32, 1, kFirst, kDense, kMany, 0, true},
-      {"f32 NCDHW, odd extents", 3, 72, 40, {3, 5, 7}, {3, 2, 1}, kF32, 3, kFirst, kWLast, kMany, 0, true},
-      {"f32 NCDHW, misaligned", 2, 16, 24, {4, 4, 4}, {1, 1, 1}, kF32, 1, kFirst, kSliced, kMany, 1, true},
-      {"f32 NCDHW, C not of 8", 2, 13, 9, {3, 3, 5}, {2, 3, 2}, kF32, 3, kFirst, kSliced, kMany, 3, true},
-      {"f32 NCDHW, special", 3, 24, 16, {3, 4, 5}, {3, 3, 3}, kF32, 1, kFirst, kDense, kSpecial, 0, true},
-      {"f32 NCDHW, special, 3", 3, 24, 16, {3, 4, 4}, {3, 3, 3}, kF32, 3, kFirst, kWLast, kSpecial, 0, true},
-      {"f32 NDHWC", 2, 64, 32, {4, 6, 8}, {3, 3, 3}, kF32, 1, kLast, kWLast, kUniform, 0},
-      {"f32 NDHWC, 3 products", 3, 72, 40, {5, 5, 7}, {3, 2, 1}, kF32, 3, kLast, kDense, kMany, 0, true},
-      {"f32 NDHWC, many channels", 1, 264, 8, {2, 3, 5}, {1, 2, 3}, kF32, 1, kLast, kSliced, kMany, 0, true},
-      {"f32 NDHWC, misaligned", 2, 16, 24, {4, 4, 4}, {2, 2, 2}, kF32, 3, kLast, kDense, kMany, 1, true},
-      {"f32 NDHWC, C not of 8", 2, 13, 9, {3, 3, 5}, {2, 3, 2}, kF32, 1, kLast, kSliced, kMany, 3, true},
-      {"f32 NDHWC, special", 3, 24, 16, {3, 4, 5}, {3, 3, 3}, kF32, 1, kLast, kSliced, kSpecial, 0, true},
-      {"f32 NDHWC, special, 3", 3, 24, 16, {3, 4, 5}, {3, 3, 3}, kF32, 3, kLast, kDense, kSpecial, 0, true},
-      {"f32, more samples than warps",
-       37,
-       8,
-       8,
-       {1, 2, 3},
-       {1, 1, 2},
-       kF32,
-       1,
-       kFirst,
-       kDense,
-       kMany,
-       0,
-       true},
-      {"f32 NCDHW, fitting", 2, 24, 16, {3, 4, 5}, {3, 3, 3}, kF32, 1, kFirst, kDense, kFitting, 0},
-      {"f32 NCDHW, fitting, 3", 1, 24, 16, {3, 3, 5}, {3, 3, 3}, kF32, 3, kFirst, kWLast, kFitting, 0},
-      {"f32 NDHWC, fitting", 1, 136, 16, {5, 5, 5}, {1, 1, 1}, kF32, 1, kLast, kWLast, kFitting, 0},
-      {"f32 NDHWC, fitting, 3", 3, 24, 16, {3, 4, 5}, {3, 3, 3}, kF32, 3, kLast, kDense, kFitting, 1},
-      {"f32 NCDHW, too large", 3, 72, 8, {5, 6, 7}, {1, 2, 1}, kF32, 1, kFirst, kDense, kLarge, 0, true},
-      {"f32 NDHWC, too large, 3", 2, 72, 8, {5, 6, 7}, {1, 2, 1}, kF32, 3, kLast, kDense, kLarge, 0, true},
-      {"f32 NCDHW, too small, 3", 3, 72, 8, {5, 6, 7}, {1, 2, 1}, kF32, 3, kFirst, kWLast, kSmall, 0, true},
-      {"f32 NDHWC, too small", 2, 72, 8, {5, 6, 7}, {1, 2, 1}, kF32, 1, kLast, kWLast, kSmall, 0, true},
-      {"f32, small sample", 3, 16, 8, {4, 4, 4}, {2, 2, 2}, kF32, 1, kFirst, kDense, kSample, 0, true},
-      {"f32, small channel", 3, 16, 8, {4, 4, 4}, {2, 2, 2}, kF32, 3, kLast, kDense, kChannel, 0, true},
-      {"f32 NDHWC, 2 channel tiles", 2, 1032, 8, {3, 3, 3}, {1, 1, 1}, kF32, 3, kLast, kDense, kUniform, 0},
-      {"f32, many columns", 1, 16, 1000, {4, 4, 4}, {1, 1, 3}, kF32, 1, kFirst, kDense, kUniform, 0},
-      {"f32, many columns, K last",
-       1,
-       72,
-       1064,
-       {4, 4, 4},
-       {3, 3, 3},
-       kF32,
-       3,
-       kLast,
-       kWLast,
-       kMany,
-       0,
-       true},
-      {"bf16, large weight, x stays",
-       1,
-       136,
-       72,
-       {4, 4, 4},
-       {3, 3, 3},
-       kBF16,
-       1,
-       kLast,
-       kDense,
-       kUniform,
-       0,
-       false,
-       false},
-      {"bf16 NCDHW", 2, 64, 32, {4, 6, 8}, {3, 3, 3}, kBF16, 1, kFirst, kDense, kUniform, 0},
-      {"f16 NCDHW, odd extents", 3, 72, 40, {3, 5, 7}, {3, 2, 1}, kF16, 1, kFirst, kWLast, kUniform, 0},
-      {"bf16 NCDHW, C not of 8", 2, 13, 9, {3, 3, 5}, {2, 3, 2}, kBF16, 1, kFirst, kSliced, kUniform, 1},
-      {"bf16 NDHWC, misaligned", 2, 16, 24, {4, 4, 4}, {2, 2, 2}, kBF16, 1, kLast, kWLast, kUniform, 3},
-      {"f16 NDHWC, x stays",
-       2,
-       16,
-       24,
-       {4, 4, 4},
-       {2, 2, 2},
-       kF16,
-       1,
-       kLast,
-       kDense,
-       kUniform,
-       0,
-       false,
-       false},
-      {"f32 NCDHW, C 1, K 1", 2, 1, 1, {3, 4, 5}, {3, 3, 3}, kF32, 1, kFirst, kDense, kUniform, 0},
-      {"f32 NDHWC, C 3", 2, 3, 20, {3, 4, 5}, {3, 3, 3}, kF32, 3, kLast, kWLast, kMany, 0, true},
-      {"f32 NDHWC, C 20", 2, 20, 2, {3, 4, 5}, {3, 3, 3}, kF32, 1, kLast, kDense, kUniform, 0},
-      {"f32 NCDHW, C 100", 2, 100, 3, {3, 4, 5}, {1, 2, 3}, kF32, 3, kFirst, kDense, kMany, 0, true},
-      {"bf16 NDHWC, C 1", 2, 1, 3, {3, 4, 5}, {3, 3, 3}, kBF16, 1, kLast, kDense, kUniform, 0},
-      {"bf16 NDHWC, C 20", 3, 20, 100, {3, 4, 5}, {2, 2, 2}, kBF16, 1, kLast, kWLast, kUniform, 0},
-      {"f16 NDHWC, C 100, misaligned", 2, 100, 8, {7, 4, 5}, {1, 1, 1}, kF16, 1, kLast, kDense, kUniform, 1},
-      {"bf16 NCDHW, C 3", 3, 3, 20, {3, 4, 5}, {3, 3, 3}, kBF16, 1, kFirst, kDense, kUniform, 0},
-      grouped(
-          2, {"f32 first, 2 groups", 2, 144, 32, {5, 5, 6}, {3, 2, 1}, kF32, 3, kFirst, kDense, kUniform, 0}),
-      grouped(4,
-              {"f32 first, of 3", 3, 12, 32, {3, 5, 6}, {3, 2, 1}, kF32, 1, kFirst, kSliced, kMany, 3, true}),
-      grouped(2, {"f32, 2 groups", 3, 72, 16, {3, 5, 6}, {3, 2, 1}, kF32, 1, kLast, kWLast, kMany, 0, true}),
-      grouped(4,
-              {"f32, 4 groups of 5", 2, 20, 64, {3, 5, 6}, {1, 2, 3}, kF32, 3, kLast, kDense, kUniform, 0}),
-      grouped(
-          2,
-          {"f32, 2 groups of 516", 2, 1032, 16, {3, 3, 3}, {1, 1, 1}, kF32, 1, kLast, kDense, kUniform, 0}),
-      grouped(2, {"f32, 2 groups, small",
-                  3,
-                  24,
-                  16,
-                  {3, 4, 5},
-                  {3, 3, 3},
-                  kF32,
-                  3,
-                  kLast,
-                  kDense,
-                  kSample,
-                  0,
-                  true}),
-      grouped(
-          2,
-          {"bf16 first, 2 groups", 2, 144, 32, {5, 5, 6}, {3, 2, 1}, kBF16, 1, kFirst, kWLast, kUniform, 0}),
-      grouped(4,
-              {"bf16, 4 groups of 8", 3, 32, 64, {5, 5, 6}, {3, 2, 1}, kBF16, 1, kLast, kDense, kUniform, 0}),
-      grouped(3,
-              {"f16, 3 groups of 5", 3, 15, 24, {5, 5, 6}, {1, 2, 1}, kF16, 1, kLast, kSliced, kUniform, 0}),
-      {"f32, no samples", 0, 16, 24, {4, 4, 4}, {2, 2, 2}, kF32, 1, kLast, kDense, kUniform, 0, false, true},
-  };
-}
-
-/// Median time of launch_pack, and the bandwidth of what it must read and write.
+/// Median time of launch_pack with nothing of its own in L2, and the bandwidth of what it must read and
+/// write.
 ///
 /// \param x_byte every byte of x: 0x3f makes floats of 0.75, which the assumed scales fit, 1 such of 2^-125
 void time_pack(const char* label, const Case& test, int x_byte = 0x3f) {
   constexpr int kRuns = 50;
+  constexpr std::int64_t kColdBytes = 256 << 20;  // written before each run: several times an L2
+  static const DeviceArray<std::uint8_t> cold(kColdBytes);
   const Problem problem = problem_of(test);
   const std::int64_t x_count = test.n * test.c * upconv3d::volume(test.in);
   const std::int64_t w_count = test.c * test.k * upconv3d::volume(test.kernel);
@@ -366,7 +237,10 @@ void time_pack(const char* label, const Case& test, int x_byte = 0x3f) {
       memory(upconv3d::cuda::operand_scales_bytes(problem));
   check(cudaMemset(x.get(), x_byte, x_count * size), "filling x");
   check(cudaMemset(w.get(), 0x3f, w_count * size), "filling w");
-  const DeviceArray<std::uint16_t> x_hi(x_count), x_lo(x_count), w_hi(w_count), w_lo(w_count);
+  const std::int64_t pitch = upconv3d::operand_channels(problem);
+  const std::int64_t x_packed = test.n * upconv3d::volume(test.in) * pitch;
+  const std::int64_t w_packed = test.k * upconv3d::volume(test.kernel) * pitch;
+  const DeviceArray<std::uint16_t> x_hi(x_packed), x_lo(x_packed), w_hi(w_packed), w_lo(w_packed);
   PackParams params;
   weight_strides(test, params.w_strides);
   params.problem = problem;
@@ -381,6 +255,7 @@ void time_pack(const char* label, const Case& test, int x_byte = 0x3f) {
   check(cudaEventCreate(&end), "cudaEventCreate");
   std::vector<float> times(kRuns);
   for (float& ms : times) {
+    check(cudaMemsetAsync(cold.get(), 0, kColdBytes), "clearing L2");
     check(cudaEventRecord(begin), "cudaEventRecord");
     upconv3d::cuda::launch_pack(params, nullptr);
     check(cudaEventRecord(end), "cudaEventRecord");
@@ -391,7 +266,7 @@ void time_pack(const char* label, const Case& test, int x_byte = 0x3f) {
   check(cudaEventDestroy(end), "cudaEventDestroy");
   std::nth_element(times.begin(), times.begin() + kRuns / 2, times.end());
   const std::int64_t halves = test.products == 3 ? 2 : 1;
-  const double bytes = static_cast<double>((x_count + w_count) * (size + 2 * halves));
+  const double bytes = static_cast<double>((x_count + w_count) * size + (x_packed + w_packed) * 2 * halves);
   std::printf("%-40s %.4f ms  %.0f GB/s\n", label, times[kRuns / 2], bytes / times[kRuns / 2] * 1e-6);
 }
 
@@ -414,12 +289,34 @@ void time_all() {
   }
   time_pack("headline bf16 NCDHW", {"", 16, 64, 128, cube, k3, DType::kBFloat16, 1, Layout::kNCDHW,
                                     WeightLayout::kContiguous, Content::kUniform, 0});
-  for (const WeightLayout w : {WeightLayout::kContiguous, WeightLayout::kChannelsLast}) {
-    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-      const std::string label = std::string("w 512x512x27 ") + upconv3d::name(dtype) +
-                                (w == WeightLayout::kContiguous ? " contiguous" : " channels_last_3d");
-      time_pack(label.c_str(),
-                {"", 1, 512, 512, {1, 1, 1}, k3, dtype, 1, Layout::kNCDHW, w, Content::kUniform, 0});
+  time_pack("f32 NCDHW 2x256x32^3", {"", 2, 256, 128, cube, k3, DType::kFloat32, 1, Layout::kNCDHW,
+                                     WeightLayout::kContiguous, Content::kUniform, 0});
+  struct Weight {
+    const char* label;
+    std::int64_t c, k;
+    upconv3d::Extent3 kernel;
+  };
+  for (const Weight& weight :
+       {Weight{"512x256x4^3", 512, 256, {4, 4, 4}}, Weight{"512x512x3^3", 512, 512, k3},
+        Weight{"511x255x3^3", 511, 255, k3}, Weight{"256x128x3^3", 256, 128, k3},
+        Weight{"64x128x3^3", 64, 128, k3}, Weight{"16x32x3^3", 16, 32, k3}}) {
+    for (const WeightLayout w : {WeightLayout::kContiguous, WeightLayout::kChannelsLast}) {
+      for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+        const std::string label = std::string("w ") + weight.label + ' ' + upconv3d::name(dtype) +
+                                  (w == WeightLayout::kContiguous ? " contiguous" : " channels_last_3d");
+        time_pack(label.c_str(), {"",
+                                  1,
+                                  weight.c,
+                                  weight.k,
+                                  {1, 1, 1},
+                                  weight.kernel,
+                                  dtype,
+                                  1,
+                                  Layout::kNCDHW,
+                                  w,
+                                  Content::kUniform,
+                                  0});
+      }
     }
   }
 }
@@ -434,7 +331,9 @@ int main(int argc, char** argv) {
       return 0;
     }
     std::mt19937 random(20240607);
-    const std::vector<Case> all = cases();
+    std::vector<Case> all = cases();
+    const std::vector<Case> weights = weight_cases();
+    all.insert(all.end(), weights.begin(), weights.end());
     for (const Case& test : all) {
       test.dtype == DType::kFloat32 ? run_case<float>(test, random) : run_case<std::uint16_t>(test, random);
     }

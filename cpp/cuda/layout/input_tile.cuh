@@ -6,6 +6,7 @@
 ///
 ///   [N,C,D,H,W]: channels, which lie far apart, become innermost through shared memory. A warp reads 8
 ///                channels of 128 positions, 16 bytes a thread; 8 threads write the 128 bytes of a row.
+///                weight_lines.cuh takes dense weights the same way.
 ///   [N,D,H,W,C]: x streams by, 16 bytes a thread.
 ///
 /// Either has 128 bytes a thread in flight, enough to hide the latency of memory at four blocks per SM.
@@ -115,28 +116,41 @@ __device__ inline int tile_slot(int row, int vector) {
   return vector ^ ((kVector == 4 ? row / 4 : row) % kTileVectors);
 }
 
-/// Largest finite |x| of the first `count` of a warp's 8 channels, to x_absmax.
-__device__ inline void record_warp_absmax(const InputArgs& args, std::int64_t n, std::int64_t channel,
-                                          int count, const float (&values)[8][4]) {
+/// Lane j of a warp: bits of the largest |x| of its j-th channel that is no NaN, and no Inf either if
+/// kFinite.
+template <bool kFinite>
+__device__ inline std::uint32_t warp_absmax(const float (&values)[8][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   std::uint32_t own = 0;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     std::uint32_t largest = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) largest = max(largest, magnitude(values[j][i]));
-    largest = __reduce_max_sync(kAllLanes, largest);
-    if (largest >= kInfinityBits) {  // seldom, and the same for the whole warp: leave non-finite values out
-      largest = 0;
+    if constexpr (kFinite) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) largest = max(largest, finite_magnitude(values[j][i]));
-      largest = __reduce_max_sync(kAllLanes, largest);
+    } else {
+      float of_numbers = 0.0f;  // fmaxf passes NaN over, and takes |x| as it comes
+#pragma unroll
+      for (int i = 0; i < 4; ++i) of_numbers = fmaxf(of_numbers, fabsf(values[j][i]));
+      largest = __float_as_uint(of_numbers);
     }
+    largest = __reduce_max_sync(kAllLanes, largest);
     if (lane == j) own = largest;
   }
-  if (lane < min(count, 8) && own != 0) {
-    atomicMax(args.x_absmax + n * args.channels + channel + lane, own);
-  }
+  return own;
+}
+
+/// Largest finite |x| of a warp's 8 channels, to x_absmax.
+///
+/// \param absmax of the warp's first channel
+/// \param seen   lane j: that of the j-th channel at any time before, of no channel the largest number. Where
+///               it is no less, there is nothing to raise. Thus most tiles spare the atomics, which would
+///               queue up at the few addresses of a sample.
+__device__ inline void record_warp_absmax(std::uint32_t* absmax, std::uint32_t seen,
+                                          const float (&values)[8][4]) {
+  std::uint32_t own = warp_absmax<false>(values);
+  if (__any_sync(kAllLanes, own >= kInfinityBits)) own = warp_absmax<true>(values);  // seldom
+  if (own > seen) atomicMax(absmax + threadIdx.x % 32, own);
 }
 
 /// Scales before the values are gathered by position, which spares registers for 8 channels' powers. What
@@ -162,12 +176,37 @@ struct TransposeTile {
   uint4 lo[kProducts == 3 ? kTilePositions : 1][kTileVectors];
 };
 
+/// The block's tile, the same for all users of it in a kernel.
+template <int kProducts>
+__device__ inline TransposeTile<kProducts>& staged_tile() {
+  __shared__ TransposeTile<kProducts> staged;
+  return staged;
+}
+
+/// Where a position of a sample and group goes in packed x [N,groups,D*H*W,pitch].
+struct InputRows {
+  __device__ std::int64_t operator()(const InputArgs& args, std::int64_t n, std::uint32_t group,
+                                     std::int64_t first_position, int row) const {
+    return (n * args.groups + group) * args.positions + first_position + row;
+  }
+};
+
+/// For tile functions whose caller has nothing to do between the maxima and the stores.
+struct Nothing {
+  __device__ void operator()() const {}
+};
+
 /// A tile of 128 positions x 64 channels. kVector is 4 where D*H*W is a multiple of 4 and x is aligned to 4
 /// elements, else 1.
-template <Scaling kScaling, int kVector, int kProducts>
-__device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& tile) {
+///
+/// \param rows     (args, n, group, first_position, row) yields the packed row of a position
+/// \param measured called by all threads once their maxima are recorded and a barrier has passed, before
+///                 anything is stored: a fence then need not wait for the tile's stores
+template <Scaling kScaling, int kVector, int kProducts, class Rows, class Measured>
+__device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& tile, const Rows& rows,
+                                       const Measured& measured) {
   using T = InputElement<kScaling>;
-  __shared__ TransposeTile<kProducts> staged;
+  TransposeTile<kProducts>& staged = staged_tile<kProducts>();
   const int thread = thread_of_block();
   const int lane = thread % 32;
   const int warp = thread / 32;
@@ -181,6 +220,12 @@ __device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& t
   if (in_group < args.pitch) {
     const T* const source =
         static_cast<const T*>(args.x) + (tile.n * args.channels + channel) * args.positions + first_position;
+    std::uint32_t* const absmax = args.x_absmax + tile.n * args.channels + channel;
+    std::uint32_t seen = kInfinityBits;
+    if constexpr (kScaling == Scaling::kAssumed) {
+      // Past L1, which would keep the first value.
+      if (lane < 8 && in_group + lane < args.group_channels) seen = __ldcg(absmax + lane);
+    }
     T values[8][4] = {};
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -194,9 +239,7 @@ __device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& t
         for (int q = 0; q < kVector; ++q) values[j][i + q] = part[q];
       }
     }
-    if constexpr (kScaling == Scaling::kAssumed)
-      record_warp_absmax(args, tile.n, channel, static_cast<int>(args.group_channels - in_group), values);
-
+    if constexpr (kScaling == Scaling::kAssumed) record_warp_absmax(absmax, seen, values);
     if constexpr (kScaling == Scaling::kChosen) scale_in_place(args, tile.n, channel, values);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -218,6 +261,7 @@ __device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& t
     }
   }
   __syncthreads();
+  measured();
 
 #pragma unroll
   for (int i = 0; i < kTilePositions * kTileVectors / kInputThreads; ++i) {
@@ -226,7 +270,7 @@ __device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& t
     const int vector = item % kTileVectors;
     const std::uint32_t out_channel = first_in_group + vector * 8;
     if (first_position + row >= args.positions || out_channel >= args.pitch) continue;
-    const std::int64_t out_row = (tile.n * args.groups + group) * args.positions + first_position + row;
+    const std::int64_t out_row = rows(args, tile.n, group, first_position, row);
     const int slot = tile_slot<kVector>(row, vector);
     store_eight(args.hi, out_row, out_channel, args.pitch, staged.hi[row][slot]);
     if constexpr (kProducts == 3) {
@@ -294,8 +338,11 @@ __device__ inline void record_block_absmax(const InputArgs& args, const InputTil
 
 /// A tile of ndhwc_tile_positions x (lanes * kVector) channels, zeros behind a group among them. kVector is 4
 /// where C/groups is a multiple of 4 and x is 16-byte aligned, else 1.
-template <Scaling kScaling, int kVector, int kProducts>
-__device__ inline void pack_ndhwc_tile(const InputArgs& args, const InputTile& tile) {
+///
+/// \param measured as for pack_ncdhw_tile
+template <Scaling kScaling, int kVector, int kProducts, class Measured>
+__device__ inline void pack_ndhwc_tile(const InputArgs& args, const InputTile& tile,
+                                       const Measured& measured) {
   constexpr int kPositions = kThreadPositions<kVector>;
   const std::uint32_t lane = threadIdx.x % args.lanes;
   const std::uint32_t row = threadIdx.x / args.lanes;
@@ -316,7 +363,11 @@ __device__ inline void pack_ndhwc_tile(const InputArgs& args, const InputTile& t
     const bool inside = has_values && first_position + i * rows < args.positions;
     if (inside) load_once(x + first + i * step, values[i]);
   }
-  if constexpr (kScaling == Scaling::kAssumed) record_block_absmax(args, tile, values);
+  if constexpr (kScaling == Scaling::kAssumed) {
+    record_block_absmax(args, tile, values);
+    __syncthreads();
+    measured();
+  }
   if (!in_channels) return;
 
   const auto scale = [&] {
@@ -350,12 +401,13 @@ __device__ inline void pack_ndhwc_tile(const InputArgs& args, const InputTile& t
 }
 
 /// Either layout.
-template <bool kChannelsFirst, Scaling kScaling, int kVector, int kProducts>
-__device__ inline void pack_input_tile(const InputArgs& args, const InputTile& tile) {
+template <bool kChannelsFirst, Scaling kScaling, int kVector, int kProducts, class Measured>
+__device__ inline void pack_input_tile(const InputArgs& args, const InputTile& tile,
+                                       const Measured& measured) {
   if constexpr (kChannelsFirst) {
-    pack_ncdhw_tile<kScaling, kVector, kProducts>(args, tile);
+    pack_ncdhw_tile<kScaling, kVector, kProducts>(args, tile, InputRows{}, measured);
   } else {
-    pack_ndhwc_tile<kScaling, kVector, kProducts>(args, tile);
+    pack_ndhwc_tile<kScaling, kVector, kProducts>(args, tile, measured);
   }
 }
 

@@ -36,15 +36,21 @@ struct VerdictArgs {
   std::int64_t channels;         // C
 };
 
-/// Counts this block in. What any thread of it wrote before is seen by the block that is told to be last.
-/// All threads call it, and get the same answer.
-__device__ inline bool is_last(std::uint32_t* counter, std::int64_t blocks) {
-  __shared__ bool last;
+/// Counts this block in. To follow a barrier: what any thread of the block wrote before that is seen by the
+/// block that is told to be last, because fences are cumulative.
+///
+/// \return in thread 0 how many blocks were there before, elsewhere 0
+__device__ inline std::uint32_t count_in(std::uint32_t* counter) {
+  if (threadIdx.x != 0) return 0;
   __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(counter, 1u) == static_cast<std::uint32_t>(blocks - 1);
-  __syncthreads();
-  __threadfence();
+  return atomicAdd(counter, 1u);
+}
+
+/// All threads call it, with what count_in returned, and get the same answer.
+__device__ inline bool is_last(std::uint32_t before, std::int64_t blocks) {
+  const bool last =
+      __syncthreads_or(threadIdx.x == 0 && before == static_cast<std::uint32_t>(blocks - 1)) != 0;
+  if (last) __threadfence();  // what it reads comes after what the others counted in with
   return last;
 }
 
@@ -100,16 +106,21 @@ __device__ inline void write_scales(const VerdictArgs& args) {
 }
 
 /// pack_input: a tile per block, x's end first: what the convolution reads first is then what L2 still holds.
+/// A block counts itself in before it stores: its maxima are all that the verdict reads, and a fence behind
+/// the stores would wait for those too.
 template <bool kChannelsFirst, int kVector, int kProducts>
 __global__ void __launch_bounds__(kInputThreads, 4)
     pack_input(const InputArgs args, const VerdictArgs verdict) {
   const InputTile tile = input_tile(args, gridDim.x - 1 - blockIdx.x);
-  pack_input_tile<kChannelsFirst, Scaling::kAssumed, kVector, kProducts>(args, tile);
+  std::uint32_t before = 0;
+  pack_input_tile<kChannelsFirst, Scaling::kAssumed, kVector, kProducts>(
+      args, tile, [&] { before = count_in(verdict.sample_done + tile.n); });
 
   const std::int64_t sample_blocks = static_cast<std::int64_t>(args.position_tiles) * args.channel_tiles;
-  if (!is_last(verdict.sample_done + tile.n, sample_blocks)) return;
+  if (!is_last(before, sample_blocks)) return;
   judge_sample<kProducts>(verdict, tile.n);
-  if (!is_last(verdict.samples_done, verdict.samples)) return;
+  __syncthreads();
+  if (!is_last(count_in(verdict.samples_done), verdict.samples)) return;
   write_scales<kProducts>(verdict);
 }
 

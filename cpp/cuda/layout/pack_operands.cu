@@ -6,11 +6,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
+#include <type_traits>
 
 #include "cuda/check.hpp"
 #include "cuda/layout/input_tile.cuh"
 #include "cuda/layout/pack_stages.hpp"
 #include "cuda/layout/weight_columns.cuh"
+#include "cuda/layout/weight_lines.cuh"
 #include "cuda/layout/zero_region.cuh"
 
 namespace upconv3d::cuda {
@@ -26,6 +29,19 @@ constexpr bool is_copied(InputPath path) {
 /// Elements of x that a thread loads at once.
 constexpr int elements_of_load(InputPath path) {
   return path == InputPath::kCopiedByFours || path == InputPath::kTransposedByFours ? 4 : 1;
+}
+
+/// How w is read: dense ones in lines, four elements a load or one, others channel by channel.
+enum class WeightPath { kLinesByFours, kLines, kGathered };
+
+/// What a kernel of this path needs to know of w.
+template <WeightPath kPath>
+using WeightArgsOf = std::conditional_t<kPath == WeightPath::kGathered, WeightArgs, WeightLines>;
+
+/// Blocks that an SM must hold, 0: any number. Two transpositions in one kernel would take registers for four
+/// blocks; five have 80 KB in flight. The other kernels come to five or six unasked.
+constexpr int blocks_per_sm(InputPath path) {
+  return path == InputPath::kTransposed || path == InputPath::kTransposedByFours ? 5 : 0;
 }
 
 constexpr int kCopiesPerThread = 2;  // vectors of 8 channels in flight
@@ -68,20 +84,25 @@ __device__ inline void copy_stretch(const InputArgs& args, std::int64_t rows, st
 /// convolution reads first is then what L2 still holds.
 ///
 /// \param rows of x, N*D*H*W
-template <InputPath kPath>
-__global__ void __launch_bounds__(kInputThreads)
-    pack_operands(const WeightArgs weight, const std::uint32_t weight_blocks, const InputArgs input,
-                  const std::int64_t rows, const ZeroRegion region) {
+template <InputPath kPath, WeightPath kWeightPath>
+__global__ void __launch_bounds__(kInputThreads, blocks_per_sm(kPath))
+    pack_operands(const WeightArgsOf<kWeightPath> weight, const std::uint32_t weight_blocks,
+                  const InputArgs input, const std::int64_t rows, const ZeroRegion region) {
   clear(region);
   if (blockIdx.x < weight_blocks) {
-    pack_weight_columns<Scaling::kNone, 1>(weight, blockIdx.x);
+    if constexpr (kWeightPath == WeightPath::kGathered) {
+      pack_weight_columns<Scaling::kNone, 1>(weight, blockIdx.x);
+    } else {
+      pack_weight_tile<kWeightPath == WeightPath::kLinesByFours ? 4 : 1>(weight, blockIdx.x);
+    }
     return;
   }
   const std::uint32_t index = gridDim.x - 1 - blockIdx.x;
   if constexpr (is_copied(kPath)) {
     copy_stretch<elements_of_load(kPath)>(input, rows, index);
   } else if constexpr (kPath != InputPath::kStays) {
-    pack_ncdhw_tile<Scaling::kNone, elements_of_load(kPath), 1>(input, input_tile(input, index));
+    pack_ncdhw_tile<Scaling::kNone, elements_of_load(kPath), 1>(input, input_tile(input, index), InputRows{},
+                                                                Nothing{});
   }
 }
 
@@ -100,17 +121,11 @@ InputArgs copy_args(const PackParams& params) {
   return args;
 }
 
-template <InputPath kPath>
-void launch(const PackParams& params, cudaStream_t stream) {
-  constexpr std::int64_t kSectorColumns = 16;  // 32 bytes of 16 bit
-  constexpr std::int64_t kBlocks = 1;          // items are parted too: columns alone need not fill the card
-  constexpr std::int64_t kItemsPerThread = 2;  // 16 loads in flight
+/// \param weight_blocks of the grid, that pack w
+template <InputPath kPath, WeightPath kWeightPath>
+void launch(const PackParams& params, const WeightArgsOf<kWeightPath>& weight, std::int64_t weight_blocks,
+            cudaStream_t stream) {
   const Problem& problem = params.problem;
-  WeightArgs weight = weight_args(params, kSectorColumns, kBlocks);
-  const std::int64_t items = weight.block_items;
-  weight.block_items = std::min(items, kItemsPerThread * kInputThreads);
-  const std::int64_t weight_blocks = weight.column_blocks * ceil_div(items, weight.block_items);
-
   const std::int64_t rows = problem.n * volume(problem.in);
   InputArgs input{};
   std::int64_t input_blocks = 0;
@@ -123,9 +138,27 @@ void launch(const PackParams& params, cudaStream_t stream) {
   }
   const unsigned grid = grid_of(weight_blocks + input_blocks, "pack_operands");
   const ZeroRegion region{params.zero, params.zero_bytes};
-  pack_operands<kPath><<<grid, kInputThreads, 0, stream>>>(weight, static_cast<std::uint32_t>(weight_blocks),
-                                                           input, rows, region);
+  pack_operands<kPath, kWeightPath><<<grid, kInputThreads, 0, stream>>>(
+      weight, static_cast<std::uint32_t>(weight_blocks), input, rows, region);
   check_launch("pack_operands");
+}
+
+template <InputPath kPath>
+void launch(const PackParams& params, cudaStream_t stream) {
+  if (const std::optional<WeightLines> lines = weight_lines(params)) {
+    const std::int64_t tiles = weight_tiles(*lines);
+    line_vector(*lines) == 4 ? launch<kPath, WeightPath::kLinesByFours>(params, *lines, tiles, stream)
+                             : launch<kPath, WeightPath::kLines>(params, *lines, tiles, stream);
+    return;
+  }
+  constexpr std::int64_t kSectorColumns = 16;  // 32 bytes of 16 bit
+  constexpr std::int64_t kBlocks = 1;          // items are parted too: columns alone need not fill the card
+  constexpr std::int64_t kItemsPerThread = 2;  // 16 loads in flight
+  WeightArgs weight = weight_args(params, kSectorColumns, kBlocks);
+  const std::int64_t items = weight.block_items;
+  weight.block_items = std::min(items, kItemsPerThread * kInputThreads);
+  const std::int64_t blocks = weight.column_blocks * ceil_div(items, weight.block_items);
+  launch<kPath, WeightPath::kGathered>(params, weight, blocks, stream);
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kInputThreads, kBlocksPerSm)
       pack_weight_columns<Scaling::kChosen, kProducts>(weight, i);
     } else {
       const InputTile tile = input_tile(input, i - weight.column_blocks);
-      pack_input_tile<kChannelsFirst, Scaling::kChosen, kVector, kProducts>(input, tile);
+      pack_input_tile<kChannelsFirst, Scaling::kChosen, kVector, kProducts>(input, tile, Nothing{});
     }
     __syncthreads();  // the next turn uses the same shared memory
   }

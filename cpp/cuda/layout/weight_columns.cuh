@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// w, however it lies, to [T*R*S,K,operand_channels] in 16 bit, scaled and split where it is float32.
+/// w, however it lies, to [T*R*S,K,operand_channels] in 16 bit, scaled and split where it is float32. Dense
+/// 16-bit w takes the way of weight_lines.cuh.
 ///
 /// A block takes one or a few neighbouring output channels ("columns" of the GEMM), so that it finds their
 /// largest |w| by itself: no other block, no second launch. It reads its w twice, the second time out of L1
