@@ -21,14 +21,23 @@ const char* name(Algorithm algorithm) {
   throw std::logic_error("upconv3d: Algorithm out of range");
 }
 
+namespace {
+
+/// Of how many bits a stored value is, where its dtype does not say so.
+const char* steps_text(const Plan& plan) {
+  return stores_steps(plan) ? " in 16 bits with a step," : "";
+}
+
+}  // namespace
+
 std::string describe(const Plan& plan) {
   std::string text = concat("plan: ", name(plan.algorithm), "\n  reason: ", plan.reason);
   if (plan.instance) {
     text += concat("\n  kernel: ", plan.instance->name, ", tile ", plan.instance->block_channels,
                    " channels x ", plan.instance->block_positions, " positions");
   }
-  text += concat("\n  convolution: stores ", name(plan.activation), ' ', name(plan.conv_layout),
-                 plan.activation_in_y ? " in y's memory" : " beside y",
+  text += concat("\n  convolution: stores ", name(plan.activation), steps_text(plan), ' ',
+                 name(plan.conv_layout), plan.activation_in_y ? " in y's memory" : " beside y",
                  plan.pack_x ? ", from a packed copy of x" : "");
   if (!plan.channels.empty()) text += concat("\n  channels: ", plan.channels);
   if (plan.split_axes > 0) {
