@@ -331,12 +331,11 @@ void run_steps(std::int64_t n, std::int64_t k, std::int64_t positions, std::int6
   const auto copy = [](const Buffer& to, const void* from) {
     check(cudaMemcpy(to.data(), from, to.bytes(), cudaMemcpyHostToDevice), "uploading");
   };
-  copy(a, bits.data()), copy(exponents, steps.data()), copy(moments, moment_of.data());
-  copy(rows, table.data());
+  copy(a, bits.data()), copy(exponents, steps.data()), copy(moments, moment_of.data()),
+      copy(rows, table.data());
   NormalizeParams normalize;
   normalize.shape = {n, k, positions, 1, 0, kMoments};
-  normalize.a_layout = Layout::kNDHWC;
-  normalize.a_pitch = pitch;
+  normalize.a_layout = Layout::kNDHWC, normalize.a_pitch = pitch;
   normalize.a = a.data(), normalize.table = rows.data(), normalize.y = y.data() + 4 * misalign;
   normalize.steps = reinterpret_cast<const std::int8_t*>(exponents.data());
   normalize.moment_of = reinterpret_cast<const std::int32_t*>(moments.data());
@@ -354,16 +353,18 @@ void run_steps(std::int64_t n, std::int64_t k, std::int64_t positions, std::int6
     wrong += step == kNotFinite ? !std::isnan(got[i]) : !(off <= 4 * 0x1p-24 * magnitude + 1e-38);
   }
   char what[160];
-  std::snprintf(what, sizeof(what), "steps, %lld values wrong: n=%lld k=%lld positions=%lld misalign=%lld",
+  std::snprintf(what, sizeof(what),
+                "steps, %lld values wrong, or a pad: n=%lld k=%lld positions=%lld misalign=%lld",
                 (long long)wrong, (long long)n, (long long)k, (long long)positions, (long long)misalign);
-  expect(wrong == 0, what);
-  expect(y.pads_intact(), std::string("wrote outside a buffer: ") + what);
+  expect(wrong == 0 && y.pads_intact(), what);
   normalize.y_layout = Layout::kNDHWC;
+  bool refused = false;
   try {
     launch_group_norm_normalize(normalize, nullptr);
-    expect(false, "steps to NDHWC must be refused");
   } catch (const std::invalid_argument&) {
+    refused = true;
   }
+  expect(refused, "steps to NDHWC must be refused");
 }
 
 /// More than 2^31 elements of bfloat16, of which a few at either end are not 0: offsets must not wrap.
@@ -463,10 +464,7 @@ void run_cases() {
     }
   }
   for (const std::int64_t k : {1, 8, 16, 20, 32, 40, 64, 100, 136}) {
-    for (const std::int64_t positions : {1, 60, 77, 515, 2052}) {
-      run_steps(2, k, positions, 0);
-      run_steps(2, k, positions, 1);
-    }
+    for (const std::int64_t positions : {1, 60, 77, 515, 2052}) run_steps(2, k, positions, k / 4 % 2);
   }
   // Several tiles per block, and a rest.
   run_steps(260, 130, 700, 0);
