@@ -145,7 +145,7 @@ struct StepsTile {
       halves[1].set(steps[i].y);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        // Below 2^23 a float's last bit is worth 1.
+        // From 2^23 on a float's last bit is worth 1.
         const unsigned bits = __byte_perm(words[j / 2], 0x4b000000u, j % 2 == 0 ? 0x7610 : 0x7632);
         const float v = (__uint_as_float(bits) - 0x1p23f) * halves[j / 4].at(j % 4);
         to[j * kRows + i * kRowStep] = v * map.scale[j] + map.shift[j];
@@ -269,10 +269,10 @@ void launch_vectors(const NormalizeParams& params, cudaStream_t stream) {
   const bool vector_out = is_aligned(params.y) && shape.positions % Tile::kChunk == 0;
   args.steps = params.steps;
   args.moment_of = params.moment_of;
-  launch("group_norm_normalize_steps",
-         vector_out ? group_norm_normalize_steps<kVectors, true> : group_norm_normalize_steps<kVectors, false>,
-         shape.n * args.common.position_blocks * args.common.channel_blocks, dim3(kStreamThreads), stream,
-         args);
+  launch(
+      "group_norm_normalize_steps",
+      vector_out ? group_norm_normalize_steps<kVectors, true> : group_norm_normalize_steps<kVectors, false>,
+      shape.n * args.common.position_blocks * args.common.channel_blocks, dim3(kStreamThreads), stream, args);
 }
 
 }  // namespace
