@@ -158,7 +158,7 @@ def test_launches_per_forward(hopper, shape, layout, kind):
 def test_peak_memory(hopper, layout, kind):
     """Above its result, a call takes one 16-bit copy of x at most; two where x is split into halves.
 
-    NCDHW takes relu(conv) as well, which the kernel writes channels last.
+    NCDHW takes relu(conv) as well, which the kernel writes channels last; under "tf32" in 16 bits.
     """
     block = sm90_block((8, 64, 128, 32, 3, 8), kind, layout, hopper)
     x = block.input
@@ -176,7 +176,7 @@ def test_peak_memory(hopper, layout, kind):
     # Weights and moments are 1.3 MB here, and the allocator keeps up to 1 MB with the result.
     limit = copies * x.numel() * 2 + 2_800_000
     if layout == "NCDHW":
-        limit += y_bytes  # relu(conv), which is transposed from there
+        limit += y_bytes // 2 if kind == "tf32" else y_bytes  # relu(conv), which is transposed from there
     print(f"{kind} {layout}: {extra / 1e6:.2f} MB above the result, at most {limit / 1e6:.2f} MB promised")
     assert extra <= limit
 

@@ -102,16 +102,16 @@ def test_headline_runs_on_the_sm90_kernel():
     [
         ("bfloat16", "ieee", "bf16x1_bf16"),
         ("float16", "ieee", "f16x1_f16"),
-        ("float32", "tf32", "f16x1_f32"),
+        ("float32", "tf32", "f16x1_u16"),
         ("float32", "ieee", "f16x3_f32"),
     ],
 )
 @pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
 def test_family_per_dtype_and_precision(dtype, precision, family, layout):
     plan = plan_of(facts(dtype=dtype, layout=layout, precision=precision))
-    if precision == "tf32" and layout == "NDHWC":
-        family = "f16x1_u16"  # stored in 16 bit where the same kernel normalizes
     assert f"_sm90_{family}_" in plan.kernel
+    assert plan.activation == dtype
+    assert ("in 16 bits with a step" in str(plan)) == (precision == "tf32")
     assert plan.pack_x == (dtype == "float32" or layout == "NCDHW")
     assert plan.activation_in_y == (layout == "NDHWC")
     packing = ("pack_weight", "pack_input", "repack") if dtype == "float32" else ("pack_operands",)
@@ -143,6 +143,15 @@ ACCEPTED = {
 def test_sm90_accepts(name):
     plan = plan_of(facts(**ACCEPTED[name]))
     assert plan.algorithm == "sm90_implicit_gemm", plan.reason
+
+
+def test_tf32_stores_16_bits_for_who_knows_the_steps():
+    """Everywhere but for channels_last_3d results whose rows are no whole chunks."""
+    for k, layout, family in ((100, "NCDHW", "u16"), (100, "NDHWC", "f32"), (104, "NDHWC", "u16")):
+        plan = plan_of(facts(dtype="float32", layout=layout, precision="tf32", k=k, num_groups=4))
+        assert f"_sm90_f16x1_{family}_" in plan.kernel
+        assert plan.activation_in_y == (k == 104)
+        assert ("in 16 bits with a step" in str(plan)) == (family == "u16")
 
 
 def test_channels_are_padded_to_eights():

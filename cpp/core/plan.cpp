@@ -21,6 +21,15 @@ const char* name(Algorithm algorithm) {
   throw std::logic_error("upconv3d: Algorithm out of range");
 }
 
+namespace {
+
+/// Of how many bits a stored value is, where its dtype does not say so.
+const char* steps_text(const Plan& plan) {
+  return stores_steps(plan) ? " in 16 bits with a step," : "";
+}
+
+}  // namespace
+
 std::string describe(const Plan& plan) {
   std::string text = concat("plan: ", name(plan.algorithm), "\n  reason: ", plan.reason);
   if (plan.instance) {
@@ -30,8 +39,8 @@ std::string describe(const Plan& plan) {
   if (plan.twice) {
     text += "\n  convolution: computed for its moments, and once more to be normalized and stored";
   } else {
-    text += concat("\n  convolution: stores ", name(plan.activation), ' ', name(plan.conv_layout),
-                   plan.activation_in_y ? " in y's memory" : " beside y");
+    text += concat("\n  convolution: stores ", name(plan.activation), steps_text(plan), ' ',
+                   name(plan.conv_layout), plan.activation_in_y ? " in y's memory" : " beside y");
   }
   if (plan.pack_x) text += ", from a packed copy of x";
   if (!plan.channels.empty()) text += concat("\n  channels: ", plan.channels);

@@ -98,6 +98,12 @@ struct Plan {
 Plan select_plan(const Problem& problem, const Device& device,
                  const std::vector<ConvInstance>& instances = conv_instances());
 
+/// Whether relu(conv) is stored in 16 bits with a step per channel and partial moment, not as
+/// plan.activation.
+inline bool stores_steps(const Plan& plan) {
+  return plan.instance && plan.instance->stored_bits < 8 * size_of(plan.instance->output);
+}
+
 /// Several lines for people: algorithm, reason, kernel, stages, workspace.
 std::string describe(const Plan& plan);
 

@@ -54,8 +54,10 @@ Family family_of(const Problem& p) {
   if (p.dtype == DType::kBFloat16) return {DType::kBFloat16, 1, DType::kBFloat16, 16};
   if (p.dtype == DType::kFloat16) return {DType::kFloat16, 1, DType::kFloat16, 16};
   if (p.precision == Precision::kIEEE) return {DType::kFloat16, 3, DType::kFloat32, 32};
-  // 16 bit with a step per channel and tile, where the same kernel normalizes: who transposes knows no tiles.
-  return {DType::kFloat16, 1, DType::kFloat32, normalizes_in_place(p) ? 16 : 32};
+  // 16 bit with a step per channel and tile, unless the kernel that normalizes y as it lies has to: that one
+  // knows no tiles.
+  const bool knows_tiles = p.y_layout == Layout::kNCDHW || normalizes_in_place(p);
+  return {DType::kFloat16, 1, DType::kFloat32, knows_tiles ? 16 : 32};
 }
 
 std::string family_text(const Family& f) {

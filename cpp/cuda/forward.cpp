@@ -30,12 +30,13 @@ struct Sm90Workspace {
   void* w_hi;    // [T*R*S,K,operand_channels] operand
   void* w_lo;    // the same, three products only
   void* scales;  // operand_scales_bytes
-  void* a;       // [N,Z,P,Q,padded_channels(K)] activation dtype, where it does not lie in y
+  void* a;       // [N,Z,P,Q,padded_channels(K)] of stored_bits, where it does not lie in y
   void* part;    // [N,tiles,K/granule,2] float
   void* table;   // [N,G,4] float, or [3,N,K] where normalizing is a stage of its own; twice: [N,G,segments,4]
-  void* steps;   // [N,tiles,K] int8, where relu(conv) is stored in fewer bits than y
+  void* steps;   // [N,tiles,padded_channels(K)] int8, where relu(conv) is stored in fewer bits than y
   void* counters;  // [counter_count] int32
   std::int64_t counter_bytes;
+  void* moment_of;  // [Z*P*Q] int32, where relu(conv) with steps does not lie in y
   std::int64_t bytes;
 
   Sm90Workspace(const Problem& problem, const Plan& plan, void* base) {
@@ -46,7 +47,7 @@ struct Sm90Workspace {
     const std::int64_t x_bytes =
         plan.pack_x ? problem.n * problem.groups * volume(problem.in) * row_bytes : 0;
     const std::int64_t w_bytes = problem.k * volume(problem.kernel) * row_bytes;
-    const bool quantized = plan.instance->stored_bits < 8 * size_of(plan.instance->output);
+    const std::int64_t channels = padded_channels(problem.k);
     x_hi = carver.take(x_bytes);
     x_lo = carver.take(split ? x_bytes : 0);
     w_hi = carver.take(w_bytes);
@@ -59,10 +60,13 @@ struct Sm90Workspace {
         plan.twice ? twice_table_floats(problem, plan.tiles)
                    : (plan.activation_in_y ? 4 * problem.num_groups : 3 * problem.k) * problem.n;
     table = carver.take(table_floats * static_cast<std::int64_t>(sizeof(float)));
-    a = carver.take(plan.activation_in_y ? 0
-                                         : problem.n * padded_channels(problem.k) * problem.positions() *
-                                               size_of(plan.activation));
-    steps = carver.take(quantized ? problem.n * plan.tiles * problem.k : 0);
+    a = carver.take(plan.activation_in_y
+                        ? 0
+                        : problem.n * channels * problem.positions() * plan.instance->stored_bits / 8);
+    steps = carver.take(stores_steps(plan) ? problem.n * plan.tiles * channels : 0);
+    moment_of = carver.take(stores_steps(plan) && !plan.activation_in_y
+                                ? problem.positions() * static_cast<std::int64_t>(sizeof(std::int32_t))
+                                : 0);
     counter_bytes = counter_count(problem) * static_cast<std::int64_t>(sizeof(std::int32_t));
     counters = carver.take(counter_bytes);
     bytes = carver.used();
@@ -123,6 +127,7 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   float* const table = static_cast<float*>(workspace.table);
   (plan.activation_in_y ? conv.table : conv.channel_table) = table;
   conv.steps = static_cast<std::int8_t*>(workspace.steps);
+  conv.moment_of = static_cast<std::int32_t*>(workspace.moment_of);
   conv.counters = static_cast<std::int32_t*>(workspace.counters);
   conv.split_axes = plan.split_axes;
   conv.share_taps = plan.share_taps;
@@ -141,6 +146,8 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   normalize.a_pitch = padded_channels(problem.k);
   normalize.table = table;
   normalize.y = tensors.y;
+  normalize.steps = conv.steps;
+  normalize.moment_of = conv.moment_of;
   launch_group_norm_normalize(normalize, stream);
 }
 

@@ -70,6 +70,11 @@ void test_channels() {
     p.dtype = DType::kFloat32, p.precision = Precision::kTF32, p.k = 20, p.num_groups = 1;
   });
   expect(tf32.instance && tf32.instance->stored_bits == 32, "no steps for who knows no tiles");
+  const Plan transposed = plan_of([](Problem& p) {
+    p.dtype = DType::kFloat32, p.precision = Precision::kTF32, p.k = 20, p.num_groups = 1;
+    p.y_layout = Layout::kNCDHW;
+  });
+  expect(transposed.instance && transposed.instance->stored_bits == 16, "any channels for who does");
   const Plan few = plan_of([](Problem& p) { p.c = 3, p.k = 100, p.num_groups = 1; });
   expect(says(few, "input channels padded from 3 to 16"), "3 input channels");
   expect(

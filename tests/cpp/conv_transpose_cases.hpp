@@ -21,6 +21,7 @@ struct Case {
   double next = 0.0;
   std::int64_t groups = 1;
   bool nan_group = false;  // the last group's input is NaN, and the others alone are compared
+  Extent3 stride = {1, 1, 1};
 };
 
 inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
@@ -60,6 +61,9 @@ inline const Case kCases[] = {
     {2, 12, 32, {5, 6, 7}, {2, 2, 2}, {0, 0, 0}, 0.0, 4, true},
     {1, 40, 272, {4, 5, 6}, {3, 1, 3}, {0, 0, 0}, 0.0, 2, true},
     {2, 256, 512, {3, 4, 5}, {2, 2, 2}, {0, 0, 0}, 0.0, 4},
+    // phases of a stride, which lie between each other
+    {2, 24, 20, {4, 9, 11}, {3, 3, 3}, {1, 1, 1}, 0.0, 1, false, {1, 2, 3}},
+    {1, 16, 136, {5, 6, 7}, {2, 3, 2}, {0, 1, 0}, 0.0, 1, false, {2, 2, 2}},
 };
 
 /// Divisors of K: layer norm, two groups, 4, 5, 8, groups of 8 channels, instance norm. With a group of NaN

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// What test_conv_transpose_sm90 compares with and feeds the kernel: a plain convolution in double, random
-/// small integers, and device memory that can be poisoned.
+/// What test_conv_transpose_sm90 compares with and feeds the kernel: a plain convolution in double, which
+/// partial moment a position has, random small integers, and device memory that can be poisoned.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/border_slabs.hpp"
+#include "core/index_math.hpp"
 #include "core/problem.hpp"
 #include "cuda/check.hpp"
 
@@ -90,6 +92,25 @@ static __global__ void reference_kernel(const double* x, const double* w, const 
     }
   }
   y[index] = sum < 0 ? 0 : sum;
+}
+
+/// [Z*P*Q] index of the partial moment of a position: slab by slab, `moment_positions` of a slab's each.
+inline std::vector<std::int32_t> moments_of_positions(const Problem& problem, const std::vector<Slab>& slabs,
+                                                      std::int64_t moment_positions) {
+  const Extent3 out = problem.out();
+  std::vector<std::int32_t> moments(problem.positions(), -1);
+  std::int64_t first = 0;
+  for (const Slab& slab : slabs) {
+    for (std::int64_t i = 0; i < slab.positions(); ++i) {
+      const Extent3 index = {i / slab.extent[2] / slab.extent[1], i / slab.extent[2] % slab.extent[1],
+                             i % slab.extent[2]};
+      Extent3 at;
+      for (int axis = 0; axis < 3; ++axis) at[axis] = slab.origin[axis] + index[axis] * slab.step[axis];
+      moments[(at[0] * out[1] + at[1]) * out[2] + at[2]] = std::int32_t(first + i / moment_positions);
+    }
+    first += ceil_div(slab.positions(), moment_positions);
+  }
+  return moments;
 }
 
 /// Rows [rows,groups,channels] as [outer,groups,rows/outer,pitch], zeros behind each row's channels.

@@ -155,11 +155,21 @@ void test_sm90_selection() {
   expect(!ieee.share_taps && ieee.split_axes == 3, "three products leave no room for shared loads");
   p.precision = Precision::kTF32;
   const Plan tf32 = select_plan(p, hopper(), all_compiled());
-  expect(tf32.instance->products == 1 && tf32.instance->stored_bits == 32, "headline, float32 tf32");
-  expect(tf32.share_taps && tf32.split_axes == 0, "tiles that wait for shared memory share loads of x");
+  expect(tf32.instance->products == 1 && tf32.instance->stored_bits == 16 && stores_steps(tf32),
+         "headline, float32 tf32: 16 bit until the transposing stage");
+  expect(!tf32.share_taps && tf32.split_axes == 3, "on the tile of the 16-bit dtypes, cut as theirs");
+  expect(describe(tf32).find("stores float32 in 16 bits with a step, NDHWC beside y") != std::string::npos,
+         "which the plan says");
   p.y_layout = Layout::kNDHWC;
-  expect(select_plan(p, hopper(), all_compiled()).instance->stored_bits == 16,
-         "where the kernel normalizes, float32 at TF32's accuracy is stored in 16 bit");
+  const Plan in_place = select_plan(p, hopper(), all_compiled());
+  expect(in_place.instance->stored_bits == 16 && in_place.activation_in_y,
+         "where the kernel normalizes, float32 at TF32's accuracy is stored in 16 bit too");
+  p.k = 100, p.num_groups = 25;
+  const Plan plain = select_plan(p, hopper(), all_compiled());
+  expect(plain.instance->stored_bits == 32 && !stores_steps(plain) &&
+             describe(plain).find("stores float32 NDHWC beside y") != std::string::npos,
+         "rows that are no chunks are normalized by a kernel that knows no steps");
+  expect(plain.share_taps && plain.split_axes == 0, "tiles that wait for shared memory share loads of x");
   p = headline();
   p.x_aligned = false;
   expect(select_plan(p, hopper(), all_compiled()).pack_x, "misaligned x is packed");

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /// Checks every compiled variant of conv_transpose_relu_group_norm_sm90 on its own against a plain
 /// double-precision convolution and GroupNorm. Where the kernel ends with the moments: relu(conv) exactly, on
-/// small integers, and its table to float accuracy. Where it normalizes: y to the accuracy of what it stores.
-/// What it writes is NaN before, so that nothing is left unwritten; repeated launches must give the same
-/// bits. Needs a GPU of compute capability 9.0. Exit code 0: all passed.
+/// small integers, or to half a step of 16 bits; and its table to float accuracy or that of those steps.
+/// Where it normalizes: y to the accuracy of what it stores. What it writes is NaN before, so that nothing is
+/// left unwritten; repeated launches must give the same bits. Needs a GPU of compute capability 9.0. Exit
+/// code 0: all passed.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -132,14 +133,17 @@ class Fixture {
   /// \param normalizes else the kernel ends with the moments, as channel_table
   void launch(const Cut& cut, std::int64_t num_groups, bool affine, bool normalizes, int sm_count) {
     problem_.num_groups = num_groups;
-    const std::int64_t tiles =
-        slab_tiles(plan_slabs(problem_, cut.split_axes, cut.share_taps), moment_positions(instance_));
+    const auto slabs = plan_slabs(problem_, cut.split_axes, cut.share_taps);
+    const std::int64_t tiles = slab_tiles(slabs, moment_positions(instance_));
+    const std::int64_t pitch = upconv3d::padded_channels(problem_.k);
+    const bool with_steps = is_quantized(instance_) && !normalizes;
     const std::int64_t granules = problem_.k >> moment_granule_shift(problem_);
     DeviceBuffer<float> part(problem_.n * tiles * granules * 2);
     DeviceBuffer<float> table(normalizes ? problem_.n * num_groups * 4 : 3 * problem_.n * problem_.k);
-    DeviceBuffer<std::int8_t> steps(problem_.n * tiles * problem_.k);
+    DeviceBuffer<std::int8_t> steps(problem_.n * tiles * pitch);
+    DeviceBuffer<std::int32_t> moment_of(problem_.positions());
     DeviceBuffer<std::int32_t> counters(upconv3d::cuda::counter_count(problem_));
-    part.poison(), table.poison(), steps.poison(), a_.poison();
+    part.poison(), table.poison(), steps.poison(), moment_of.poison(), a_.poison();
     counters.clear();
     upconv3d::cuda::ConvTransposeParams params;
     params.problem = problem_;
@@ -151,15 +155,22 @@ class Fixture {
     params.a = a_.get(), params.part = part.get(), params.counters = counters.get();
     (normalizes ? params.table : params.channel_table) = table.get();
     if (is_quantized(instance_)) params.steps = steps.get();
+    if (with_steps) params.moment_of = moment_of.get();
     params.split_axes = cut.split_axes;
     params.share_taps = cut.share_taps;
     params.sm_count = sm_count;
     upconv3d::cuda::find_conv_transpose_launcher(instance_.name)(params, nullptr);
     check(cudaDeviceSynchronize(), instance_.name);
-    const std::int64_t pitch = upconv3d::padded_channels(problem_.k);
     const auto rows = a_.download();
     a.resize(expected.size());
-    for (std::size_t i = 0; i < a.size(); ++i) a[i] = rows[i / problem_.k * pitch + i % problem_.k];
+    if (with_steps) {
+      const auto moments =
+          upconv3d::tests::moments_of_positions(problem_, slabs, moment_positions(instance_));
+      if (moment_of.download() != moments) throw std::runtime_error("moment_of is not where tiles are");
+      decode(rows, steps.download(), moments, tiles);
+    } else {
+      for (std::size_t i = 0; i < a.size(); ++i) a[i] = rows[i / problem_.k * pitch + i % problem_.k];
+    }
     channel_table = normalizes ? std::vector<float>() : table.download();
   }
 
@@ -182,13 +193,29 @@ class Fixture {
   std::vector<double> expected;      // [N,Z,P,Q,K] relu(conv + bias)
   std::vector<double> gamma, beta;   // [K]
   std::vector<Output> a;             // [N,Z,P,Q,K] of the last launch
+  std::vector<double> half_step;     // [N,Z,P,Q,K] of the last launch, where a was stored with steps
   std::vector<float> channel_table;  // [3,N,K] of the last launch, where it did not normalize
 
  private:
+  /// a and half_step from 16 bits of `rows` and their steps [N,tiles,pitch].
+  void decode(const std::vector<Output>& rows, const std::vector<std::int8_t>& steps,
+              const std::vector<std::int32_t>& moments, std::int64_t tiles) {
+    const std::int64_t pitch = upconv3d::padded_channels(problem_.k), positions = problem_.positions();
+    std::vector<std::uint16_t> bits(problem_.n * positions * pitch);
+    std::memcpy(bits.data(), rows.data(), bits.size() * sizeof(bits[0]));
+    half_step.resize(a.size());
+    for (std::int64_t i = 0; i < std::int64_t(a.size()); ++i) {
+      const std::int64_t row = i / problem_.k, k = i % problem_.k;
+      const int step = steps[(row / positions * tiles + moments[row % positions]) * pitch + k];
+      a[i] = Output(step == -128 ? float(kNaN) : std::ldexp(float(bits[row * pitch + k]), step));
+      half_step[i] = std::ldexp(0.5, step);
+    }
+  }
   static Problem make_problem(const ConvInstance& instance, const Case& shape) {
     Problem problem;
     problem.n = shape.n, problem.c = shape.c, problem.k = shape.k;
     problem.in = shape.in, problem.kernel = shape.kernel, problem.padding = shape.padding;
+    problem.stride = shape.stride;
     problem.dtype = instance.output;
     problem.groups = shape.groups;
     problem.has_bias = true;
@@ -271,14 +298,28 @@ std::string disagreement(const char* what, std::int64_t n, std::int64_t index, s
   return text;
 }
 
-/// relu(conv) exactly.
+/// relu(conv) exactly; with steps to half of one, which is at most 2^-16 of the channel's largest value.
 template <class Fixture>
 std::string check_activation(const Fixture& fixture) {
   const std::int64_t k = fixture.problem().k, positions = fixture.problem().positions();
+  std::vector<double> largest(fixture.problem().n * k, 0);  // [N,K] value of each channel
+  for (std::size_t i = 0; i < fixture.expected.size(); ++i) {
+    double& of_channel = largest[i / k / positions * k + i % k];
+    of_channel = std::max(of_channel, fixture.expected[i]);
+  }
   for (std::int64_t i = 0; i < fixture.samples * positions * k; ++i) {
     if (i % k >= fixture.channels) continue;
-    const double got = double(float(fixture.a[i]));
-    if (got != fixture.expected[i]) {
+    const double got = double(float(fixture.a[i])), want = fixture.expected[i];
+    double slack = 0;
+    if (is_quantized(fixture.instance())) {
+      slack = 1.01 * fixture.half_step[i] + 0x1p-23 * want;  // a float is what was rounded
+      const double bound = 1.01 * 0x1p-16 * largest[i / k / positions * k + i % k] + 0x1p-126;
+      if (!(fixture.half_step[i] <= bound)) {
+        return disagreement("half a step", i / k / positions, i / k % positions, i % k, fixture.half_step[i],
+                            bound);
+      }
+    }
+    if (!(std::abs(got - want) <= slack)) {
       return disagreement("a", i / k / positions, i / k % positions, i % k, got, fixture.expected[i]);
     }
   }
@@ -290,6 +331,8 @@ template <class Fixture>
 std::string check_channel_table(const Fixture& fixture, bool affine) {
   const Problem& problem = fixture.problem();
   const std::int64_t channels = problem.k / problem.num_groups, plane = problem.n * problem.k;
+  // What the errors of all values do to mean and deviation.
+  const double step = is_quantized(fixture.instance()) ? 1.01 * 0x1p-16 : 0.0;
   for (std::int64_t ng = 0; ng < fixture.samples * problem.num_groups; ++ng) {
     const std::int64_t n = ng / problem.num_groups, group = ng % problem.num_groups;
     if (group * channels >= fixture.channels) continue;
@@ -298,13 +341,15 @@ std::string check_channel_table(const Fixture& fixture, bool affine) {
       const float* const row = fixture.channel_table.data() + n * problem.k + k;
       const double scale = (affine ? fixture.gamma[k] : 1.0) * moments.rstd;
       const double shift = (affine ? fixture.beta[k] : 0.0) - (moments.mean - row[0]) * scale;
-      if (!(std::abs(row[0] - moments.mean) <= kStatAccuracy * moments.largest)) {
+      if (!(std::abs(row[0] - moments.mean) <= (kStatAccuracy + step) * moments.largest)) {
         return disagreement("mean", n, -1, k, row[0], moments.mean);
       }
-      if (!(std::abs(row[plane] - scale) <= kStatAccuracy * std::abs(scale))) {
+      if (!(std::abs(row[plane] - scale) <=
+            (kStatAccuracy + step * moments.largest * moments.rstd) * std::abs(scale))) {
         return disagreement("scale", n, -1, k, row[plane], scale);
       }
-      const double slack = kStatAccuracy * (moments.largest * std::abs(scale) + std::abs(shift));
+      const double slack =
+          (kStatAccuracy + step) * moments.largest * std::abs(scale) + kStatAccuracy * std::abs(shift);
       if (!(std::abs(row[2 * plane] - shift) <= slack)) {
         return disagreement("shift", n, -1, k, row[2 * plane], shift);
       }
@@ -400,14 +445,14 @@ void run_instance(const ConvInstance& instance, int sm_count, Tally& tally) {
     Fixture<Operand, Output> fixture(instance, kCases[index], state);
     const std::vector<std::int64_t> counts = group_counts(kCases[index]);
     for (const bool normalizes : {false, true}) {
-      // The transposing stage that follows the moments knows no steps.
-      if (!normalizes && is_quantized(instance)) continue;
-      // Nor does this kernel normalize rows of y that are no whole chunks.
+      // This kernel does not normalize rows of y that are no whole chunks.
       if (normalizes && kCases[index].k % upconv3d::kChannelUnit != 0) continue;
       std::size_t turn = normalizes ? 0 : 1;
       for (const Cut& cut : kCuts) {
         // Loads that serve several taps leave three products no room for w.
         if (cut.share_taps && instance.products == 3) continue;
+        // Phases of a stride are slabs already.
+        if (kCases[index].stride != Extent3{1, 1, 1} && (cut.share_taps || cut.split_axes > 0)) continue;
         const std::int64_t groups = counts[turn++ % counts.size()];
         const bool affine = (turn + index) % 3 != 0;
         tally.run(instance, label(fixture.problem(), cut, groups, normalizes), [&] {

@@ -306,6 +306,67 @@ void run_finalize(std::int64_t n, std::int64_t k, std::int64_t tiles, std::int64
   expect(scratch.pads_intact() && table.pads_intact(), std::string("wrote outside a buffer: ") + what);
 }
 
+/// y from 16 bits with a step per (sample, partial moment, channel), of which some say "not finite".
+void run_steps(std::int64_t n, std::int64_t k, std::int64_t positions, std::int64_t misalign) {
+  constexpr std::int64_t kMoments = 5;
+  constexpr int kNotFinite = -128;
+  const std::int64_t pitch = (k + 7) / 8 * 8;
+  Random random(static_cast<std::uint64_t>(n * 1000003 + k * 1009 + positions));
+  // What lies behind K is never normalized, so it may be anything.
+  std::vector<std::uint16_t> bits(n * positions * pitch, 0xffff);
+  std::vector<std::int8_t> steps(n * kMoments * pitch, kNotFinite);
+  std::vector<std::int32_t> moment_of(positions);
+  std::vector<float> table(3 * n * k);
+  for (std::int64_t i = 0; i < n * positions * k; ++i) {
+    bits[i / k * pitch + i % k] = static_cast<std::uint16_t>(random.uniform() * 65536);
+  }
+  for (std::int64_t i = 0; i < n * kMoments * k; ++i) {
+    const int step = i % 37 == 5 ? kNotFinite : i % 41 == 7 ? -126 : i % 43 == 9 ? 90 : int(i % 23) - 20;
+    steps[i / k * pitch + i % k] = static_cast<std::int8_t>(step);
+  }
+  for (std::int32_t& moment : moment_of) moment = static_cast<std::int32_t>(random.uniform() * kMoments);
+  for (float& value : table) value = static_cast<float>(random.normal());
+  Buffer a(bits.size() * 2), exponents(steps.size()), moments(moment_of.size() * 4), rows(table.size() * 4);
+  Buffer y((n * k * positions + misalign) * 4);
+  const auto copy = [](const Buffer& to, const void* from) {
+    check(cudaMemcpy(to.data(), from, to.bytes(), cudaMemcpyHostToDevice), "uploading");
+  };
+  copy(a, bits.data()), copy(exponents, steps.data()), copy(moments, moment_of.data()),
+      copy(rows, table.data());
+  NormalizeParams normalize;
+  normalize.shape = {n, k, positions, 1, 0, kMoments};
+  normalize.a_layout = Layout::kNDHWC, normalize.a_pitch = pitch;
+  normalize.a = a.data(), normalize.table = rows.data(), normalize.y = y.data() + 4 * misalign;
+  normalize.steps = reinterpret_cast<const std::int8_t*>(exponents.data());
+  normalize.moment_of = reinterpret_cast<const std::int32_t*>(moments.data());
+  launch_group_norm_normalize(normalize, nullptr);
+  const std::vector<double> got = download(y.data() + 4 * misalign, n * k * positions, DType::kFloat32);
+  std::int64_t wrong = 0;
+  for (std::int64_t i = 0; i < n * k * positions; ++i) {
+    const std::int64_t channel = i / positions, p = i % positions,
+                       sample = channel / k;  // of [N*K,positions]
+    const int step = steps[(sample * kMoments + moment_of[p]) * pitch + channel % k];
+    const double mean = table[channel], scale = table[n * k + channel], shift = table[2 * n * k + channel];
+    const double v = std::ldexp(bits[(sample * positions + p) * pitch + channel % k], step);
+    const double magnitude = std::fabs(v * scale) + std::fabs(mean * scale) + std::fabs(shift);
+    const double off = std::fabs(got[i] - ((v - mean) * scale + shift));
+    wrong += step == kNotFinite ? !std::isnan(got[i]) : !(off <= 4 * 0x1p-24 * magnitude + 1e-38);
+  }
+  char what[160];
+  std::snprintf(what, sizeof(what),
+                "steps, %lld values wrong, or a pad: n=%lld k=%lld positions=%lld misalign=%lld",
+                (long long)wrong, (long long)n, (long long)k, (long long)positions, (long long)misalign);
+  expect(wrong == 0 && y.pads_intact(), what);
+  normalize.y_layout = Layout::kNDHWC;
+  bool refused = false;
+  try {
+    launch_group_norm_normalize(normalize, nullptr);
+  } catch (const std::invalid_argument&) {
+    refused = true;
+  }
+  expect(refused, "steps to NDHWC must be refused");
+}
+
 /// More than 2^31 elements of bfloat16, of which a few at either end are not 0: offsets must not wrap.
 void run_large(Layout layout, Layout y_layout) {
   const std::int64_t k = 8, positions = (std::int64_t{1} << 28) + 40, elements = k * positions;
@@ -402,6 +463,13 @@ void run_cases() {
                 .y_layout = to});
     }
   }
+  for (const std::int64_t k : {1, 8, 16, 20, 32, 40, 64, 100, 136}) {
+    for (const std::int64_t positions : {1, 60, 77, 515, 2052}) run_steps(2, k, positions, k / 4 % 2);
+  }
+  // Several tiles per block, and a rest.
+  run_steps(260, 130, 700, 0);
+  run_steps(1030, 8, 2001, 0);
+  run_steps(700, 20, 1500, 0);
   run_finalize(1, 8, 20000, 1, DType::kFloat32);
   run_finalize(1, 8, 20000, 1, DType::kFloat64);
   run_finalize(2, 768, 300, 3, DType::kFloat32);

@@ -10,7 +10,7 @@
 ///
 /// Where y is to be [N,K,Z,P,Q], or its rows are no whole 16-byte chunks, a is scratch memory of rows that
 /// are, and this kernel ends with the moments, as channel_table [3,N,K]; normalizing and transposing is then
-/// group_norm_normalize's work.
+/// group_norm_normalize's work, which finds the steps of 16 bits through moment_of [Z,P,Q].
 ///
 /// An implicit GEMM whose rows are output channels (gemm_m = K) and whose columns are output positions of one
 /// sample (gemm_n = Z*P*Q), reduced over taps and input channels (gemm_k = T*R*S*C); of each convolution
@@ -125,7 +125,10 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
     KernelSlab<Traits> const& slab = params.slabs[coord.slab];
     HalfTile const half = Drain<Traits>::half_tile(params, coord, warpgroup);
     if (half.valid > 0) {
-      if constexpr (Traits::QUANTIZED) Drain<Traits>::write_steps(params, half, steps);
+      if constexpr (Traits::QUANTIZED) {
+        Drain<Traits>::write_steps(params, half, steps);
+        Drain<Traits>::write_moment_of(params, slab, half);
+      }
       Drain<Traits>::store(params, slab, half, staging);
       Drain<Traits>::moments(params, half, staging, steps);
     }
@@ -219,14 +222,12 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
       slab.x[split] = encode_slab_input(problem, from, operand, x[split], x_samples, x_channels,
                                         Traits::BLK_POS + rows, Traits::BLK_C);
     }
-    // Unorm16 is 16 bit in rows of twice as many.
-    const DType element = Traits::QUANTIZED ? DType::kFloat16 : output;
-    const std::int64_t channels = Traits::QUANTIZED ? 2 * to.pitch : to.pitch;
+    const DType element = Traits::QUANTIZED ? DType::kFloat16 : output;  // any of 16 bit
     slab.a =
-        encode_slab_output(problem, from, element, channels, params.a,
+        encode_slab_output(problem, from, element, to.pitch, params.a,
                            kStagePositions<typename Traits::Stored>, kPanelChannels<typename Traits::Stored>);
-    if constexpr (Traits::QUANTIZED) {
-      slab.item = encode_slab_output(problem, from, element, channels, params.a, Traits::ITEM_POS,
+    if (Traits::QUANTIZED && to.normalizes) {
+      slab.item = encode_slab_output(problem, from, element, to.pitch, params.a, Traits::ITEM_POS,
                                      kPanelChannels<typename Traits::Stored>);
     }
     slab.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
@@ -286,7 +287,10 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   const Problem& problem = params.problem;
   KernelParams<Traits> to{};
   to.normalizes = params.channel_table == nullptr;
-  to.pitch = static_cast<int>(to.normalizes ? problem.k : padded_channels(problem.k));
+  // Unorm16 in y's memory has room for twice as many.
+  const std::int64_t pitch = padded_channels(problem.k);
+  to.pitch = static_cast<int>(to.normalizes && Traits::QUANTIZED ? 2 * pitch : pitch);
+  to.step_pitch = static_cast<int>(pitch);
   fill_slabs(params, operand, output, to);
   const void* const w[2] = {params.w_hi, params.w_lo};
   for (int split = 0; split < Traits::SPLITS; ++split) {
@@ -313,6 +317,7 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   to.unscale_sample = params.unscale_sample;
   to.unscale_column = params.unscale_column;
   to.steps = params.steps;
+  to.moment_of = params.moment_of;
   to.gamma = static_cast<const Output*>(params.gamma);
   to.beta = static_cast<const Output*>(params.beta);
   to.eps = problem.eps;

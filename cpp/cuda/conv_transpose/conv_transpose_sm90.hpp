@@ -26,15 +26,20 @@ struct ConvTransposeParams {
   const void* gamma = nullptr;                   // [K] dtype, or null for 1
   const void* beta = nullptr;                    // [K] dtype, or null for 0
   // [N,Z,P,Q,K] dtype, written: y; or where channel_table is given relu(conv + bias),
-  // [N,Z,P,Q,padded_channels(K)].
+  // [N,Z,P,Q,padded_channels(K)] of as many bits as the instance stores.
   void* a = nullptr;
   // Scratch memory, 256-byte aligned; moments, granules: see Plan.
   float* part = nullptr;           // [N,moments,granules,2]: (mean, M2) of relu(conv + bias) as stored
   float* table = nullptr;          // [N,G,4]: mean, rest of the mean, 1/sqrt(var + eps), unused
   float* channel_table = nullptr;  // [3,N,K] written: mean, scale, shift; null: this kernel normalizes
-  std::int8_t* steps = nullptr;    // [N,moments,K], instances that store fewer bits than dtype has; else null
-  // The latter takes no channel_table, steps, split_axes and share_taps; its part is of unrounded values, by
-  // granules of twice_granule_shift, its table [twice_table_floats] (core/twice_layout.hpp).
+  // Instances that store fewer bits than dtype has, else null: relu(conv + bias) is bits * 2^step, or not
+  // finite where the step is -128. [N,moments,padded_channels(K)] written.
+  std::int8_t* steps = nullptr;
+  // [Z*P*Q] written: the partial moment, and so the steps, of a position; null: not wanted.
+  std::int32_t* moment_of = nullptr;
+  // conv_transpose_twice_sm90 takes no channel_table, steps, moment_of, split_axes and share_taps; its part
+  // is of unrounded values, by granules of twice_granule_shift, its table [twice_table_floats]
+  // (core/twice_layout.hpp).
   std::int32_t* counters = nullptr;  // [counter_count(problem)], zero
   int split_axes = 0;                // axes along which borders are cut off, see border_slabs
   bool share_taps = false;        // loads of x serve several taps: tap_sharing_slabs instead of border_slabs

@@ -6,7 +6,8 @@
 ///
 /// Where the kernel itself normalizes, relu(conv) lies where the result will lie, so that this takes no
 /// memory of its own. Unorm16 takes half the room of the float32 it becomes; it lies at the beginning of the
-/// memory of its position's channels of a tile, which one warp reads and then overwrites.
+/// memory of its position's channels of a tile, which one warp reads and then overwrites. In scratch memory
+/// it lies densely, and a table says which partial moment, and so which steps, a position has.
 #pragma once
 
 #include <cstdint>
@@ -97,7 +98,7 @@ struct Drain {
     HalfTile half;
     half.n = tile.n;
     half.channel = tile.channel + warpgroup % Traits::WARPGROUPS_K * 64;
-    half.stored = stored_channel(tile.channel, half.channel);
+    half.stored = params.normalizes ? stored_channel(tile.channel, half.channel) : half.channel;
     half.end = channel_end(params, tile.channel);
     half.position = tile.position + warpgroup / Traits::WARPGROUPS_K * WG_POS;
     half.valid = min(WG_POS, slab.positions - half.position);
@@ -136,13 +137,13 @@ struct Drain {
       if (channel >= half.end) continue;
       std::int64_t const pixel =
           half.n * std::int64_t(pixels(params)) + pixel_of(params, slab, half.position + position);
-      Stored* const row = reinterpret_cast<Stored*>(params.a + pixel * params.pitch);
+      Stored* const row = reinterpret_cast<Stored*>(params.a) + pixel * params.pitch;
       *reinterpret_cast<uint4*>(row + half.stored + chunk * kVector) =
           *reinterpret_cast<uint4 const*>(staging + staged_chunk<Stored>(position, chunk));
     }
   }
 
-  /// Where a channel of the tile that begins with channel `tile` lies in its row, in Stored.
+  /// Where a channel of the tile that begins with channel `tile` lies in its row of y, in Stored.
   CUTLASS_DEVICE static int stored_channel(int tile, int channel) {
     return Traits::QUANTIZED ? tile + channel : channel;
   }
@@ -193,9 +194,22 @@ struct Drain {
   CUTLASS_DEVICE static void write_steps(KernelParams<Traits> const& params, HalfTile const& half,
                                          std::int8_t const* steps) {
     std::int64_t const row = std::int64_t(half.n) * params.moments + half.moment;
+    // Channels behind K fill a unit of 8, which is read whole.
+    int const end = half.end == params.k ? params.step_pitch : half.end;
     CUTLASS_PRAGMA_UNROLL
     for (int c = threadIdx.x % 32; c < 64; c += 32) {
-      if (half.channel + c < half.end) params.steps[row * params.k + half.channel + c] = steps[c];
+      if (half.channel + c < end) params.steps[row * params.step_pitch + half.channel + c] = steps[c];
+    }
+  }
+
+  /// Writes which partial moment the positions have. The first channels of sample 0 do so for all: geometry
+  /// alone decides it.
+  CUTLASS_DEVICE static void write_moment_of(KernelParams<Traits> const& params,
+                                             KernelSlab<Traits> const& slab, HalfTile const& half) {
+    if (params.moment_of == nullptr || half.n != 0 || half.channel != 0) return;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = threadIdx.x % 32; i < half.valid; i += 32) {
+      params.moment_of[pixel_of(params, slab, half.position + i)] = half.moment;
     }
   }
 

@@ -318,7 +318,7 @@ class GroupNormWorker {
   CUTLASS_DEVICE void load_steps(int sample, int moment, int channel, float (&step)[kVector]) const {
     static_assert(!Traits::QUANTIZED || kVector == 8);
     std::int8_t const* const from =
-        params_.steps + (std::int64_t(sample) * params_.moments + moment) * params_.k + channel;
+        params_.steps + (std::int64_t(sample) * params_.moments + moment) * params_.step_pitch + channel;
     uint2 const word = __ldcg(reinterpret_cast<uint2 const*>(from));
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVector; ++i) {

@@ -186,7 +186,8 @@ struct KernelParams {
   int out[3];                         // Z,P,Q
   int samples;                        // N
   int k;                              // output channels K
-  int pitch;                          // channels of a row of a: K, or more where normalizing is not done here
+  int pitch;                          // Stored of a row of a: of K channels, or more in y's memory or padded
+  int step_pitch;                     // channels of a row of steps, K in whole units of 8
   int x_groups;                       // groups that x holds apart, as samples; else they share its rows
   cutlass::FastDivmod group_k;        // output channels of a convolution group
   int group_c;                        // input channels of one
@@ -200,12 +201,13 @@ struct KernelParams {
   int order_size;                        // places of all samples
   int tile_blocks;                       // blocks that compute tiles to the end
   RingShape rings;
-  Output* a;           // [N,Z,P,Q,pitch] relu(conv) as Stored, and then y if this kernel normalizes
+  Output* a;           // [N,Z,P,Q,pitch] Stored: relu(conv); then y, [N,Z,P,Q,K], if this kernel normalizes
   bool normalizes;     // else group_norm_normalize does, from channel_table
   Output const* bias;  // [K], or null
   std::int32_t const* unscale_sample;  // [N] exponents, float32 output only
   std::int32_t const* unscale_column;  // [K] exponents, float32 output only
-  std::int8_t* steps;                  // [N,moments,K] exponents, Unorm16 only
+  std::int8_t* steps;                  // [N,moments,step_pitch] exponents, Unorm16 only
+  std::int32_t* moment_of;             // [Z*P*Q] partial moment of a position, or null; Unorm16 only
   // GroupNorm
   Output const* gamma;                 // [K], or null for 1
   Output const* beta;                  // [K], or null for 0

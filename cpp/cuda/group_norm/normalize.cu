@@ -175,7 +175,9 @@ void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stre
 
 void launch_group_norm_normalize(const NormalizeParams& params, cudaStream_t stream) {
   if (params.shape.n == 0) return;
-  if (params.a_layout == params.y_layout) {
+  if (params.steps != nullptr) {
+    launch_normalize_steps(params, stream);
+  } else if (params.a_layout == params.y_layout) {
     launch_normalize_in_layout(params, stream);
   } else {
     launch_normalize_transpose(params, stream);

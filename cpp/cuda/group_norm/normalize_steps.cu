@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// group_norm_normalize: forward stage 4 of 4, where relu(conv) was stored in 16 bits with a step and y wants
+/// the other layout than it has.
+///
+///   a         [N,Z,P,Q,pitch]    uint16  relu(conv) = a * 2^step
+///   steps     [N,moments,pitch]  int8    -128: not finite
+///   moment_of [Z*P*Q]            int32   whose steps a position has
+///   table     [3,N,K]            float   mean, scale, shift
+///   y         [N,K,Z,P,Q]        float   (relu(conv) - mean)*scale + shift
+///
+/// A block carries tiles of 8192 values through shared memory: positions x channels, 128 x 64, or longer ones
+/// where K is small. It reads a in vectors of 8 channels and their 8 steps, normalizes in registers, stores
+/// the values channel by channel, and writes y along the positions, 512 bytes or more at a time. The next
+/// tile's loads are issued before this tile's stores. A thread's channels are the same for all of the block's
+/// tiles, which follow each other along the positions; whose steps those positions have, the block reads
+/// once.
+///
+/// Shared memory is [channels][positions] with the 16-byte chunks of a channel permuted: chunk' = chunk ^
+/// (channel/8 * 8/kVectors). A warp writes kVectors vectors of channels at 32/kVectors positions, into 32
+/// different banks; and it reads eight consecutive chunks at a time, a permutation of all banks.
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/group_norm/normalize.cuh"
+
+namespace upconv3d::cuda {
+namespace {
+
+/// Channels of a vector: 16 bytes of a, 8 of steps.
+constexpr int kVector = 8;
+
+/// Values of a tile: 32 KB of shared memory, so that three blocks or more share a multiprocessor.
+constexpr int kTileValues = 8192;
+
+/// Vectors of a thread: all loads of the next tile, in flight while this one is stored.
+constexpr int kLoads = kTileValues / kVector / kStreamThreads;
+
+/// Blocks per multiprocessor that registers are left for: 24 warps with 64 bytes of loads per thread.
+constexpr int kBlocksPerMultiprocessor = 3;
+
+/// Tiles per block: enough that the table's rows and the first, unhidden load cost little.
+constexpr int kTilesPerBlock = 4;
+
+/// Tiles below which each gets a block of its own, so that small tensors use the whole card.
+constexpr std::int64_t kTilesToShare = 4096;
+
+struct StepsArgs {
+  NormalizeArgs<std::uint16_t, float> common;
+  const std::int8_t* steps;       // [N,moments,a_pitch]
+  const std::int32_t* moment_of;  // [Z*P*Q]
+};
+
+/// 2^step of four steps at once: as the bits of floats, except for -128, which is NaN.
+struct StepValues {
+  unsigned exponents, nan;  // four bytes each: a float's exponent, and ones throughout where that is 255
+
+  __device__ __forceinline__ void set(unsigned steps) {
+    exponents = __vadd4(steps, 0x7f7f7f7fu);
+    nan = __vcmpeq4(exponents, 0xffffffffu);
+  }
+
+  /// \param j constant after unrolling
+  __device__ __forceinline__ float at(int j) const {
+    const unsigned selector = static_cast<unsigned>(j << 12 | (4 + j) << 8 | (4 + j) << 4 | (4 + j));
+    return __uint_as_float(__byte_perm(exponents, nan, selector) >> 1);
+  }
+};
+
+/// y = v*scale + shift of a thread's channels, the mean in the shift: 16 bits are rounded so much more
+/// coarsely than mean*scale that one step will do.
+struct AffineMap {
+  float scale[kVector], shift[kVector];
+
+  __device__ __forceinline__ void load(const NormalizeArgs<std::uint16_t, float>& args, std::int64_t sample,
+                                       std::int64_t channel) {
+    ChannelMap<std::uint16_t, AsStored, kVector> map = {};
+    if (channel < args.shape.k) map.load_consecutive(args, sample, channel);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      scale[j] = map.scale[j];
+      shift[j] = map.shift[j] - map.mean[j] * map.scale[j];
+    }
+  }
+};
+
+/// One tile on its way through registers and shared memory: kVectors vectors of channels.
+///
+/// Thread t holds kLoads vectors, all of channel vector t % kVectors; its i-th one is of tile row row0() + i
+/// * kRowStep. Both steps, along i and along a vector's channels j, move by constants in shared memory, so
+/// one address serves them all.
+template <int kVectors>
+struct StepsTile {
+  static constexpr int kChannels = kVectors * kVector;
+  static constexpr int kRows = kTileValues / kChannels;  // positions
+  static constexpr int kRowStep = kStreamThreads / kVectors;
+  static constexpr int kChunk = kAccessBytes / int(sizeof(float));
+  static constexpr int kChunks = kRows / kChunk;
+  static_assert(kRowStep % (8 * kChunk) == 0, "the permutation of chunks must not depend on i");
+
+  uint4 values[kLoads];
+  uint2 steps[kLoads];
+
+  static __device__ __forceinline__ int vector() { return threadIdx.x % kVectors; }
+  static __device__ __forceinline__ int row0() { return threadIdx.x / kVectors; }
+
+  /// Where chunk `chunk` of channel `channel` of the tile lies in shared memory.
+  static __device__ __forceinline__ int offset(int channel, int chunk) {
+    return channel * kRows + (chunk ^ (channel / kVector * (8 / kVectors))) * kChunk;
+  }
+
+  /// \param a     [rows,pitch] this thread's channels of the tile's first row and of those that follow
+  /// \param rows  that there are; what lies beyond is 0
+  __device__ __forceinline__ void load_values(const std::uint16_t* a, int pitch, int rows) {
+    a += std::int64_t{row0()} * pitch;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i, a += std::int64_t{kRowStep} * pitch) {
+      values[i] = {};
+      if (row0() + i * kRowStep < rows) values[i] = __ldcs(reinterpret_cast<const uint4*>(a));
+    }
+  }
+
+  /// \param from   [moments,pitch] steps of this thread's channels
+  /// \param moment [rows] of the tile's positions, in shared memory
+  __device__ __forceinline__ void load_steps(const std::int8_t* from, int pitch, const int* moment,
+                                             int rows) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int row = row0() + i * kRowStep;
+      steps[i] = {};
+      if (row < rows)
+        steps[i] = __ldg(reinterpret_cast<const uint2*>(from + std::int64_t{moment[row]} * pitch));
+    }
+  }
+
+  /// \param shared [kChannels,kRows], chunks permuted
+  __device__ __forceinline__ void normalize(float* shared, const AffineMap& map) const {
+    float* to = shared + offset(vector() * kVector, row0() / kChunk) + row0() % kChunk;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const unsigned words[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+      StepValues halves[2];
+      halves[0].set(steps[i].x);
+      halves[1].set(steps[i].y);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        // From 2^23 on a float's last bit is worth 1.
+        const unsigned bits = __byte_perm(words[j / 2], 0x4b000000u, j % 2 == 0 ? 0x7610 : 0x7632);
+        const float v = (__uint_as_float(bits) - 0x1p23f) * halves[j / 4].at(j % 4);
+        to[j * kRows + i * kRowStep] = v * map.scale[j] + map.shift[j];
+      }
+    }
+  }
+
+  /// \param shared [kChannels,kRows], chunks permuted
+  /// \param y      [channels,positions], from the tile's first channel and position on; 16-byte aligned, and
+  ///               so are its rows
+  static __device__ __forceinline__ void store(const float* shared, float* y, std::int64_t positions,
+                                               int channels, int rows) {
+    constexpr int kChannelStep = kChannels / kVector;
+    const int chunk = threadIdx.x % kChunks, channel0 = threadIdx.x / kChunks;
+    if (chunk * kChunk >= rows) return;
+    y += channel0 * positions + chunk * kChunk;
+#pragma unroll 4
+    for (int i = 0; i < kVector; ++i, y += kChannelStep * positions) {
+      const int channel = channel0 + i * kChannelStep;
+      if (channel >= channels) return;
+      __stcs(reinterpret_cast<float4*>(y), *reinterpret_cast<const float4*>(shared + offset(channel, chunk)));
+    }
+  }
+
+  /// store where y cannot take 16-byte accesses: neighbouring threads write neighbouring elements.
+  static __device__ __forceinline__ void store_scalar(const float* shared, float* y, std::int64_t positions,
+                                                      int channels, int rows) {
+    constexpr int kThreads = kRows < kStreamThreads ? kRows : kStreamThreads;  // that share a channel
+    constexpr int kChannelStep = kStreamThreads / kThreads;
+    const int channel0 = threadIdx.x / kThreads;
+    for (int row = threadIdx.x % kThreads; row < min(rows, kRows); row += kThreads) {
+      float* to = y + channel0 * positions + row;
+#pragma unroll 4
+      for (int channel = channel0; channel < channels; channel += kChannelStep) {
+        *to = shared[offset(channel, row / kChunk) + row % kChunk];
+        to += kChannelStep * positions;
+      }
+    }
+  }
+};
+
+/// Blocks: channel block fastest, then position block, then sample. kVectorOut: y takes 16-byte stores.
+template <int kVectors, bool kVectorOut>
+__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor)
+    group_norm_normalize_steps(const StepsArgs args) {
+  using Tile = StepsTile<kVectors>;
+  alignas(kAccessBytes) __shared__ float shared[kTileValues];  // [kChannels,kRows], chunks permuted
+  __shared__ int moment[kTilesPerBlock * Tile::kRows];         // of the block's positions
+
+  const auto& common = args.common;
+  const std::int64_t k = common.shape.k, positions = common.shape.positions;
+  const int pitch = static_cast<int>(common.a_pitch);
+  const std::int64_t block = reversed_block();
+  const std::int64_t sample_positions = block / common.channel_blocks;
+  const std::int64_t channel0 = (block - sample_positions * common.channel_blocks) * Tile::kChannels;
+  const std::int64_t sample = sample_positions / common.position_blocks;
+  const std::int64_t position_block = sample_positions - sample * common.position_blocks;
+  const std::int64_t begin = position_block * common.position_steps * Tile::kRows;
+  const int count = static_cast<int>(min(common.position_steps * Tile::kRows, positions - begin));
+  const std::int64_t channel = channel0 + Tile::vector() * kVector;
+  const int loaded = channel < k ? count : 0;  // positions that this thread loads
+  const std::uint16_t* a = common.a + (sample * positions + begin) * pitch + channel;
+  const std::int8_t* steps = args.steps + sample * common.shape.tiles * pitch + channel;
+  float* y = common.y + (sample * k + channel0) * positions + begin;
+  const int channels = static_cast<int>(min(k - channel0, std::int64_t{Tile::kChannels}));
+
+  Tile tile;
+  tile.load_values(a, pitch, loaded);
+  for (int i = threadIdx.x; i < count; i += kStreamThreads) moment[i] = __ldg(args.moment_of + begin + i);
+  AffineMap map;
+  map.load(common, sample, channel);
+  __syncthreads();
+  tile.load_steps(steps, pitch, moment, loaded);
+  for (int first = 0; first < count; first += Tile::kRows) {
+    tile.normalize(shared, map);
+    __syncthreads();
+    const int next = first + Tile::kRows;
+    if (next < count) {
+      tile.load_values(a + std::int64_t{next} * pitch, pitch, loaded - next);
+      tile.load_steps(steps, pitch, moment + next, loaded - next);
+    }
+    if constexpr (kVectorOut) {
+      Tile::store(shared, y + first, positions, channels, count - first);
+    } else {
+      Tile::store_scalar(shared, y + first, positions, channels, count - first);
+    }
+    __syncthreads();
+  }
+}
+
+void require_steps_form(const NormalizeParams& params) {
+  const bool right = params.a_layout == Layout::kNDHWC && params.y_layout == Layout::kNCDHW &&
+                     params.y_dtype == DType::kFloat32 && !params.apply_relu && is_aligned(params.a) &&
+                     row_pitch(params) % kVector == 0 && params.moment_of != nullptr;
+  if (right) return;
+  throw std::invalid_argument(
+      "upconv3d: values with steps are normalized from aligned NDHWC in rows of multiples of 8 to NCDHW "
+      "float32, without ReLU; got " +
+      std::string(name(params.a_layout)) + " in rows of " + std::to_string(row_pitch(params)) + " to " +
+      name(params.y_layout) + ' ' + name(params.y_dtype) + (params.apply_relu ? " with ReLU" : "") +
+      (is_aligned(params.a) ? "" : ", a not 16-byte aligned") +
+      (params.moment_of != nullptr ? "" : ", no moment_of") + ". Store the activation as float32.");
+}
+
+template <int kVectors>
+void launch_vectors(const NormalizeParams& params, cudaStream_t stream) {
+  using Tile = StepsTile<kVectors>;
+  const GroupNormShape& shape = params.shape;
+  const std::int64_t tiles = ceil_div(shape.positions, Tile::kRows);
+  StepsArgs args{};
+  args.common.shape = shape;
+  args.common.a = static_cast<const std::uint16_t*>(params.a);
+  args.common.table = static_cast<const float*>(params.table);
+  args.common.y = static_cast<float*>(params.y);
+  args.common.a_pitch = row_pitch(params);
+  args.common.table_vectors = shape.k % kVector == 0 && is_aligned(params.table);
+  args.common.channel_blocks = ceil_div(shape.k, Tile::kChannels);
+  args.common.position_steps =
+      shape.n * args.common.channel_blocks * tiles < kTilesToShare ? 1 : kTilesPerBlock;
+  args.common.position_blocks = ceil_div(tiles, args.common.position_steps);
+  const bool vector_out = is_aligned(params.y) && shape.positions % Tile::kChunk == 0;
+  args.steps = params.steps;
+  args.moment_of = params.moment_of;
+  launch(
+      "group_norm_normalize_steps",
+      vector_out ? group_norm_normalize_steps<kVectors, true> : group_norm_normalize_steps<kVectors, false>,
+      shape.n * args.common.position_blocks * args.common.channel_blocks, dim3(kStreamThreads), stream, args);
+}
+
+}  // namespace
+
+void launch_normalize_steps(const NormalizeParams& params, cudaStream_t stream) {
+  require_steps_form(params);
+  // Threads of channels beyond K would have nothing to do.
+  if (params.shape.k > 32) {
+    launch_vectors<8>(params, stream);
+  } else if (params.shape.k > 16) {
+    launch_vectors<4>(params, stream);
+  } else {
+    launch_vectors<2>(params, stream);
+  }
+}
+
+}  // namespace upconv3d::cuda
