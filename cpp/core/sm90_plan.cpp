@@ -292,9 +292,11 @@ double estimated_stored_ms(const Problem& p, const ConvInstance& instance, const
 }
 
 /// Estimated time of the convolution computed twice: the same multiplication with nothing to write, then with
-/// y, of whose bandwidth a quarter was seen not to hide; between the two, blocks wait for each other.
+/// y, of whose bandwidth a quarter was seen not to hide, all of it where y is float32; between the two,
+/// blocks wait for each other.
 double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_count) {
-  constexpr double kWaitMs = 0.006, kUnhidden = 0.25;
+  constexpr double kWaitMs = 0.006;
+  const double unhidden = p.dtype == DType::kFloat32 ? 1.0 : 0.25;
   const std::int64_t c_blocks = ceil_div(p.c, kTwiceBlockC);
   double cycles = 0, longest = 0;
   for (const TwiceClass& from : layout.classes) {
@@ -305,7 +307,7 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
   const double pass = (cycles / std::max(sm_count, 1) + longest) / kCyclesPerMs;
   const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(DType::kFloat16));
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype));
-  return std::max(pass, x) + std::max(pass + kUnhidden * y, x + y) + kWaitMs;
+  return std::max(pass, x) + std::max(pass + unhidden * y, x + y) + kWaitMs;
 }
 
 /// Why the convolution cannot be computed twice, or "" with `instance` and `layout` set.
