@@ -150,6 +150,9 @@ double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& s
   constexpr double kSharedBytesPerCycle = 118;
   // Filling the pipeline, and handing the accumulators over.
   constexpr double kTileCycles = 1500;
+  // Tiles of one to three k-blocks took this long, in either width: they wait for the tile before to be
+  // stored and its moments to be taken.
+  constexpr double kLeastCycles = 12000;
   const double bc = instance.block_channels;
   const double bp = instance.block_positions;
   const double copies = instance.products == 1 ? 1 : 2;  // hi, or hi and lo
@@ -168,7 +171,8 @@ double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& s
       2 * (64 + static_cast<double>(moment_positions(instance))) * row_bytes * instance.products;
   // The epilogue stages a tile: written once, read to be stored and to take its moments.
   const double staged = 3 * bc * bp * instance.stored_bits / 8;
-  return kTileCycles + std::max(multiply, (k_blocks * (written + read) + staged) / kSharedBytesPerCycle);
+  return std::max(kLeastCycles, kTileCycles + std::max(multiply, (k_blocks * (written + read) + staged) /
+                                                                     kSharedBytesPerCycle));
 }
 
 /// Estimated cycles of the convolution: those of block 0, which takes the first and costliest tile of every
