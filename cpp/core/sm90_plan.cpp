@@ -150,8 +150,8 @@ double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& s
   constexpr double kSharedBytesPerCycle = 118;
   // Filling the pipeline, and handing the accumulators over.
   constexpr double kTileCycles = 1500;
-  // Tiles of one to three k-blocks took this long, in either width: they wait for the tile before to be
-  // stored and its moments to be taken.
+  // Tiles of 256 positions and few k-blocks took this long, in either width: they wait for the tile before to
+  // be stored and its moments to be taken. Smaller ones were not looked at.
   constexpr double kLeastCycles = 12000;
   const double bc = instance.block_channels;
   const double bp = instance.block_positions;
@@ -171,8 +171,9 @@ double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& s
       2 * (64 + static_cast<double>(moment_positions(instance))) * row_bytes * instance.products;
   // The epilogue stages a tile: written once, read to be stored and to take its moments.
   const double staged = 3 * bc * bp * instance.stored_bits / 8;
-  return std::max(kLeastCycles, kTileCycles + std::max(multiply, (k_blocks * (written + read) + staged) /
-                                                                     kSharedBytesPerCycle));
+  const double cycles =
+      kTileCycles + std::max(multiply, (k_blocks * (written + read) + staged) / kSharedBytesPerCycle);
+  return instance.block_positions < 256 ? cycles : std::max(cycles, kLeastCycles);
 }
 
 /// Estimated cycles of the convolution: those of block 0, which takes the first and costliest tile of every
