@@ -73,10 +73,12 @@ __global__ void __launch_bounds__(kStreamThreads) group_norm_normalize_ndhwc(con
   std::int64_t position = begin + threadIdx.y;
   const A* from = args.a + (sample * args.shape.positions + position) * args.a_pitch + channel;
   Y* to = args.y + (sample * args.shape.positions + position) * k + channel;
-  for (; position + (kLoadsInFlight - 1) * blockDim.y < end; position += kLoadsInFlight * blockDim.y) {
-    normalize_vectors<kLoadsInFlight, kVector>(from, from_step, to, to_step, map, lane_of);
-    from += kLoadsInFlight * from_step;
-    to += kLoadsInFlight * to_step;
+  // Of double, more vectors in flight do not fit the registers beside their map on arch 80.
+  constexpr int kLoads = sizeof(A) == 8 ? kLoadsInFlight / 2 : kLoadsInFlight;
+  for (; position + (kLoads - 1) * blockDim.y < end; position += kLoads * blockDim.y) {
+    normalize_vectors<kLoads, kVector>(from, from_step, to, to_step, map, lane_of);
+    from += kLoads * from_step;
+    to += kLoads * to_step;
   }
   for (; position < end; position += blockDim.y, from += from_step, to += to_step) {
     normalize_vectors<1, kVector>(from, from_step, to, to_step, map, lane_of);
