@@ -159,3 +159,27 @@ def test_beyond_32_bit_offsets(cuda):
     expected = (channel - channel.mean()) * torch.rsqrt(channel.var(correction=0) + block.eps) * scale + shift
     error = (y.view(64, -1)[-1].double() - expected).norm() / expected.norm()
     assert float(error) < 1e-2
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_phases_of_a_large_sample(hopper, groups):
+    """Tiles in windows of all phases, where there are enough of them and one convolution group."""
+    block = make_block(
+        1,
+        128,
+        128,
+        32,
+        3,
+        groups=groups,
+        num_groups=8,
+        stride=2,
+        padding=1,
+        output_padding=1,
+        device=hopper,
+        dtype=torch.bfloat16,
+    )
+    for case in (block, block.channels_last()):
+        assert case.plan().algorithm == "sm90_implicit_gemm"
+        assert ("order: all phases" in str(case.plan())) == (groups == 1)
+        check_like_eager(case)
+        assert torch.equal(case.ours(), case.ours())

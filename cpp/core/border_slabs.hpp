@@ -73,7 +73,7 @@ inline constexpr std::int64_t kMaxSm90Count =
 /// Tiles of one launch: each is normalized in 8 items, which are counted too.
 inline constexpr std::int64_t kMaxSm90Tiles = kMaxSm90Count / 8;
 
-/// Slabs that one launch of the SM90 kernel takes, 14 to 18 KB of parameters: stride 3 uncut, kernel 5 of
+/// Slabs that one launch of the SM90 kernel takes, 15 to 21 KB of parameters: stride 3 uncut, kernel 5 of
 /// stride 1 cut along all axes, kernel 7 along two.
 inline constexpr int kMaxSlabs = 27;
 

@@ -2,7 +2,7 @@
 /// conv_transpose_relu_group_norm_sm90: the forward pass after packing.
 ///
 ///   x     [N,D,H,W,C]                 operand  read through TMA im2col; or packed by layout/pack as
-///         [N,groups,D,H,W,channels]            channels of a group, zeros up to a multiple of 8
+///         [N,groups,D,H,W,channels]            channels of a group, then zeros
 ///   w     [T*R*S,K,channels]          operand  packed by layout/pack
 ///   a     [N,Z,P,Q,K]                 output   relu(conv + bias), then y: normalized in place
 ///   part  [N,moments,K/granule,2]     float    (mean, M2) of the *rounded* relu(conv)
@@ -249,7 +249,6 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
       slab.taps[axis] = reached ? static_cast<int>(from.taps[axis]) : 1;
     }
     const std::int64_t pos_tiles = ceil_div(from.positions(), Traits::BLK_POS);
-    slab.pos_tiles = static_cast<int>(pos_tiles);
     slab.first_tile = static_cast<int>(tiles);
     slab.first_moment = static_cast<int>(moments);
     tiles += pos_tiles * k_tiles;

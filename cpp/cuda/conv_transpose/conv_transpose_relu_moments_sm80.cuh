@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// conv_transpose_relu_moments_sm80: forward stage 2 of 4 on any GPU from compute capability 8.0 on, for
-/// groups 1 and channels in eights.
+/// groups 1 and output channels in eights; C is operand_channels, with zeros behind the block's own.
 ///
 ///   x      [N,D,H,W,C]    operand  gathered by cp.async
 ///   w      [T*R*S,K,C]    operand  packed by layout/pack

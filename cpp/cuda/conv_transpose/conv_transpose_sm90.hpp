@@ -13,6 +13,9 @@
 
 namespace upconv3d::cuda {
 
+/// conv_transpose_twice_sm90 takes no channel_table, steps, moment_of, split_axes, share_taps and
+/// window_tiles; its part is of unrounded values, by granules of twice_granule_shift, its table
+/// [twice_table_floats] (core/twice_layout.hpp).
 struct ConvTransposeParams {
   Problem problem;
   const void* x_hi = nullptr;                    // [N,D,H,W,C] operand, 16-byte aligned, or packed:
@@ -37,9 +40,6 @@ struct ConvTransposeParams {
   std::int8_t* steps = nullptr;
   // [Z*P*Q] written: the partial moment, and so the steps, of a position; null: not wanted.
   std::int32_t* moment_of = nullptr;
-  // conv_transpose_twice_sm90 takes no channel_table, steps, moment_of, split_axes and share_taps; its part
-  // is of unrounded values, by granules of twice_granule_shift, its table [twice_table_floats]
-  // (core/twice_layout.hpp).
   std::int32_t* counters = nullptr;  // [counter_count(problem)], zero
   int split_axes = 0;                // axes along which borders are cut off, see border_slabs
   bool share_taps = false;        // loads of x serve several taps: tap_sharing_slabs instead of border_slabs

@@ -170,7 +170,6 @@ struct KernelSlab : SlabGeometry {
   int taps[3];                    // taps along T,R,S
   int c_begin, c_end;             // k-blocks of input channels
   int shared_taps;                // of taps[1], how many one load of x serves: all or 1
-  int pos_tiles;                  // ceil(positions / BLK_POS)
   int first_tile;                 // of a sample's tiles
   int first_moment;               // of a sample's partial moments
 };
@@ -283,7 +282,7 @@ CUTLASS_DEVICE TileCoord tile_of_launch(KernelParams<Traits> const& params, int 
   int const window = params.order_per_window.divmod(local, local);
   coord.slab = params.order_per_slab.divmod(local, local);
   int const pos_tile = window * params.window_tiles + params.k_tiles.divmod(k_tile, local);
-  coord.channel = k_tile * Traits::BLK_K;
+  coord.channel = tile_channel(params, k_tile);
   coord.position = pos_tile * Traits::BLK_POS;
   return coord;
 }

@@ -61,10 +61,6 @@ void check_encoded(CUresult status, const char* tensor, const Problem& problem) 
 
 constexpr cuuint32_t kUnitStrides[5] = {1, 1, 1, 1, 1};
 
-}  // namespace
-
-namespace {
-
 /// An im2col descriptor over a box of a dense [N,D,H,W,C] tensor, of every step-th element of it.
 struct Im2colBox {
   std::int64_t samples;   // N

@@ -65,7 +65,7 @@ struct TwiceView : SlabGeometry {
   CUtensorMap y;  // boxes of STAGE_POS positions x 128 bytes
 };
 
-/// core's TwiceRows, with where each phase of the view has its tap 0 among the class's taps.
+/// core's TwiceRows.
 struct TwiceRowsParams {
   int view;            // -1: nothing to compute
   int row;             // first of 64, of fold*K

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// Operands of the tensor-core convolution, 16 bit: x as [N,groups,D,H,W,channels] and w as
-/// [T*R*S,K,channels], where channels are those of one convolution group and zeros up to a multiple of 8
-/// (core/channels.hpp). Forward stage 1 of 4.
+/// [T*R*S,K,channels], where channels are those of one convolution group, then zeros up to
+/// operand_channels (core/channels.hpp). Forward stage 1 of 4.
 ///
 /// 16-bit dtypes keep their bits. float32 becomes float16 (10-bit mantissa, as TF32 has) after scaling by
 /// powers of two; with three products, v = hi + lo in two float16 (Ootomo & Yokota, arXiv:2203.03341). The

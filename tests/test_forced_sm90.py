@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SM90 plan's two kernels on small blocks, where the estimate would choose but one of them.
+
+UPCONV3D_PLAN is read once per process, so the cases run in another.
+"""
+
+import pytest
+import torch
+from oracles import check_like_eager, make_block
+from test_sm80 import _run_child
+
+# Numbers of make_block: samples, C, K, extent, kernel; and what differs from a plain block.
+SHAPES = {
+    "kernel-is-stride": ((1, 64, 64, 8, 2), {"stride": 2}),
+    "phases-side-by-side": ((2, 64, 32, (6, 7, 8), 3), {"stride": 2, "padding": 1, "output_padding": 1}),
+    "channels-48-as-they-lie": ((2, 48, 72, (5, 6, 7), 2), {"stride": 2}),
+    "channels-20-padded": ((2, 20, 64, (5, 6, 7), 2), {"stride": 2, "bias": False}),
+    "stride-1": ((3, 16, 24, (5, 4, 6), 2), {"padding": 1, "affine": False}),
+    "kernel-1x2x2": ((2, 32, 16, (4, 6, 5), (1, 2, 2)), {"stride": (1, 2, 2)}),
+}
+KINDS = ((torch.bfloat16, "ieee"), (torch.float16, "ieee"), (torch.float32, "tf32"))
+
+
+def cases(device, plan):
+    """Run by the child: every shape and dtype, channels_last_3d, against float64 and PyTorch."""
+    for name, (sizes, numbers) in SHAPES.items():
+        for dtype, precision in KINDS:
+            torch.manual_seed(1234)
+            block = make_block(
+                *sizes, num_groups=4, device=device, dtype=dtype, precision=precision, **numbers
+            ).channels_last()
+            assert block.plan().algorithm == "sm90_implicit_gemm", block.plan()
+            assert block.plan().twice == (plan == "twice"), block.plan()
+            check_like_eager(block)
+            assert torch.equal(block.ours(), block.ours()), f"{name} {dtype} differs from run to run"
+
+
+@pytest.mark.parametrize("plan", ["stored", "twice"])
+def test_forced_kernel(hopper, plan):
+    result = _run_child(f"import test_forced_sm90; test_forced_sm90.cases('cuda', '{plan}')", plan=plan)
+    assert result.returncode == 0, result.stdout + result.stderr
