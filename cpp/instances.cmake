@@ -110,7 +110,7 @@ function(upconv3d_generate_instances folder compiled_90 compiled_80 core_sources
     endif()
 
     string(APPEND rows
-      "      {\"${name}\", ${arch}, ${_core_${operand}}, ${products}, ${_core_${stored}}, ${_bits_${stored}}, ${bc}, ${bp}, ${twice_${kernel}}, ${compiled_literal}},\n")
+      "      {.name = \"${name}\", .arch = ${arch}, .operand = ${_core_${operand}}, .products = ${products}, .output = ${_core_${stored}}, .stored_bits = ${_bits_${stored}}, .block_channels = ${bc}, .block_positions = ${bp}, .twice = ${twice_${kernel}}, .compiled = ${compiled_literal}},\n")
     file(CONFIGURE OUTPUT "${folder}/${name}.cu" @ONLY CONTENT
 "// SPDX-License-Identifier: Apache-2.0
 // Generated from cpp/instances.cmake.

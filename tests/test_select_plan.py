@@ -158,7 +158,7 @@ def test_channels_are_padded_to_eights():
     """Input channels as x is packed, output channels in scratch memory that another kernel normalizes."""
     inputs = plan_of(facts(c=20))
     assert inputs.pack_x and inputs.activation_in_y
-    assert "input channels padded from 20 to 64" in str(inputs)
+    assert inputs.channels == "input channels padded from 20 to 64" and inputs.channels in str(inputs)
     outputs = plan_of(facts(k=100, num_groups=25))
     assert not outputs.pack_x and not outputs.activation_in_y
     assert outputs.stages[-1] == "group_norm_normalize"
@@ -339,3 +339,11 @@ def test_hopper_runs_the_sm90_plan(hopper):
     for precision in ("ieee", "tf32"):
         plan = replace(block, precision=precision).plan()
         assert plan.algorithm == "sm90_implicit_gemm", plan.reason
+
+
+def test_windows_of_phases():
+    """Where phases have tiles enough, and one convolution group reads them."""
+    large = facts(c=256, k=128, extent=(32, 32, 32), kernel=(3, 3, 3), stride=[2, 2, 2], padding=[1, 1, 1])
+    assert plan_of(large).window_tiles >= 16 and "order: all phases" in str(plan_of(large))
+    assert plan_of(large | {"groups": 2}).window_tiles == 0
+    assert plan_of(facts()).window_tiles == 0

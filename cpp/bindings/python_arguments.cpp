@@ -126,6 +126,8 @@ py::dict to_dict(const Plan& plan) {
   dict["tile_positions"] = plan.tile_positions;
   dict["split_axes"] = plan.split_axes;
   dict["share_taps"] = plan.share_taps;
+  dict["window_tiles"] = plan.window_tiles;
+  dict["channels"] = plan.channels;
   dict["twice"] = plan.twice;
   dict["estimated_stored_ms"] = plan.estimated_stored_ms;
   dict["estimated_twice_ms"] = plan.estimated_twice_ms;

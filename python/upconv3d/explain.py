@@ -29,6 +29,9 @@ class Plan:
             read only padding.
         share_taps: whether one load of input serves all taps along the height, with borders cut off along the
             depth alone.
+        window_tiles: of a strided block, tiles of positions for which all phases are computed before the next
+            ones; 0 where phases follow each other whole.
+        channels: how channels are padded or kept apart by convolution group; "" where they lie as they are.
         twice: whether the convolution is computed for its moments and then once more instead of being stored.
         estimated_stored_ms, estimated_twice_ms: what that choice rests on, without packing; 0 where a plan
             cannot run.
@@ -52,6 +55,8 @@ class Plan:
     tile_positions: int
     split_axes: int
     share_taps: bool
+    window_tiles: int
+    channels: str
     twice: bool
     estimated_stored_ms: float
     estimated_twice_ms: float
@@ -81,6 +86,8 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         tile_positions=plan["tile_positions"],
         split_axes=plan["split_axes"],
         share_taps=plan["share_taps"],
+        window_tiles=plan["window_tiles"],
+        channels=plan["channels"],
         twice=plan["twice"],
         estimated_stored_ms=plan["estimated_stored_ms"],
         estimated_twice_ms=plan["estimated_twice_ms"],
