@@ -9,7 +9,7 @@
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/forward_sm80.hpp"
 #include "cuda/group_norm/group_norm.hpp"
-#include "cuda/layout/pack.hpp"
+#include "cuda/packed_operands.hpp"
 #include "cuda/workspace.hpp"
 
 namespace upconv3d::cuda {
@@ -25,34 +25,20 @@ std::int64_t stat_size(const Problem& problem) {
 
 /// Scratch memory of a forward call on the SM90 plan.
 struct Sm90Workspace {
-  void* x_hi;    // [N,groups,D,H,W,operand_channels] operand, where the plan packs x
-  void* x_lo;    // the same, three products only
-  void* w_hi;    // [T*R*S,K,operand_channels] operand
-  void* w_lo;    // the same, three products only
-  void* scales;  // operand_scales_bytes
-  void* a;       // [N,Z,P,Q,padded_channels(K)] of stored_bits, where it does not lie in y
-  void* part;    // [N,tiles,K/granule,2] float
-  void* table;   // [N,G,4] float, or [3,N,K] where normalizing is a stage of its own; twice: [N,G,segments,4]
-  void* steps;   // [N,tiles,padded_channels(K)] int8, where relu(conv) is stored in fewer bits than y
+  Carver carver;
+  PackedOperands operands;
+  void* a;      // [N,Z,P,Q,padded_channels(K)] of stored_bits, where it does not lie in y
+  void* part;   // [N,tiles,K/granule,2] float
+  void* table;  // [N,G,4] float, or [3,N,K] where normalizing is a stage of its own; twice: [N,G,segments,4]
+  void* steps;  // [N,tiles,padded_channels(K)] int8, where relu(conv) is stored in fewer bits than y
   void* counters;  // [counter_count] int32
   std::int64_t counter_bytes;
   void* moment_of;  // [Z*P*Q] int32, where relu(conv) with steps does not lie in y
   std::int64_t bytes;
 
-  Sm90Workspace(const Problem& problem, const Plan& plan, void* base) {
-    Carver carver(base);
-    const std::int64_t operand = size_of(plan.instance->operand);
-    const bool split = plan.instance->products == 3;
-    const std::int64_t row_bytes = operand_channels(problem) * operand;
-    const std::int64_t x_bytes =
-        plan.pack_x ? problem.n * problem.groups * volume(problem.in) * row_bytes : 0;
-    const std::int64_t w_bytes = problem.k * volume(problem.kernel) * row_bytes;
+  Sm90Workspace(const Problem& problem, const Plan& plan, void* base)
+      : carver(base), operands(problem, plan, carver) {
     const std::int64_t channels = padded_channels(problem.k);
-    x_hi = carver.take(x_bytes);
-    x_lo = carver.take(split ? x_bytes : 0);
-    w_hi = carver.take(w_bytes);
-    w_lo = carver.take(split ? w_bytes : 0);
-    scales = carver.take(operand_scales_bytes(problem));
     const int granule_shift = plan.twice ? twice_granule_shift(problem) : moment_granule_shift(problem);
     part = carver.take(problem.n * plan.tiles * (problem.k >> granule_shift) * 2 *
                        static_cast<std::int64_t>(sizeof(float)));
@@ -94,32 +80,20 @@ struct LibraryWorkspace {
 void run_sm90(const Problem& problem, const Plan& plan, const Device& device, const ForwardTensors& tensors,
               cudaStream_t stream) {
   const Sm90Workspace workspace(problem, plan, tensors.workspace);
-  PackParams pack;
-  pack.problem = problem;
-  pack.operand = plan.instance->operand;
-  pack.products = plan.instance->products;
-  pack.x = tensors.x;
-  pack.w = tensors.w;
-  for (int axis = 0; axis < 5; ++axis) pack.w_strides[axis] = tensors.w_strides[axis];
-  pack.x_hi = workspace.x_hi;
-  pack.x_lo = workspace.x_lo;
-  pack.w_hi = workspace.w_hi;
-  pack.w_lo = workspace.w_lo;
-  if (workspace.scales) pack.scales = carve_operand_scales(problem, workspace.scales);
-  pack.zero = workspace.counters;
-  pack.zero_bytes = workspace.counter_bytes;
-  launch_pack(pack, stream);
+  const PackedOperands& operands = workspace.operands;
+  const OperandScales scales =
+      operands.pack(problem, plan, tensors, {workspace.counters, workspace.counter_bytes}, stream);
 
   ConvTransposeParams conv;
   conv.problem = problem;
-  conv.x_hi = plan.pack_x ? workspace.x_hi : tensors.x;
+  conv.x_hi = operands.x(plan, tensors);
   conv.x_packed = plan.pack_x;
-  conv.x_lo = workspace.x_lo;
-  conv.w_hi = workspace.w_hi;
-  conv.w_lo = workspace.w_lo;
+  conv.x_lo = operands.x_lo;
+  conv.w_hi = operands.w_hi;
+  conv.w_lo = operands.w_lo;
   conv.bias = tensors.bias;
-  conv.unscale_sample = pack.scales.unscale_sample;
-  conv.unscale_column = pack.scales.unscale_column;
+  conv.unscale_sample = scales.unscale_sample;
+  conv.unscale_column = scales.unscale_column;
   conv.gamma = tensors.gamma;
   conv.beta = tensors.beta;
   conv.a = plan.activation_in_y ? tensors.y : workspace.a;

@@ -4,19 +4,15 @@
 #include "core/channels.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm80.hpp"
 #include "cuda/group_norm/group_norm.hpp"
-#include "cuda/layout/pack.hpp"
-#include "cuda/workspace.hpp"
+#include "cuda/packed_operands.hpp"
 
 namespace upconv3d::cuda {
 namespace {
 
 /// Scratch memory of a forward call on the SM80 plan.
 struct Sm80Workspace {
-  void* x_hi;      // [N,D,H,W,operand_channels] operand, where the plan packs x
-  void* x_lo;      // the same, three products only
-  void* w_hi;      // [T*R*S,K,operand_channels] operand
-  void* w_lo;      // the same, three products only
-  void* scales;    // operand_scales_bytes
+  Carver carver;
+  PackedOperands operands;
   void* a;         // [N,Z,P,Q,K] activation dtype, where it does not lie in y
   void* part;      // [N,tiles,K,2] float
   void* counts;    // [tiles] int32
@@ -24,19 +20,9 @@ struct Sm80Workspace {
   void* table;     // [3,N,K] float
   std::int64_t bytes;
 
-  Sm80Workspace(const Problem& problem, const Plan& plan, const GroupNormShape& shape, void* base) {
+  Sm80Workspace(const Problem& problem, const Plan& plan, const GroupNormShape& shape, void* base)
+      : carver(base), operands(problem, plan, carver) {
     constexpr std::int64_t kFloat = sizeof(float);
-    Carver carver(base);
-    const std::int64_t operand = size_of(plan.instance->operand);
-    const bool split = plan.instance->products == 3;
-    const std::int64_t row_bytes = operand_channels(problem) * operand;
-    const std::int64_t x_bytes = plan.pack_x ? problem.n * volume(problem.in) * row_bytes : 0;
-    const std::int64_t w_bytes = problem.k * volume(problem.kernel) * row_bytes;
-    x_hi = carver.take(x_bytes);
-    x_lo = carver.take(split ? x_bytes : 0);
-    w_hi = carver.take(w_bytes);
-    w_lo = carver.take(split ? w_bytes : 0);
-    scales = carver.take(operand_scales_bytes(problem));
     a = carver.take(
         plan.activation_in_y ? 0 : problem.n * problem.k * problem.positions() * size_of(plan.activation));
     part = carver.take(problem.n * plan.tiles * problem.k * 2 * kFloat);
@@ -51,24 +37,6 @@ GroupNormShape group_norm_shape(const Problem& problem, const Plan& plan) {
   return {problem.n, problem.k, problem.positions(), problem.num_groups, plan.tile_positions, plan.tiles};
 }
 
-OperandScales pack(const Problem& problem, const Plan& plan, const ForwardTensors& tensors,
-                   const Sm80Workspace& workspace, cudaStream_t stream) {
-  PackParams pack;
-  pack.problem = problem;
-  pack.operand = plan.instance->operand;
-  pack.products = plan.instance->products;
-  pack.x = tensors.x;
-  pack.w = tensors.w;
-  for (int axis = 0; axis < 5; ++axis) pack.w_strides[axis] = tensors.w_strides[axis];
-  pack.x_hi = workspace.x_hi;
-  pack.x_lo = workspace.x_lo;
-  pack.w_hi = workspace.w_hi;
-  pack.w_lo = workspace.w_lo;
-  if (workspace.scales) pack.scales = carve_operand_scales(problem, workspace.scales);
-  launch_pack(pack, stream);
-  return pack.scales;
-}
-
 }  // namespace
 
 std::int64_t sm80_workspace_bytes(const Problem& problem, const Plan& plan) {
@@ -78,15 +46,16 @@ std::int64_t sm80_workspace_bytes(const Problem& problem, const Plan& plan) {
 void run_sm80(const Problem& problem, const Plan& plan, const ForwardTensors& tensors, cudaStream_t stream) {
   const GroupNormShape shape = group_norm_shape(problem, plan);
   const Sm80Workspace workspace(problem, plan, shape, tensors.workspace);
-  const OperandScales scales = pack(problem, plan, tensors, workspace, stream);
+  const PackedOperands& operands = workspace.operands;
+  const OperandScales scales = operands.pack(problem, plan, tensors, {}, stream);
 
   ConvTransposeSm80Params conv;
   conv.problem = problem;
   conv.problem.c = operand_channels(problem);  // zeros behind C add nothing
-  conv.x_hi = plan.pack_x ? workspace.x_hi : tensors.x;
-  conv.x_lo = workspace.x_lo;
-  conv.w_hi = workspace.w_hi;
-  conv.w_lo = workspace.w_lo;
+  conv.x_hi = operands.x(plan, tensors);
+  conv.x_lo = operands.x_lo;
+  conv.w_hi = operands.w_hi;
+  conv.w_lo = operands.w_lo;
   conv.bias = tensors.bias;
   conv.unscale_sample = scales.unscale_sample;
   conv.unscale_column = scales.unscale_column;

@@ -11,43 +11,15 @@
 #include "core/channels.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
+#include "core_cases.hpp"
 
 namespace upconv3d {
 namespace {
 
-int failures = 0;
-
-void expect(bool condition, const std::string& what) {
-  if (condition) return;
-  ++failures;
-  std::cerr << "FAILED: " << what << '\n';
-}
-
-/// A block of 64 input and 128 output channels, one convolution group, channels_last_3d.
-Problem dense() {
-  Problem p;
-  p.n = 16, p.c = 64, p.k = 128;
-  p.in = {32, 32, 32}, p.kernel = {3, 3, 3};
-  p.num_groups = 8;
-  p.dtype = DType::kBFloat16;
-  p.x_layout = p.y_layout = Layout::kNDHWC;
-  return p;
-}
-
-Device hopper() {
-  return {.is_cuda = true, .compute_capability = 90, .sm_count = 132, .max_threads = 1};
-}
-
-std::vector<ConvInstance> all_compiled() {
-  std::vector<ConvInstance> instances = conv_instances();
-  for (ConvInstance& instance : instances) instance.compiled = true;
-  return instances;
-}
-
 /// Channels and groups of any size on the SM90 kernel: what is padded, what is packed, who normalizes.
 void test_channels() {
   const auto plan_of = [](const std::function<void(Problem&)>& change) {
-    Problem p = dense();
+    Problem p = headline();
     change(p);
     return select_plan(p, hopper(), all_compiled());
   };
@@ -92,7 +64,7 @@ void test_channels() {
          "5 input channels a group");
   expect(!plan_of([](Problem& p) { p.groups = 8; }).instance, "16 bit: groups of 8 are the library's");
 
-  Problem p = dense();
+  Problem p = headline();
   expect(channel_tiles(p, 128) == 1, "tiles of 128 channels");
   p.groups = 4;
   expect(channel_tiles(p, 128) == 4 && channel_tiles(p, 64) == 4, "no tile holds two groups");

@@ -28,6 +28,7 @@
 #include "cuda/group_norm/group_norm.hpp"
 #include "cutlass/numeric_types.h"
 #include "gpu_test.hpp"
+#include "tally.hpp"
 
 namespace {
 
@@ -44,6 +45,7 @@ using upconv3d::tests::next_random;
 using upconv3d::tests::reference_kernel;
 using upconv3d::tests::rounded;
 using upconv3d::tests::small_integers;
+using upconv3d::tests::Tally;
 
 constexpr Extent3 kOnes = {1, 1, 1};
 constexpr Extent3 kNone = {0, 0, 0};
@@ -290,23 +292,6 @@ std::string check_repeats(Fixture& fixture, int split_axes) {
   }
   return "";
 }
-
-/// Runs and prints; counts what passed and failed.
-class Tally {
- public:
-  template <class Body>
-  void run(const ConvInstance& instance, const std::string& what, const Body& body) {
-    std::string problem;
-    try {
-      problem = body();
-    } catch (const std::exception& error) {
-      problem = error.what();
-    }
-    problem.empty() ? ++passed : ++failed;
-    if (!problem.empty()) std::printf("FAILED %s, %s: %s\n", instance.name, what.c_str(), problem.c_str());
-  }
-  int passed = 0, failed = 0;
-};
 
 /// Every case uncut and cut along 1 to 3 axes; group counts take turns.
 template <class Operand, class Output>

@@ -30,6 +30,7 @@
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cutlass/numeric_types.h"
 #include "gpu_test.hpp"
+#include "tally.hpp"
 
 namespace {
 
@@ -50,6 +51,7 @@ using upconv3d::tests::next_random;
 using upconv3d::tests::reference_kernel;
 using upconv3d::tests::rounded;
 using upconv3d::tests::small_integers;
+using upconv3d::tests::Tally;
 
 /// The case that is launched again and again: five samples, several channel tiles, most work.
 constexpr int kRepeatedCase = 9;
@@ -390,23 +392,6 @@ std::string check_y(const Fixture& fixture, bool affine) {
   }
   return "";
 }
-
-/// Runs and prints; counts what passed and failed.
-class Tally {
- public:
-  template <class Body>
-  void run(const ConvInstance& instance, const std::string& what, const Body& body) {
-    std::string problem;
-    try {
-      problem = body();
-    } catch (const std::exception& error) {
-      problem = error.what();
-    }
-    problem.empty() ? ++passed : ++failed;
-    if (!problem.empty()) std::printf("FAILED %s, %s: %s\n", instance.name, what.c_str(), problem.c_str());
-  }
-  int passed = 0, failed = 0;
-};
 
 std::string label(const Problem& problem, const Cut& cut, std::int64_t groups, bool normalizes) {
   return "N=" + std::to_string(problem.n) + " C=" + std::to_string(problem.c) +

@@ -27,6 +27,7 @@
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cutlass/numeric_types.h"
 #include "gpu_test.hpp"
+#include "tally.hpp"
 
 namespace {
 
@@ -42,6 +43,7 @@ using upconv3d::tests::packed;
 using upconv3d::tests::reference_kernel;
 using upconv3d::tests::rounded;
 using upconv3d::tests::small_integers;
+using upconv3d::tests::Tally;
 
 struct Case {
   std::int64_t n, c, k;
@@ -252,23 +254,6 @@ std::string check_repeats(Fixture& fixture, std::int64_t groups, int sm_count) {
   return "";
 }
 
-/// Runs and prints; counts what passed and failed.
-struct Tally {
-  int passed = 0, failed = 0;
-
-  template <class Body>
-  void run(const std::string& what, const Body& body) {
-    std::string problem;
-    try {
-      problem = body();
-    } catch (const std::exception& error) {
-      problem = error.what();
-    }
-    problem.empty() ? ++passed : ++failed;
-    if (!problem.empty()) std::printf("FAILED %s: %s\n", what.c_str(), problem.c_str());
-  }
-};
-
 /// Every case with layer norm, instance norm and what lies between, by few blocks and by many.
 template <class Operand, class Output>
 void run_instance(const ConvInstance& instance, int sm_count, Tally& tally) {
@@ -277,14 +262,14 @@ void run_instance(const ConvInstance& instance, int sm_count, Tally& tally) {
     Fixture<Operand, Output> fixture(instance, kCases[index], state);
     const std::vector<std::int64_t> counts = group_counts(kCases[index].k);
     for (std::size_t turn = 0; turn < counts.size(); ++turn) {
-      const std::string label = std::string(instance.name) + ", case " + std::to_string(index) + ", groups " +
-                                std::to_string(counts[turn]);
-      tally.run(label, [&] {
+      const std::string label = "case " + std::to_string(index) + ", groups " + std::to_string(counts[turn]);
+      tally.run(instance, label, [&] {
         fixture.launch(counts[turn], turn % 3 != 0, turn % 2 ? kFewBlocks : sm_count);
         return check_y(fixture, turn % 3 != 0);
       });
       if (index != kRepeatedCase) continue;
-      tally.run(label + ", repeated", [&] { return check_repeats(fixture, counts[turn], sm_count); });
+      tally.run(instance, label + ", repeated",
+                [&] { return check_repeats(fixture, counts[turn], sm_count); });
     }
   }
 }
@@ -298,7 +283,7 @@ int main() {
   check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0), "asking for the SM count");
   for (const ConvInstance& instance : upconv3d::conv_instances()) {
     if (!instance.compiled || !instance.twice) continue;
-    tally.run(instance.name + std::string(", preparing its cases"), [&] {
+    tally.run(instance, "preparing its cases", [&] {
       if (instance.operand == DType::kBFloat16) {
         run_instance<cutlass::bfloat16_t, cutlass::bfloat16_t>(instance, sm_count, tally);
       } else if (instance.output == DType::kFloat16) {

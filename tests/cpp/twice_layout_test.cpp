@@ -12,41 +12,10 @@
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 #include "core/twice_layout.hpp"
+#include "core_cases.hpp"
 
 namespace upconv3d {
 namespace {
-
-int failures = 0;
-
-void expect(bool condition, const std::string& what) {
-  if (condition) return;
-  ++failures;
-  std::cerr << "FAILED: " << what << '\n';
-}
-
-/// KernelBench level 2, problem 61, in bfloat16 channels_last_3d.
-Problem headline() {
-  Problem p;
-  p.n = 16;
-  p.c = 64;
-  p.k = 128;
-  p.in = {32, 32, 32};
-  p.kernel = {3, 3, 3};
-  p.num_groups = 8;
-  p.dtype = DType::kBFloat16;
-  p.x_layout = p.y_layout = Layout::kNDHWC;
-  return p;
-}
-
-Device hopper() {
-  return {.is_cuda = true, .compute_capability = 90, .sm_count = 132, .max_threads = 1};
-}
-
-std::vector<ConvInstance> all_compiled() {
-  std::vector<ConvInstance> instances = conv_instances();
-  for (ConvInstance& instance : instances) instance.compiled = true;
-  return instances;
-}
 
 /// 1, 128 > 128, 48^3, kernel = stride = 2.
 Problem kernel_is_stride() {
