@@ -78,8 +78,8 @@ InputBox input_box(const Problem& problem, const Slab& slab, bool shares_taps = 
 inline constexpr std::int64_t kMaxSm90Count =
     std::numeric_limits<std::int32_t>::max() - (std::int64_t{1} << 16);
 
-/// Tiles of one launch: each is normalized in 8 items, which are counted too.
-inline constexpr std::int64_t kMaxSm90Tiles = kMaxSm90Count / 8;
+/// Tiles of one launch: each is normalized in 8 or 16 items, which are counted too.
+inline constexpr std::int64_t kMaxSm90Tiles = kMaxSm90Count / 16;
 
 /// Slabs that one launch of the SM90 kernel takes, 15 to 21 KB of parameters: stride 3 uncut, kernel 5 of
 /// stride 1 cut along all axes, kernel 7 along two.

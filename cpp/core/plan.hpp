@@ -39,10 +39,24 @@ struct ConvInstance {
   bool compiled;        // false in a build without CUDA, or without an arch it runs on
 };
 
-/// Output positions that one partial moment of an SM90 instance covers: those of one consumer warpgroup.
-/// Tiles of 128 channels give both warpgroups all positions, tiles of 64 channels half of them each.
-inline std::int64_t moment_positions(const ConvInstance& instance) {
+/// Output positions of one consumer warpgroup of an SM90 instance. Tiles of 128 channels give both warpgroups
+/// all positions, tiles of 64 channels half of them each.
+inline std::int64_t warpgroup_positions(const ConvInstance& instance) {
   return instance.block_channels == 64 ? instance.block_positions / 2 : instance.block_positions;
+}
+
+/// Parts in which an SM90 tile is staged on its way to memory, one after the other: the operands need the
+/// shared memory more.
+constexpr int stage_rounds(int block_channels, int block_positions, int stored_bits) {
+  constexpr int kMaxStagedBytes = 64 * 1024;
+  return block_channels * block_positions * stored_bits / 8 > kMaxStagedBytes ? 2 : 1;
+}
+
+/// Output positions that one partial moment of an SM90 instance covers: those that a warpgroup stages at
+/// once.
+inline std::int64_t moment_positions(const ConvInstance& instance) {
+  return warpgroup_positions(instance) /
+         stage_rounds(instance.block_channels, instance.block_positions, instance.stored_bits);
 }
 
 /// Neighbouring channels of one norm group that share a partial moment in the SM90 kernel, as a power of two:

@@ -165,7 +165,7 @@ double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& s
   }
   const double written = (bc + x_rows) * row_bytes * copies;
   const double read =
-      2 * (64 + static_cast<double>(moment_positions(instance))) * row_bytes * instance.products;
+      2 * (64 + static_cast<double>(warpgroup_positions(instance))) * row_bytes * instance.products;
   // The epilogue stages a tile: written once, read to be stored and to take its moments.
   const double staged = 3 * bc * bp * instance.stored_bits / 8;
   const double cycles =

@@ -90,14 +90,22 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, SharedMem
     } else {
       mma_three_products(rings, x_loads, slab.shared_taps, shared_rows, acc);
     }
+    auto const hand_over = [&] {
+      cute::tma_store_fence();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) control.staging.arrive_full(warpgroup);
+      staged.phase ^= 1;
+    };
     control.staging.wait_empty(staged);
     int const channel = coord.channel + warpgroup % Traits::WARPGROUPS_K * 64;
     int const valid = slab.positions - coord.position - warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS;
     ReluEpilogue<Traits>::stage(params, coord.n, channel, valid, acc, staging, control.step[warpgroup]);
-    cute::tma_store_fence();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) control.staging.arrive_full(warpgroup);
-    staged.phase ^= 1;
+    hand_over();
+    if constexpr (Traits::STAGE_ROUNDS == 2) {
+      control.staging.wait_empty(staged);
+      ReluEpilogue<Traits>::template stage_round<1>(params, acc, staging);
+      hand_over();
+    }
   }
   // All done long ago; said for the compiler, which else waits inside the branches that follow.
   cute::warpgroup_wait<0>();
@@ -123,28 +131,31 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
     if (threadIdx.x % 32 == 0) control.tiles.arrive_empty(slot.slot);
     slot.advance(kTileSlots);
     if (tile < 0) break;
-    control.staging.wait_full(staged);
-    __syncwarp();
     TileCoord const coord = tile_of_launch(params, tile);
     KernelSlab<Traits> const& slab = params.slabs[coord.slab];
-    HalfTile const half = Drain<Traits>::half_tile(params, coord, warpgroup);
-    if (half.valid > 0) {
-      if constexpr (Traits::QUANTIZED) {
-        Drain<Traits>::write_steps(params, half, steps);
-        Drain<Traits>::write_moment_of(params, slab, half);
+    for (int round = 0; round < Traits::STAGE_ROUNDS; ++round) {
+      if (round > 0 && !control.staging.is_full(staged)) arrive_stored<0>(pending);
+      control.staging.wait_full(staged);
+      __syncwarp();
+      HalfTile const half = Drain<Traits>::half_tile(params, coord, warpgroup, round);
+      if (half.valid > 0) {
+        if constexpr (Traits::QUANTIZED) {
+          Drain<Traits>::write_steps(params, half, steps);
+          Drain<Traits>::write_moment_of(params, slab, half);
+        }
+        Drain<Traits>::store(params, slab, half, staging);
+        if (!params.linear) Drain<Traits>::moments(params, half, staging, steps);
       }
-      Drain<Traits>::store(params, slab, half, staging);
-      if (!params.linear) Drain<Traits>::moments(params, half, staging, steps);
+      if (threadIdx.x % 32 == 0) {
+        cute::tma_store_arrive();   // one group of stores per half tile, also where there are none
+        cute::tma_store_wait<0>();  // read from shared memory
+      }
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) control.staging.arrive_empty(warpgroup);
+      arrive_stored<1>(pending);
+      if (!params.linear) pending = params.arrivals + coord.n;
+      staged.phase ^= 1;
     }
-    if (threadIdx.x % 32 == 0) {
-      cute::tma_store_arrive();   // one group of stores per half tile, also where there are none
-      cute::tma_store_wait<0>();  // read from shared memory
-    }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) control.staging.arrive_empty(warpgroup);
-    arrive_stored<1>(pending);
-    if (!params.linear) pending = params.arrivals + coord.n;
-    staged.phase ^= 1;
   }
   arrive_stored<0>(pending);
 }
@@ -170,7 +181,7 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     KernelSlab<Traits> const& slab = params.slabs[threadIdx.x];
     control.first_tile[threadIdx.x] = slab.first_tile;
     control.first_moment[threadIdx.x] = slab.first_moment;
-    control.last_count[threadIdx.x] = (slab.positions - 1) % Traits::WG_POS + 1;
+    control.last_count[threadIdx.x] = (slab.positions - 1) % Traits::STAGED_POS + 1;
   }
   __syncthreads();
 
@@ -260,7 +271,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
     slab.first_tile = static_cast<int>(tiles);
     slab.first_moment = static_cast<int>(moments);
     tiles += pos_tiles * k_tiles;
-    moments += ceil_div(from.positions(), Traits::WG_POS);
+    moments += ceil_div(from.positions(), Traits::STAGED_POS);
   }
   std::int64_t order = tiles;
   if (params.window_tiles > 0) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// The epilogue's second half, by one helper warp per consumer warpgroup: a staged half tile (64 channels x
-/// WG_POS positions, see relu_epilogue_sm90.cuh) is stored in y's memory and its moments are taken, while the
-/// consumers multiply the next tile.
+/// STAGED_POS positions, see relu_epilogue_sm90.cuh) is stored in y's memory and its moments are taken, while
+/// the consumers multiply the next tile.
 ///
 /// Where the kernel itself normalizes, relu(conv) lies where the result will lie, so that this takes no
 /// memory of its own. Unorm16 takes half the room of the float32 it becomes; it lies at the beginning of the
@@ -81,28 +81,28 @@ struct HalfTile {
   int channel;   // first of 64
   int stored;    // where that lies in its row, in Stored
   int end;       // of the tile's group's channels
-  int position;  // first of WG_POS within the slab
-  int valid;     // positions inside the slab, at most WG_POS; may be negative
+  int position;  // first of STAGED_POS within the slab
+  int valid;     // positions inside the slab, at most STAGED_POS; may be negative
   int moment;    // index of its partial moments
 };
 
 template <class Traits>
 struct Drain {
   using Stored = typename Traits::Stored;
-  static constexpr int WG_POS = Traits::WG_POS;
+  static constexpr int STAGED_POS = Traits::STAGED_POS;
   static constexpr int kVector = 16 / int(sizeof(Stored));  // values of a chunk
 
   CUTLASS_DEVICE static HalfTile half_tile(KernelParams<Traits> const& params, TileCoord const& tile,
-                                           int warpgroup) {
+                                           int warpgroup, int round) {
     KernelSlab<Traits> const& slab = params.slabs[tile.slab];
     HalfTile half;
     half.n = tile.n;
     half.channel = tile.channel + warpgroup % Traits::WARPGROUPS_K * 64;
     half.stored = params.normalizes ? stored_channel(tile.channel, half.channel) : half.channel;
     half.end = channel_end(params, tile.channel);
-    half.position = tile.position + warpgroup / Traits::WARPGROUPS_K * WG_POS;
-    half.valid = min(WG_POS, slab.positions - half.position);
-    half.moment = slab.first_moment + half.position / WG_POS;
+    half.position = tile.position + warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS + round * STAGED_POS;
+    half.valid = min(STAGED_POS, slab.positions - half.position);
+    half.moment = slab.first_moment + half.position / STAGED_POS;
     return half;
   }
 

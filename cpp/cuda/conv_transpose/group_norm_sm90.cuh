@@ -118,7 +118,7 @@ class GroupNormWorker {
     if (finalize_done()) return false;
     int const sample = next_group_ / params_.groups;
     if (__shfl_sync(0xffffffffu, load_acquire(params_.arrivals + sample), 0) <
-        2 * params_.tiles_per_sample.divisor) {
+        2 * Traits::STAGE_ROUNDS * params_.tiles_per_sample.divisor) {
       return false;
     }
     __syncwarp();
@@ -212,7 +212,7 @@ class GroupNormWorker {
   CUTLASS_DEVICE int moment_positions(int moment, int& slab) const {
     while (slab + 1 < params_.num_slabs && moment >= control_.first_moment[slab + 1]) ++slab;
     int const end = slab + 1 < params_.num_slabs ? control_.first_moment[slab + 1] : params_.moments;
-    return moment + 1 < end ? Traits::WG_POS : control_.last_count[slab];
+    return moment + 1 < end ? Traits::STAGED_POS : control_.last_count[slab];
   }
 
   /// table[sample, group] from part: sums of count, count*mean and M2 + count*mean^2, means shifted by the
@@ -370,7 +370,7 @@ class GroupNormWorker {
       count = inside ? slab.positions - item.position : 0;
       pixel = pixel_of(params_, slab, min(item.position + lane, slab.positions - 1));
       if (count > 0) {
-        load_steps(item.sample, slab.first_moment + item.position / Traits::WG_POS, channel, step);
+        load_steps(item.sample, slab.first_moment + item.position / Traits::STAGED_POS, channel, step);
       }
     } else {
       count = inside ? Drain<Traits>::pixels(params_) - item.position : 0;

@@ -18,6 +18,7 @@
 #include "cutlass/gemm/collective/builders/sm90_common.inl"
 
 #include "core/border_slabs.hpp"
+#include "core/plan.hpp"
 #include "cuda/conv_transpose/ring_sm90.cuh"
 #include "cuda/conv_transpose/tensor_maps_sm90.hpp"
 
@@ -72,13 +73,16 @@ struct ConvTransposeTraitsSm90 {
 
   static constexpr int ROW_BYTES = BLK_C * int(sizeof(Operand));
   static constexpr int W_BYTES = BLK_K * ROW_BYTES;
-  static constexpr int STAGING_BYTES = BLK_K * BLK_POS * int(sizeof(Stored));
+  /// A warpgroup stages its channels and this many of its positions at a time.
+  static constexpr int STAGE_ROUNDS = stage_rounds(BLK_K, BLK_POS, 8 * int(sizeof(Stored)));
+  static constexpr int STAGED_POS = WG_POS / STAGE_ROUNDS;
+  static constexpr int STAGING_BYTES = BLK_K * BLK_POS * int(sizeof(Stored)) / STAGE_ROUNDS;
   static constexpr int WG_STAGING_BYTES = STAGING_BYTES / 2;
 
-  /// Normalization items: as many positions as an eighth of a tile has, and its channels.
-  static constexpr int ITEMS_PER_TILE = 8;
+  /// Normalization items: as many positions as an eighth of what is staged has, and its channels.
+  static constexpr int ITEMS_PER_TILE = 8 * STAGE_ROUNDS;
   static constexpr int ITEM_POS = BLK_POS / ITEMS_PER_TILE;
-  static constexpr int ITEM_BYTES = STAGING_BYTES / ITEMS_PER_TILE;
+  static constexpr int ITEM_BYTES = BLK_K * ITEM_POS * int(sizeof(Stored));
   /// Items on their way into shared memory while another is normalized.
   static constexpr int ITEM_BUFFERS = 2;
 
@@ -217,7 +221,7 @@ struct KernelParams {
   Output const* beta;                  // [K], or null for 0
   double eps;                          // activation units squared
   float2* part;                        // [N,moments,K/granule] (mean, M2)
-  int moments;                         // partial moments of a sample along its positions, WG_POS each
+  int moments;                         // partial moments of a sample along its positions, STAGED_POS each
   int granule_shift;                   // granule = 2^shift neighbouring channels of one group share a moment
   int groups;                          // G
   cutlass::FastDivmod group_channels;  // K/G
@@ -227,7 +231,7 @@ struct KernelParams {
   // Counters, zero before the launch.
   int* next_tile;  // tiles handed out beyond each block's first
   int* next_item;  // normalization items handed out
-  int* arrivals;   // [N] stored half tiles, two per tile
+  int* arrivals;   // [N] stored parts of half tiles, 2 * STAGE_ROUNDS per tile
   int* finalized;  // [N] groups in table
 };
 

@@ -7,12 +7,13 @@
 /// thread owns two channels (rows lane/4 and lane/4 + 8 of its warp's 16) and, in each block of 8 positions,
 /// the pair at 2*(lane%4).
 ///
-/// Staged half tiles, 16-byte chunks permuted so that neither side meets a bank conflict:
-///   16 bit   [WG_POS/64] buffers of [64 positions][64 channels], chunk ^ position%8
-///   float    [WG_POS/32] buffers of 2 panels of [32 positions][32 channels], the same
+/// Staged half tiles, all WG_POS positions or STAGED_POS of them after the others, 16-byte chunks permuted so
+/// that neither side meets a bank conflict:
+///   16 bit   [STAGED_POS/64] buffers of [64 positions][64 channels], chunk ^ position%8
+///   float    [STAGED_POS/32] buffers of 2 panels of [32 positions][32 channels], the same
 /// Or channels first, for results that are wanted so:
-///   16 bit   [WG_POS/64] buffers of [64 channels][64 positions], chunk ^ channel%8
-///   float    [WG_POS/32] buffers of [64 channels][32 positions], the same
+///   16 bit   [STAGED_POS/64] buffers of [64 channels][64 positions], chunk ^ channel%8
+///   float    [STAGED_POS/32] buffers of [64 channels][32 positions], the same
 /// Buffers are 8 KB with rows of 128 bytes, as TMA stores with a 128-byte swizzle want them.
 #pragma once
 
@@ -87,13 +88,13 @@ struct StagedTile {
     }
   }
 
-  /// All of the accumulator, channels first.
-  template <int kBlocks, class Accumulator>
+  /// The same, channels first.
+  template <int kFirst, int kBlocks, class Accumulator>
   CUTLASS_DEVICE static void stage_channels_first(Accumulator const& acc, char* staging) {
     if constexpr (sizeof(Stored) == 4) {
-      stage_float_channels_first<kBlocks>(acc, staging);
+      stage_float_channels_first<kFirst, kBlocks>(acc, staging);
     } else {
-      stage_half_channels_first<kBlocks>(acc, staging);
+      stage_half_channels_first<kFirst, kBlocks>(acc, staging);
     }
   }
 
@@ -152,13 +153,14 @@ struct StagedTile {
       for (int ji = 0; ji < 4; ++ji) {
         int const position = 8 * b + 2 * (lane % 4) + ji % 2;
         int const channel = accumulator_row() + 8 * (ji / 2);
-        *reinterpret_cast<float*>(staging + staged_chunk<Stored>(position, channel / 4) + channel % 4 * 4) =
-            acc(ji + 4 * (kFirst + b));
+        store_shared(cute::cast_smem_ptr_to_uint(staging) + staged_chunk<Stored>(position, channel / 4) +
+                         channel % 4 * 4,
+                     acc(ji + 4 * (kFirst + b)));
       }
     }
   }
 
-  template <int kBlocks, class Accumulator>
+  template <int kFirst, int kBlocks, class Accumulator>
   CUTLASS_DEVICE static void stage_half_channels_first(Accumulator const& acc, char* staging) {
     int const lane = threadIdx.x % 32;
     int const matrix = lane / 8, row = lane % 8;
@@ -166,7 +168,7 @@ struct StagedTile {
     CUTLASS_PRAGMA_UNROLL
     for (int b = 0; b < kBlocks; b += 2) {
       std::uint32_t packed[4];
-      pack_matrices(acc, b, packed);
+      pack_matrices(acc, kFirst + b, packed);
       int const chunk = b + matrix / 2;  // of 8 positions
       char* const address = staging + chunk / 8 * kStageBytes + channel * 128 + ((chunk % 8) ^ row) * 16;
       cute::SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3],
@@ -174,23 +176,30 @@ struct StagedTile {
     }
   }
 
-  template <int kBlocks, class Accumulator>
+  template <int kFirst, int kBlocks, class Accumulator>
   CUTLASS_DEVICE static void stage_float_channels_first(Accumulator const& acc, char* staging) {
-    int const pair = threadIdx.x % 4;  // of a block's positions
-    // Odd channels store the pair's second position first: those of a warp then meet all banks.
-    int const odd = accumulator_row() % 2;
+    // Odd channels store a pair's second position first: those of a warp then meet all banks.
+    bool const odd = accumulator_row() % 2 != 0;
+    int const pair = threadIdx.x % 4;                        // of a block's positions
+    int const chunk = (pair / 2) ^ (accumulator_row() % 8);  // of 4 positions, of the first block
+    std::uint32_t const row = cute::cast_smem_ptr_to_uint(staging) + accumulator_row() * 128 + chunk * 16 +
+                              pair % 2 * 8 + (odd ? 4 : 0);
     CUTLASS_PRAGMA_UNROLL
     for (int b = 0; b < kBlocks; ++b) {
+      // A block is two chunks of a 128-byte row.
+      std::uint32_t const to = (row ^ (b % 4 * 32)) + b / 4 * kStageBytes;
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < 2; ++j) {
-        int const channel = accumulator_row() + 8 * j;
-        int const chunk = (b % 4 * 2 + pair / 2) ^ (channel % 8);  // of 4 positions
-        char* const address = staging + b / 4 * kStageBytes + channel * 128 + chunk * 16 + pair % 2 * 8;
-        float const first = acc(2 * j + 4 * b), second = acc(1 + 2 * j + 4 * b);
-        *reinterpret_cast<float*>(address + odd * 4) = odd ? second : first;
-        *reinterpret_cast<float*>(address + 4 - odd * 4) = odd ? first : second;
+        float const first = acc(2 * j + 4 * (kFirst + b)), second = acc(1 + 2 * j + 4 * (kFirst + b));
+        store_shared(to + j * 1024, odd ? second : first);
+        store_shared((to ^ 4) + j * 1024, odd ? first : second);
       }
     }
+  }
+
+  /// In this order and from 32-bit addresses: else the compiler runs out of registers.
+  CUTLASS_DEVICE static void store_shared(std::uint32_t address, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
   }
 };
 
@@ -200,11 +209,11 @@ struct ReluEpilogue {
   static constexpr int WG_POS = Traits::WG_POS;
   static constexpr int kBlocks = WG_POS / 8;  // blocks of 8 positions, wgmma's column unit
 
-  /// Consumes acc ((2,2,WG_POS/8),1,1).
+  /// Consumes acc ((2,2,WG_POS/8),1,1), and stages its first STAGED_POS positions.
   ///
   /// \param channel first of the warpgroup's 64
   /// \param valid   positions inside the slab; those beyond belong to the next sample
-  /// \param staging [64 channels x WG_POS positions] Stored, this warpgroup's
+  /// \param staging [64 channels x STAGED_POS positions] Stored, this warpgroup's
   /// \param steps   [64] written: exponents of the channels, Unorm16 only
   template <class Accumulator>
   CUTLASS_DEVICE static void stage(KernelParams<Traits> const& params, int n, int channel, int valid,
@@ -212,19 +221,27 @@ struct ReluEpilogue {
     activate(params, n, channel, acc);
     [[maybe_unused]] int step[2];
     if constexpr (Traits::QUANTIZED) quantize(acc, valid, step);
-    if constexpr (!Traits::QUANTIZED) {
-      if (params.channels_first) {
-        StagedTile<Stored>::template stage_channels_first<kBlocks>(acc, staging);
-        return;
-      }
-    }
-    StagedTile<Stored>::template stage<0, kBlocks>(acc, staging);
+    stage_round<0>(params, acc, staging);
     if constexpr (Traits::QUANTIZED) {
       if (threadIdx.x % 4 == 0) {
         steps[accumulator_row()] = std::int8_t(step[0]);
         steps[accumulator_row() + 8] = std::int8_t(step[1]);
       }
     }
+  }
+
+  /// Stages positions kRound * STAGED_POS on of an acc that `stage` has consumed.
+  template <int kRound, class Accumulator>
+  CUTLASS_DEVICE static void stage_round(KernelParams<Traits> const& params, Accumulator const& acc,
+                                         char* staging) {
+    constexpr int kStaged = Traits::STAGED_POS / 8;
+    if constexpr (!Traits::QUANTIZED) {
+      if (params.channels_first) {
+        StagedTile<Stored>::template stage_channels_first<kRound * kStaged, kStaged>(acc, staging);
+        return;
+      }
+    }
+    StagedTile<Stored>::template stage<kRound * kStaged, kStaged>(acc, staging);
   }
 
  private:
