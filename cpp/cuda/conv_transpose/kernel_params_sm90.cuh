@@ -200,9 +200,11 @@ struct KernelParams {
   int order_size;                        // places of all samples
   int tile_blocks;                       // blocks that compute tiles to the end
   RingShape rings;
-  Output* a;           // [N,Z,P,Q,pitch] Stored: relu(conv); then y, [N,Z,P,Q,K], if this kernel normalizes
-  bool normalizes;     // else group_norm_normalize does, from channel_table
-  Output const* bias;  // [K], or null
+  Output* a;                           // [N,Z,P,Q,pitch] Stored: relu(conv)
+  Output* y;                           // [N,Z,P,Q,K], which may be a's memory, if this kernel normalizes
+  bool normalizes;                     // else group_norm_normalize does, from channel_table
+  bool in_place;                       // a lies in y
+  Output const* bias;                  // [K], or null
   std::int32_t const* unscale_sample;  // [N] exponents, float32 output only
   std::int32_t const* unscale_column;  // [K] exponents, float32 output only
   std::int8_t* steps;                  // [N,moments,step_pitch] exponents, Unorm16 only
@@ -217,7 +219,7 @@ struct KernelParams {
   int groups;                          // G
   cutlass::FastDivmod group_channels;  // K/G
   cutlass::FastDivmod group_granules;  // K/G/granule
-  float4* table;                       // [N,G] (mean, rest of the mean, 1/sqrt(var+eps), unused)
+  float4* table;                       // [N,G] (mean, rest of the mean, 1/sqrt(var+eps), unused), or null
   float* channel_table;                // [3,N,K] mean, scale, shift, where this kernel does not normalize
   // Counters, zero before the launch.
   int* next_tile;  // tiles handed out beyond each block's first
