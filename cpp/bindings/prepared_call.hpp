@@ -33,6 +33,7 @@ struct OpArguments {
   std::int64_t num_groups;
   double eps;  // activation units squared
   const std::string& precision;
+  bool for_training = false;  // whether what a backward pass reads is to be kept
 };
 
 /// What follows from the metadata of the arguments, whatever their values.
@@ -40,6 +41,7 @@ struct PreparedCall {
   Problem problem;
   Device device;
   Plan plan;
+  std::int64_t saved_bytes = 0;         // what the plan keeps for a backward pass
   std::vector<std::int64_t> y_sizes;    // [N,K,Z,P,Q]
   std::vector<std::int64_t> y_strides;  // in elements, as many
 };
