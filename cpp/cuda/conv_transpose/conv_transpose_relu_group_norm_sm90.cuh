@@ -81,16 +81,15 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, SharedMem
     int const x_loads =
         slab.taps[0] * (slab.taps[1] / slab.shared_taps) * slab.taps[2] * (slab.c_end - slab.c_begin);
     int const shared_rows = slab.width.divisor;
-    int const channel = coord.channel + warpgroup % Traits::WARPGROUPS_K * 64;
-    auto const terms = ReluEpilogue<Traits>::load_terms(params, coord.n, channel);
     if constexpr (Traits::PRODUCTS == 1) {
       mma_one_product(rings, x_loads, slab.shared_taps, shared_rows, acc);
     } else {
       mma_three_products(rings, x_loads, slab.shared_taps, shared_rows, acc);
     }
     control.staging.wait_empty(staged);
+    int const channel = coord.channel + warpgroup % Traits::WARPGROUPS_K * 64;
     int const valid = slab.positions - coord.position - warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS;
-    ReluEpilogue<Traits>::stage(terms, valid, acc, staging, control.step[warpgroup]);
+    ReluEpilogue<Traits>::stage(params, coord.n, channel, valid, acc, staging, control.step[warpgroup]);
     cute::tma_store_fence();
     __syncwarp();
     if (threadIdx.x % 32 == 0) control.staging.arrive_full(warpgroup);

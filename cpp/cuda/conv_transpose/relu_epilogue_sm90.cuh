@@ -143,39 +143,16 @@ struct ReluEpilogue {
   static constexpr int WG_POS = Traits::WG_POS;
   static constexpr int kBlocks = WG_POS / 8;  // blocks of 8 positions, wgmma's column unit
 
-  /// What the thread's two rows need besides their sums. Loaded before the multiplication, whose time hides
-  /// the way to memory.
-  struct RowTerms {
-    float bias[2];
-    int exponent[2];  // float32 output only: sums are to be multiplied by 2^exponent
-  };
-
-  /// \param channel0 first of the warpgroup's 64
-  CUTLASS_DEVICE static RowTerms load_terms(KernelParams<Traits> const& params, int n, int channel0) {
-    RowTerms terms;
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      // Rows beyond K are computed like the last one and never stored: no branch in which warps diverge may
-      // come between wgmma and the use of its result.
-      int const channel = min(channel0 + accumulator_row() + 8 * j, params.k - 1);
-      terms.bias[j] = params.bias ? float(params.bias[channel]) : 0.f;
-      terms.exponent[j] = 0;
-      if constexpr (sizeof(typename Traits::Output) == 4) {
-        terms.exponent[j] = params.unscale_sample[n] + params.unscale_column[channel];
-      }
-    }
-    return terms;
-  }
-
   /// Consumes acc ((2,2,WG_POS/8),1,1).
   ///
+  /// \param channel first of the warpgroup's 64
   /// \param valid   positions inside the slab; those beyond belong to the next sample
   /// \param staging [64 channels x WG_POS positions] Stored, this warpgroup's
   /// \param steps   [64] written: exponents of the channels, Unorm16 only
   template <class Accumulator>
-  CUTLASS_DEVICE static void stage(RowTerms const& terms, int valid, Accumulator& acc, char* staging,
-                                   std::int8_t* steps) {
-    activate(terms, acc);
+  CUTLASS_DEVICE static void stage(KernelParams<Traits> const& params, int n, int channel, int valid,
+                                   Accumulator& acc, char* staging, std::int8_t* steps) {
+    activate(params, n, channel, acc);
     [[maybe_unused]] int step[2];
     if constexpr (Traits::QUANTIZED) quantize(acc, valid, step);
     StagedTile<Stored>::template stage<0, kBlocks>(acc, staging);
@@ -190,14 +167,22 @@ struct ReluEpilogue {
  private:
   /// acc = activation(unscaled acc + bias).
   template <class Accumulator>
-  CUTLASS_DEVICE static void activate(RowTerms const& terms, Accumulator& acc) {
+  CUTLASS_DEVICE static void activate(KernelParams<Traits> const& params, int n, int channel0,
+                                      Accumulator& acc) {
     ActivationFn activation;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
-      float const bias = terms.bias[j];
+      // Rows beyond K are computed like the last one and never stored: no branch in which warps diverge may
+      // come between wgmma and the use of its result.
+      int const channel = min(channel0 + accumulator_row() + 8 * j, params.k - 1);
+      float const bias = params.bias ? float(params.bias[channel]) : 0.f;
       // Two factors, since 2^e of a product of scales may leave float's range where the value does not.
-      float const scale[2] = {clamped_power_of_two(terms.exponent[j] / 2),
-                              clamped_power_of_two(terms.exponent[j] - terms.exponent[j] / 2)};
+      float scale[2] = {1.f, 1.f};
+      if constexpr (sizeof(typename Traits::Output) == 4) {
+        int const exponent = params.unscale_sample[n] + params.unscale_column[channel];
+        scale[0] = clamped_power_of_two(exponent / 2);
+        scale[1] = clamped_power_of_two(exponent - exponent / 2);
+      }
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
         CUTLASS_PRAGMA_UNROLL
