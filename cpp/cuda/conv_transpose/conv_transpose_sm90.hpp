@@ -20,16 +20,21 @@ struct ConvTransposeParams {
   Problem problem;
   const void* x_hi = nullptr;                    // [N,D,H,W,C] operand, 16-byte aligned, or packed:
   bool x_packed = false;                         // [N,groups,D,H,W,operand_channels] operand
+  std::int64_t x_pitch = 0;                      // channels of a row of x that is not packed; 0: C
   const void* x_lo = nullptr;                    // as x_hi, three products only
   const void* w_hi = nullptr;                    // [T*R*S,K,operand_channels] operand
   const void* w_lo = nullptr;                    // the same, three products only
   const void* bias = nullptr;                    // [K] dtype, or null
   const std::int32_t* unscale_sample = nullptr;  // [N] exponents, or null where operands are unscaled
   const std::int32_t* unscale_column = nullptr;  // [K] exponents, or null
-  const void* gamma = nullptr;                   // [K] dtype, or null for 1
-  const void* beta = nullptr;                    // [K] dtype, or null for 0
-  // relu(conv + bias), written: [N,Z,P,Q,padded_channels(K)] of as many bits as the instance stores; where y
-  // is null, in y's memory, [N,Z,P,Q,K] dtype, and normalized in place.
+  bool one_unscale_sample = false;               // unscale_sample is [1]: the same exponent for every sample
+  // a is the unscaled convolution and nothing else: no bias, ReLU, moments or normalization, and none of the
+  // memory that these take. Not for instances that store fewer bits than dtype has.
+  bool linear = false;
+  const void* gamma = nullptr;  // [K] dtype, or null for 1
+  const void* beta = nullptr;   // [K] dtype, or null for 0
+  // relu(conv + bias), where linear conv, written: [N,Z,P,Q,padded_channels(K)] of as many bits as the
+  // instance stores; where y is null, in y's memory, [N,Z,P,Q,K] dtype, and normalized in place.
   void* a = nullptr;
   void* y = nullptr;  // [N,Z,P,Q,K] dtype, written where a is to be kept; null where channel_table is given
   // Scratch memory, 256-byte aligned; moments, granules: see Plan.

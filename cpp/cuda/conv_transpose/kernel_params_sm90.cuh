@@ -164,6 +164,7 @@ struct KernelSlab : SlabGeometry {
   CUtensorMap a;                  // the slab in a: boxes that are stored
   CUtensorMap item;               // the same, boxes that are normalized; Unorm16 only
   int corner[3];                  // first window's coordinates in x
+  int stride[3];                  // of x's coordinates, from one position to the next
   int dilation[3];                // of x's coordinates, from one tap to the next
   int tap[3];                     // first tap along T,R,S: the largest
   int tap_step[3];                // from one tap to the next, downwards
@@ -200,12 +201,15 @@ struct KernelParams {
   int order_size;                        // places of all samples
   int tile_blocks;                       // blocks that compute tiles to the end
   RingShape rings;
-  Output* a;                           // [N,Z,P,Q,pitch] Stored: relu(conv)
-  Output* y;                           // [N,Z,P,Q,K], which may be a's memory, if this kernel normalizes
-  bool normalizes;                     // else group_norm_normalize does, from channel_table
-  bool in_place;                       // a lies in y
-  Output const* bias;                  // [K], or null
-  std::int32_t const* unscale_sample;  // [N] exponents, float32 output only
+  Output* a;           // [N,Z,P,Q,pitch] Stored: relu(conv)
+  Output* y;           // [N,Z,P,Q,K], which may be a's memory, if this kernel normalizes
+  bool normalizes;     // else group_norm_normalize does, from channel_table, or nobody
+  bool in_place;       // a lies in y
+  bool linear;         // a is the convolution alone: no moments either
+  float floor;         // of the activation: 0 for ReLU, -infinity where linear
+  Output const* bias;  // [K], or null
+  std::int32_t const* unscale_sample;  // [N] exponents, or [1] with a step of 0; float32 output only
+  int unscale_step;                    // from one sample's exponent to the next's
   std::int32_t const* unscale_column;  // [K] exponents, float32 output only
   std::int8_t* steps;                  // [N,moments,step_pitch] exponents, Unorm16 only
   std::int32_t* moment_of;             // [Z*P*Q] partial moment of a position, or null; Unorm16 only

@@ -44,9 +44,14 @@ CUTLASS_DEVICE int staged_chunk(int position, int chunk) {
          ((chunk % 8) ^ (position % 8)) * 16;
 }
 
-/// ReLU that lets NaN through, as torch.relu does.
-struct ReluActivation {
-  CUTLASS_DEVICE float operator()(float v) const { return cutlass::epilogue::thread::ReLu<float>{}(v); }
+/// ReLU that lets NaN through, as torch.relu does; or, with a floor of -infinity, nothing at all: an operand
+/// in place of a branch.
+struct FloorActivation {
+  float floor;
+
+  CUTLASS_DEVICE float operator()(float v) const {
+    return cutlass::epilogue::thread::ReLu<float>{}(floor, v);
+  }
 };
 
 /// 2^e for e within float's normal range, the nearest end of it otherwise.
@@ -137,7 +142,7 @@ struct StagedTile {
   }
 };
 
-template <class Traits, class ActivationFn = ReluActivation>
+template <class Traits, class ActivationFn = FloorActivation>
 struct ReluEpilogue {
   using Stored = typename Traits::Stored;
   static constexpr int WG_POS = Traits::WG_POS;
@@ -169,7 +174,7 @@ struct ReluEpilogue {
   template <class Accumulator>
   CUTLASS_DEVICE static void activate(KernelParams<Traits> const& params, int n, int channel0,
                                       Accumulator& acc) {
-    ActivationFn activation;
+    ActivationFn const activation{params.floor};
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       // Rows beyond K are computed like the last one and never stored: no branch in which warps diverge may
@@ -179,7 +184,7 @@ struct ReluEpilogue {
       // Two factors, since 2^e of a product of scales may leave float's range where the value does not.
       float scale[2] = {1.f, 1.f};
       if constexpr (sizeof(typename Traits::Output) == 4) {
-        int const exponent = params.unscale_sample[n] + params.unscale_column[channel];
+        int const exponent = params.unscale_sample[n * params.unscale_step] + params.unscale_column[channel];
         scale[0] = clamped_power_of_two(exponent / 2);
         scale[1] = clamped_power_of_two(exponent - exponent / 2);
       }

@@ -70,6 +70,7 @@ struct Im2colBox {
   Extent3 step;
   Extent3 extent;        // in steps
   Extent3 lower, upper;  // corners of the bounding box, relative to the box
+  Extent3 stride;        // of the walk through the bounding box, in steps
 };
 
 CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtype, void* data,
@@ -88,7 +89,9 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
                                  static_cast<cuuint64_t>(pixel * width * height * box.step[0]),
                                  static_cast<cuuint64_t>(pixel * width * height * depth)};
   int lower[3], upper[3];
+  cuuint32_t walk[5] = {1, 1, 1, 1, 1};
   for (int axis = 0; axis < 3; ++axis) {
+    walk[1 + axis] = static_cast<cuuint32_t>(box.stride[2 - axis]);
     lower[axis] = static_cast<int>(box.lower[2 - axis]);
     upper[axis] = static_cast<int>(box.upper[2 - axis]);
   }
@@ -96,8 +99,8 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
       static_cast<char*>(data) + ((box.origin[0] * height + box.origin[1]) * width + box.origin[2]) * pixel;
   CUtensorMap map;
   check_encoded(encode(&map, tensor_map_type(dtype), 5, first, extents, strides, lower, upper,
-                       static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_positions),
-                       kUnitStrides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+                       static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_positions), walk,
+                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
                 tensor, problem);
   return map;
@@ -107,10 +110,10 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
 
 CUtensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
                               std::int64_t samples, std::int64_t channels, int box_positions,
-                              int box_channels) {
-  const InputBox part = input_box(problem, slab);
-  const Im2colBox box{samples,   problem.in,  channels,   part.origin,
-                      {1, 1, 1}, part.extent, part.lower, part.upper};
+                              int box_channels, bool shares_taps) {
+  const InputBox part = input_box(problem, slab, shares_taps);
+  const Im2colBox box{samples,     problem.in, channels,   part.origin, {1, 1, 1},
+                      part.extent, part.lower, part.upper, slab.stride};
   return encode_im2col("x", problem, operand, const_cast<void*>(x), box, box_positions, box_channels,
                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
@@ -119,7 +122,7 @@ CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType e
                                void* y, int box_positions, int box_channels, int fold) {
   Extent3 out = problem.out();
   out[2] /= fold;
-  const Im2colBox box{problem.n, out, channels, slab.origin, slab.step, slab.extent, {}, {}};
+  const Im2colBox box{problem.n, out, channels, slab.origin, slab.step, slab.extent, {}, {}, {1, 1, 1}};
   return encode_im2col("relu(conv)", problem, element, y, box, box_positions, box_channels,
                        CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }

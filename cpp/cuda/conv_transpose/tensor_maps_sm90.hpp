@@ -20,10 +20,13 @@ namespace upconv3d::cuda {
 /// Within a slab a transposed convolution is a plain one of stride 1: positions i read x at window + i +
 /// m*dilation. The descriptor spans just the input inside the volume (input_box), so that a slab cut off at a
 /// border reads nothing out of bounds, which costs im2col extra cycles; its corners make the bounding box
-/// hold the slab's positions of every sample, which im2col walks one after the other.
+/// hold the slab's positions of every sample, which im2col walks one after the other. A plain convolution's
+/// stride is that of the walk, which begins at a coordinate in inputs.
+///
+/// \param shares_taps the loads serve all taps along the height, see input_box
 CUtensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
                               std::int64_t samples, std::int64_t channels, int box_positions,
-                              int box_channels);
+                              int box_channels, bool shares_taps = false);
 
 /// w [T*R*S,K,operand_channels] 16 bit, read in tiles of one tap x `box_k` output channels x `box_channels`.
 CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels);

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/grad_x_plan.hpp"
+
+#include "core/channels.hpp"
+#include "core/sm90_plan.hpp"
+#include "core/text.hpp"
+
+namespace upconv3d {
+
+Problem grad_x_problem(const Problem& block) {
+  Problem p = block;
+  p.operation = Operation::kConv;
+  p.c = block.k;
+  p.k = block.c;
+  p.in = block.out();
+  p.num_groups = 1;
+  p.x_layout = Layout::kNDHWC;
+  p.y_layout = block.x_layout;
+  p.x_aligned = true;
+  p.has_bias = false;
+  return p;
+}
+
+std::string grad_x_obstacle(const Problem& block, const Device& device,
+                            const std::vector<ConvInstance>& instances, std::optional<GradXPlan>& plan) {
+  plan.reset();
+  if (block.groups != 1) return concat("groups ", block.groups, " is not 1");
+  if (block.dtype == DType::kFloat32 && block.precision == Precision::kIEEE) {
+    return "float32's accuracy takes three products, in which grad_c is not stored";
+  }
+  const Problem p = grad_x_problem(block);
+  std::optional<ConvInstance> instance;
+  const std::string obstacle = sm90_obstacle(p, device, instances, instance);
+  if (!obstacle.empty()) return obstacle;
+  const Cut cut = cheapest_cut(p, *instance, device.sm_count);
+  plan.emplace();
+  plan->problem = p;
+  plan->instance = *instance;
+  plan->grad_c_pitch = grad_c_pitch(block);
+  plan->split_axes = cut.split_axes;
+  plan->share_taps = cut.share_taps;
+  plan->in_place = p.y_layout == Layout::kNDHWC && p.k % kChannelUnit == 0;
+  plan->estimated_multiply_ms = estimated_multiply_ms(p, *instance, cut, device.sm_count);
+  plan->stages = {p.dtype == DType::kFloat32 ? "pack_weight" : "pack_operands", instance->name};
+  if (!plan->in_place) plan->stages.emplace_back("unpack_rows");
+  return "";
+}
+
+std::string describe(const GradXPlan& plan) {
+  std::string text = concat("grad_x: ", describe(plan.problem), "\n  kernel: ", plan.instance.name);
+  text +=
+      plan.share_taps ? ", loads shared by taps" : concat(", borders cut along ", plan.split_axes, " axes");
+  text += concat(", estimated ", plan.estimated_multiply_ms, " ms\n  stages:");
+  for (const std::string& stage : plan.stages) text += ' ' + stage;
+  return text;
+}
+
+}  // namespace upconv3d
