@@ -201,13 +201,13 @@ struct KernelParams {
   int order_size;                        // places of all samples
   int tile_blocks;                       // blocks that compute tiles to the end
   RingShape rings;
-  Output* a;           // [N,Z,P,Q,pitch] Stored: relu(conv)
-  Output* y;           // [N,Z,P,Q,K], which may be a's memory, if this kernel normalizes
-  bool normalizes;     // else group_norm_normalize does, from channel_table, or nobody
-  bool in_place;       // a lies in y
-  bool linear;         // a is the convolution alone: no moments either
-  float floor;         // of the activation: 0 for ReLU, -infinity where linear
-  Output const* bias;  // [K], or null
+  Output* a;                           // [N,Z,P,Q,pitch] Stored: relu(conv)
+  Output* y;                           // [N,Z,P,Q,K], which may be a's memory, if this kernel normalizes
+  bool normalizes;                     // else group_norm_normalize does, from channel_table, or nobody
+  bool in_place;                       // a lies in y
+  bool linear;                         // a is the convolution alone: no moments either
+  float floor;                         // of the activation: 0 for ReLU, -infinity where linear
+  Output const* bias;                  // [K], or null
   std::int32_t const* unscale_sample;  // [N] exponents, or [1] with a step of 0; float32 output only
   int unscale_step;                    // from one sample's exponent to the next's
   std::int32_t const* unscale_column;  // [K] exponents, float32 output only
