@@ -159,6 +159,14 @@ class RememberedCalls {
 
 }  // namespace
 
+const BackwardPlan& BackwardPlans::find(const Problem& problem, const Device& device,
+                                        const GradientMask& wanted) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto& plan = plans_[(wanted.x ? 1 : 0) + (wanted.w ? 2 : 0)];
+  if (!plan) plan = std::make_unique<const BackwardPlan>(select_backward_plan(problem, device, wanted));
+  return *plan;
+}
+
 std::shared_ptr<const PreparedCall> prepare_call(const OpArguments& arguments) {
   static RememberedCalls remembered;
   const std::optional<CallKey> key = key_of(arguments);

@@ -230,7 +230,7 @@ void implement(torch::stable::detail::StableLibrary& library) {
 }  // namespace upconv3d::bindings
 
 STABLE_TORCH_LIBRARY(upconv3d, library) {
-const std::string arguments =
+  const std::string arguments =
       "(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] output_padding, "
       "int groups, int[] dilation, int num_groups, Tensor? norm_weight, Tensor? norm_bias, float eps, "
       "str precision)";
