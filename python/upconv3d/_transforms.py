@@ -29,16 +29,16 @@ def _fold(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
     One unbatched [C, D, H, W] sample per slice makes a batch as it is.
     """
     if dim is None:
-        slices = tensor.unsqueeze(0).expand(batch_size, *tensor.shape)
-    else:
-        slices = tensor.movedim(dim, 0)
+        dim, tensor = 0, tensor.unsqueeze(0).expand(batch_size, *tensor.shape)
+    slices = tensor.movedim(dim, 0)
     return slices.flatten(0, 1) if slices.dim() == 6 else slices
 
 
 def _unfold(result: Tensor, of: Tensor, dim: int | None, batch_size: int) -> Tensor:
     """The inverse on a result that has the samples of `of`, which was folded along `dim`."""
     samples_apart = of.dim() - (dim is not None) == 5
-    return result.unflatten(0, (batch_size, result.shape[0] // batch_size)) if samples_apart else result
+    samples = result.shape[0] // batch_size
+    return result.view(batch_size, samples, *result.shape[1:]) if samples_apart else result
 
 
 def _slice(arguments: Sequence[Any], dims: Sequence[Any], index: int) -> list[Any]:
@@ -53,8 +53,7 @@ def _batch_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tupl
     """vmap's rule for the operator; arguments are those of its schema."""
     input, *others = arguments
     others_batched = any(
-        isinstance(value, Tensor) and dim is not None
-        for value, dim in zip(others, in_dims[1:], strict=True)
+        isinstance(value, Tensor) and dim is not None for value, dim in zip(others, in_dims[1:], strict=True)
     )
     if others_batched or info.batch_size == 0:
         slices = [_forward_op(*_slice(arguments, in_dims, index)) for index in range(info.batch_size)]
@@ -70,13 +69,14 @@ def _batch_backward(
     grad_y, input, *others = arguments
     mask = arguments[-1]
     others_batched = any(
-        isinstance(value, Tensor) and dim is not None
-        for value, dim in zip(others, in_dims[2:], strict=True)
+        isinstance(value, Tensor) and dim is not None for value, dim in zip(others, in_dims[2:], strict=True)
     )
     if others_batched or any(mask[1:]) or not mask[0] or info.batch_size == 0:
         slices = [_backward_op(*_slice(arguments, in_dims, index)) for index in range(info.batch_size)]
         return tuple(torch.stack(gradients) for gradients in zip(*slices, strict=True)), (0,) * 5
-    folded = (_fold(value, dim, info.batch_size) for value, dim in zip((grad_y, input), in_dims[:2], strict=True))
+    folded = (
+        _fold(value, dim, info.batch_size) for value, dim in zip((grad_y, input), in_dims[:2], strict=True)
+    )
     grad_x, *empty = _backward_op(*folded, *others)
     nothing = (tensor.expand(info.batch_size, 0) for tensor in empty)
     return (_unfold(grad_x, input, in_dims[1], info.batch_size), *nothing), (0,) * 5
@@ -123,5 +123,5 @@ def transformed_block(*arguments: Any) -> Tensor:
 def register() -> None:
     """Ties the batching rules to their operators; called once, by the package."""
     name = "upconv3d::conv_transpose3d_relu_group_norm"
-    torch.library.register_vmap(name, _batch_forward)  # type: ignore[no-untyped-call]
-    torch.library.register_vmap(f"{name}_backward", _batch_backward)  # type: ignore[no-untyped-call]
+    torch.library.register_vmap(name, _batch_forward)
+    torch.library.register_vmap(f"{name}_backward", _batch_backward)

@@ -250,8 +250,10 @@ def conv_transpose3d_relu_group_norm(
 
     Source: GroupNorm, Wu & He, arXiv:1803.08494.
     """
-    tensors = (input, weight, bias, norm_weight, norm_bias)
-    if not isinstance(input, Tensor) and _has_torch_function(tensors):  # torch.fx's proxies are no tensors
+    tensors: tuple[Any, ...] = (input, weight, bias, norm_weight, norm_bias)
+    if not isinstance(tensors[0], Tensor) and _has_torch_function(
+        tensors
+    ):  # torch.fx's proxies are no tensors
         overridden: Tensor = handle_torch_function(
             conv_transpose3d_relu_group_norm,
             tensors,
@@ -281,11 +283,9 @@ def conv_transpose3d_relu_group_norm(
         recording = _grad_enabled() and _any_requires_grad(*tensors)
         # Autograd of a custom operator runs in Python, which takes tens of microseconds, some of them where
         # there is nothing to record. It has to run where others than autograd want to see the operator
-        # (tracers, and __torch_function__ of the caller's), and where autocast's casts are to be recorded too.
+        # (tracers, and __torch_function__ of the caller's), and where autocast's casts are recorded too.
         whole = (
-            _compiling()
-            or _has_torch_function(tensors)
-            or (recording and (_autocast_enabled() or tracing))
+            _compiling() or _has_torch_function(tensors) or (recording and (_autocast_enabled() or tracing))
         )
     dims = input.dim()
     # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.

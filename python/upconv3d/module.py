@@ -154,7 +154,7 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
 
         Raises: as conv_transpose3d_relu_group_norm; ValueError where output_size cannot be had.
         """
-        if not torch.jit.is_scripting():
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             modules: Any = self._modules
             conv: nn.ConvTranspose3d = modules["conv_transpose"]
             norm: nn.GroupNorm = modules["group_norm"]
@@ -196,8 +196,8 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         if precision is None:
             if input.is_cuda and input.dtype == torch.float32:
                 raise ValueError(
-                    "upconv3d: under torch.jit.script, precision must be 'ieee' or 'tf32' for float32 input on "
-                    "CUDA; got precision=None. Remedy: set it on the module before torch.jit.script."
+                    "upconv3d: under torch.jit.script, precision must be 'ieee' or 'tf32' for float32 input "
+                    "on CUDA; got precision=None. Remedy: set it on the module before torch.jit.script."
                 )
             precision = "ieee"
         conv = self.conv_transpose
