@@ -10,6 +10,7 @@
 #include "cuda/forward_sm80.hpp"
 #include "cuda/group_norm/group_norm.hpp"
 #include "cuda/packed_operands.hpp"
+#include "cuda/stage_range.hpp"
 #include "cuda/workspace.hpp"
 
 namespace upconv3d::cuda {
@@ -107,7 +108,10 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   conv.share_taps = plan.share_taps;
   conv.window_tiles = plan.window_tiles;
   conv.sm_count = device.sm_count;
-  find_conv_transpose_launcher(plan.instance->name)(conv, stream);
+  {
+    const StageRange range("upconv3d::conv_transpose_relu_group_norm");
+    find_conv_transpose_launcher(plan.instance->name)(conv, stream);
+  }
   if (plan.activation_in_y) return;
 
   NormalizeParams normalize;
@@ -122,6 +126,7 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   normalize.y = tensors.y;
   normalize.steps = conv.steps;
   normalize.moment_of = conv.moment_of;
+  const StageRange range("upconv3d::normalize");
   launch_group_norm_normalize(normalize, stream);
 }
 
@@ -136,7 +141,10 @@ void run_library(const Problem& problem, const Plan& plan, const ForwardTensors&
   moments.c = tensors.conv;
   moments.bias = tensors.bias;
   moments.part = workspace.part;
-  launch_relu_moments(moments, stream);
+  {
+    const StageRange range("upconv3d::relu_moments");
+    launch_relu_moments(moments, stream);
+  }
 
   FinalizeParams finalize;
   finalize.shape = moments.shape;
@@ -147,7 +155,10 @@ void run_library(const Problem& problem, const Plan& plan, const ForwardTensors&
   finalize.eps = problem.eps;
   finalize.scratch = workspace.finalize;
   finalize.table = workspace.table;
-  launch_group_norm_finalize(finalize, stream);
+  {
+    const StageRange range("upconv3d::finalize");
+    launch_group_norm_finalize(finalize, stream);
+  }
 
   NormalizeParams normalize;
   normalize.shape = finalize.shape;
@@ -160,6 +171,7 @@ void run_library(const Problem& problem, const Plan& plan, const ForwardTensors&
   normalize.bias = tensors.bias;
   normalize.table = workspace.table;
   normalize.y = tensors.y;
+  const StageRange range("upconv3d::normalize");
   launch_group_norm_normalize(normalize, stream);
 }
 
