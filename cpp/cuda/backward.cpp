@@ -10,6 +10,7 @@
 #include "cuda/grad_w.hpp"
 #include "cuda/grad_x.hpp"
 #include "cuda/group_norm/group_norm_backward.hpp"
+#include "cuda/stage_range.hpp"
 #include "cuda/workspace.hpp"
 
 namespace upconv3d::cuda {
@@ -74,7 +75,10 @@ void run_stages(const Problem& problem, const Plan& forward, const BackwardPlan&
   norm.scratch = workspace.group_norm;
   norm.unscale = workspace.unscale;
   norm.grad_c = plan.library ? tensors.grad_c : workspace.grad_c;
-  launch_group_norm_backward(norm, stream);
+  {
+    const StageRange range("upconv3d::group_norm_backward");
+    launch_group_norm_backward(norm, stream);
+  }
 
   if (plan.grad_x) {
     GradXTensors grad_x;
@@ -84,6 +88,7 @@ void run_stages(const Problem& problem, const Plan& forward, const BackwardPlan&
     std::copy_n(tensors.w_strides, 5, grad_x.w_strides);
     grad_x.grad_x = tensors.grad_x;
     grad_x.workspace = workspace.convolution;
+    const StageRange range("upconv3d::grad_x");
     run_grad_x(*plan.grad_x, device, grad_x, stream);
   }
   if (plan.grad_w) {
@@ -95,6 +100,7 @@ void run_stages(const Problem& problem, const Plan& forward, const BackwardPlan&
     grad_w.grad_w = tensors.grad_w;
     std::copy_n(tensors.grad_w_strides, 5, grad_w.w_strides);
     grad_w.workspace = workspace.convolution;
+    const StageRange range("upconv3d::grad_w");
     run_grad_w(problem, *plan.grad_w, device, grad_w, stream);
   }
 }

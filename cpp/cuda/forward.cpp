@@ -11,6 +11,7 @@
 #include "cuda/forward_sm80.hpp"
 #include "cuda/group_norm/group_norm.hpp"
 #include "cuda/packed_operands.hpp"
+#include "cuda/stage_range.hpp"
 #include "cuda/workspace.hpp"
 
 namespace upconv3d::cuda {
@@ -105,7 +106,10 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   conv.share_taps = plan.share_taps;
   conv.window_tiles = plan.window_tiles;
   conv.sm_count = device.sm_count;
-  find_conv_transpose_launcher(plan.instance->name)(conv, stream);
+  {
+    const StageRange range("upconv3d::conv_transpose_relu_group_norm");
+    find_conv_transpose_launcher(plan.instance->name)(conv, stream);
+  }
   if (plan.normalizes) return;
 
   NormalizeParams normalize;
@@ -120,6 +124,7 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   normalize.y = tensors.y;
   normalize.steps = conv.steps;
   normalize.moment_of = conv.moment_of;
+  const StageRange range("upconv3d::normalize");
   launch_group_norm_normalize(normalize, stream);
 }
 
@@ -134,7 +139,10 @@ void run_library(const Problem& problem, const Plan& plan, const ForwardTensors&
   moments.c = tensors.conv;
   moments.bias = tensors.bias;
   moments.part = workspace.part;
-  launch_relu_moments(moments, stream);
+  {
+    const StageRange range("upconv3d::relu_moments");
+    launch_relu_moments(moments, stream);
+  }
 
   FinalizeParams finalize;
   finalize.shape = moments.shape;
@@ -145,7 +153,10 @@ void run_library(const Problem& problem, const Plan& plan, const ForwardTensors&
   finalize.eps = problem.eps;
   finalize.scratch = workspace.finalize;
   finalize.table = workspace.table;
-  launch_group_norm_finalize(finalize, stream);
+  {
+    const StageRange range("upconv3d::finalize");
+    launch_group_norm_finalize(finalize, stream);
+  }
 
   NormalizeParams normalize;
   normalize.shape = finalize.shape;
@@ -158,6 +169,7 @@ void run_library(const Problem& problem, const Plan& plan, const ForwardTensors&
   normalize.bias = tensors.bias;
   normalize.table = workspace.table;
   normalize.y = tensors.y;
+  const StageRange range("upconv3d::normalize");
   launch_group_norm_normalize(normalize, stream);
 }
 
