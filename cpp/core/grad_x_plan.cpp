@@ -1,11 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/grad_x_plan.hpp"
 
+#include <algorithm>
+
+#include "core/border_slabs.hpp"
 #include "core/channels.hpp"
 #include "core/sm90_plan.hpp"
 #include "core/text.hpp"
 
 namespace upconv3d {
+
+namespace {
+
+/// Whether every slab of the cut is a stretch of whole 16-byte chunks of each channel's positions.
+bool is_contiguous(const Problem& p, const Cut& cut) {
+  const Extent3 out = p.out();
+  const std::int64_t chunk = 16 / size_of(p.dtype);
+  const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
+  return p.positions() % chunk == 0 && std::all_of(slabs.begin(), slabs.end(), [&](const Slab& slab) {
+           return slab.extent[1] == out[1] && slab.extent[2] == out[2] &&
+                  slab.origin[0] * out[1] * out[2] % chunk == 0;
+         });
+}
+
+}  // namespace
 
 Problem grad_x_problem(const Problem& block) {
   Problem p = block;
@@ -21,6 +39,12 @@ Problem grad_x_problem(const Problem& block) {
   return p;
 }
 
+void cut_output(GradXPlan& plan, const Cut& cut) {
+  const Problem& p = plan.problem;
+  plan.cut = cut;
+  plan.in_place = p.y_layout == Layout::kNDHWC ? p.k % kChannelUnit == 0 : is_contiguous(p, cut);
+}
+
 std::string grad_x_obstacle(const Problem& block, const Device& device,
                             const std::vector<ConvInstance>& instances, std::optional<GradXPlan>& plan) {
   plan.reset();
@@ -32,15 +56,18 @@ std::string grad_x_obstacle(const Problem& block, const Device& device,
   std::optional<ConvInstance> instance;
   const std::string obstacle = sm90_obstacle(p, device, instances, instance);
   if (!obstacle.empty()) return obstacle;
-  const Cut cut = cheapest_cut(p, *instance, device.sm_count);
   plan.emplace();
   plan->problem = p;
   plan->instance = *instance;
   plan->grad_c_pitch = grad_c_pitch(block);
-  plan->split_axes = cut.split_axes;
-  plan->share_taps = cut.share_taps;
-  plan->in_place = p.y_layout == Layout::kNDHWC && p.k % kChannelUnit == 0;
-  plan->estimated_multiply_ms = estimated_multiply_ms(p, *instance, cut, device.sm_count);
+  const Cut cheapest = cheapest_cut(p, *instance, device.sm_count);
+  // Unpacking costs more than cuts along height and width save.
+  for (const Cut& cut : {cheapest, Cut{std::min(cheapest.split_axes, 1), false}, Cut{}}) {
+    cut_output(*plan, cut);
+    if (plan->in_place) break;
+  }
+  if (!plan->in_place) cut_output(*plan, cheapest);
+  plan->estimated_multiply_ms = estimated_multiply_ms(p, *instance, plan->cut, device.sm_count);
   plan->stages = {p.dtype == DType::kFloat32 ? "pack_weight" : "pack_operands", instance->name};
   if (!plan->in_place) plan->stages.emplace_back("unpack_rows");
   return "";
@@ -48,8 +75,8 @@ std::string grad_x_obstacle(const Problem& block, const Device& device,
 
 std::string describe(const GradXPlan& plan) {
   std::string text = concat("grad_x: ", describe(plan.problem), "\n  kernel: ", plan.instance.name);
-  text +=
-      plan.share_taps ? ", loads shared by taps" : concat(", borders cut along ", plan.split_axes, " axes");
+  text += plan.cut.share_taps ? ", loads shared by taps"
+                              : concat(", borders cut along ", plan.cut.split_axes, " axes");
   text += concat(", estimated ", plan.estimated_multiply_ms, " ms\n  stages:");
   for (const std::string& stage : plan.stages) text += ' ' + stage;
   return text;

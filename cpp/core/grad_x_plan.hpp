@@ -14,6 +14,7 @@
 
 #include "core/plan.hpp"
 #include "core/problem.hpp"
+#include "core/sm90_plan.hpp"
 
 namespace upconv3d {
 
@@ -31,12 +32,15 @@ struct GradXPlan {
   Problem problem;          // grad_x_problem of the block
   ConvInstance instance{};  // operand is the dtype of grad_c, which is scaled where that is not x's dtype
   std::int64_t grad_c_pitch = 0;  // see there
-  int split_axes = 0;             // see Plan
-  bool share_taps = false;
+  Cut cut;
   bool in_place = false;               // the kernel stores grad_x itself, else rows that are then unpacked
   double estimated_multiply_ms = 0.0;  // of the convolution, without packing and unpacking
   std::vector<std::string> stages;     // kernels in launch order, by name
 };
+
+/// Sets the cut and what follows from it: whether the kernel can store grad_x where it belongs, in rows of
+/// whole 16-byte chunks of channels, or of positions that no cut parts but between planes.
+void cut_output(GradXPlan& plan, const Cut& cut);
 
 /// Why the SM90 kernel cannot compute grad_x of the block, or "" with `plan` set.
 std::string grad_x_obstacle(const Problem& block, const Device& device,

@@ -65,8 +65,9 @@ void convolve(const GradXPlan& plan, const Device& device, const GradXTensors& t
   conv.unscale_column = static_cast<const std::int32_t*>(workspace.unscale_column);
   conv.a = plan.in_place ? tensors.grad_x : workspace.rows;
   conv.counters = static_cast<std::int32_t*>(workspace.counters);
-  conv.split_axes = plan.split_axes;
-  conv.share_taps = plan.share_taps;
+  conv.channels_first = plan.in_place && plan.problem.y_layout == Layout::kNCDHW;
+  conv.split_axes = plan.cut.split_axes;
+  conv.share_taps = plan.cut.share_taps;
   conv.sm_count = device.sm_count;
   find_conv_transpose_launcher(plan.instance.name)(conv, stream);
 }

@@ -32,6 +32,7 @@
 namespace {
 
 using upconv3d::ConvInstance;
+using upconv3d::Cut;
 using upconv3d::Device;
 using upconv3d::DType;
 using upconv3d::Extent3;
@@ -59,11 +60,6 @@ constexpr int kScale = 3;
 /// Elements behind grad_x that nobody may write.
 constexpr std::int64_t kGuard = 64;
 
-/// How the output is cut: border_slabs along 0 to 3 axes, or tap_sharing_slabs.
-struct Cut {
-  int split_axes;
-  bool share_taps;
-};
 constexpr Cut kCuts[] = {{0, false}, {1, false}, {3, false}, {0, true}};
 
 Device device_of(int sm_count) {
@@ -260,8 +256,7 @@ void run_block(const Problem& block, bool w_channels_last, int sm_count, std::ui
         continue;
       GradXPlan plan = selected;
       plan.instance = instance;
-      plan.split_axes = cut.split_axes;
-      plan.share_taps = cut.share_taps;
+      cut_output(plan, cut);
       const auto slabs = upconv3d::plan_slabs(plan.problem, cut.split_axes, cut.share_taps);
       if (slabs.size() > std::size_t(upconv3d::kMaxSlabs)) continue;
       const std::string what =
@@ -329,7 +324,7 @@ void time_plan(const Problem& block, const GradXPlan& plan, int sm_count) {
   std::printf("%8.4f ms %6.0f TFLOP/s (estimated %.4f) %s%s %s %s\n", ms,
               plan.problem.useful_flops() / ms * 1e-9, plan.estimated_multiply_ms,
               plan.instance.name + std::strlen("conv_transpose_relu_group_norm_sm90_"),
-              plan.share_taps ? " shared" : (" cut " + std::to_string(plan.split_axes)).c_str(),
+              plan.cut.share_taps ? " shared" : (" cut " + std::to_string(plan.cut.split_axes)).c_str(),
               name(block.x_layout), describe(block).c_str());
   check(cudaEventDestroy(begin), "destroying an event");
   check(cudaEventDestroy(end), "destroying an event");
@@ -346,8 +341,7 @@ void time_block(const Problem& block, bool alternatives, int sm_count) {
       if (share_taps && block.stride != Extent3{1, 1, 1}) continue;
       GradXPlan plan = selected;
       plan.instance = instance;
-      plan.split_axes = 0;
-      plan.share_taps = share_taps;
+      cut_output(plan, {0, share_taps});
       time_plan<Operand, Output>(block, plan, sm_count);
     }
   }

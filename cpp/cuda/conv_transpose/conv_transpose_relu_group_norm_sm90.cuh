@@ -12,8 +12,8 @@
 /// are, and this kernel ends with the moments, as channel_table [3,N,K]; normalizing and transposing is then
 /// group_norm_normalize's work, which finds the steps of 16 bits through moment_of [Z,P,Q].
 ///
-/// Where the launch is linear, a is the convolution alone: of a plain convolution it is the gradient at the
-/// input of a transposed one (core/grad_x_plan.hpp).
+/// Where the launch is linear, a is the convolution alone, [N,Z,P,Q,K] or [N,K,Z,P,Q]: of a plain convolution
+/// it is the gradient at the input of a transposed one (core/grad_x_plan.hpp).
 ///
 /// An implicit GEMM whose rows are output channels (gemm_m = K) and whose columns are output positions of one
 /// sample (gemm_n = Z*P*Q), reduced over taps and input channels (gemm_k = T*R*S*C); of each convolution
@@ -228,9 +228,11 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
                                         Traits::BLK_POS + rows, Traits::BLK_C, slab.shared_taps > 1);
     }
     const DType element = Traits::QUANTIZED ? DType::kFloat16 : output;  // any of 16 bit
-    slab.a =
-        encode_slab_output(problem, from, element, to.pitch, params.a,
-                           kStagePositions<typename Traits::Stored>, kPanelChannels<typename Traits::Stored>);
+    using Stored = typename Traits::Stored;
+    slab.a = params.channels_first
+                 ? encode_slab_channels(problem, from, element, params.a, kPanelPositions<Stored>, 64)
+                 : encode_slab_output(problem, from, element, to.pitch, params.a, kStagePositions<Stored>,
+                                      kPanelChannels<Stored>);
     if (Traits::QUANTIZED && to.normalizes) {
       slab.item = encode_slab_output(problem, from, element, to.pitch, params.a, Traits::ITEM_POS,
                                      kPanelChannels<typename Traits::Stored>);
@@ -292,6 +294,7 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   const Problem& problem = params.problem;
   KernelParams<Traits> to{};
   to.linear = params.linear;
+  to.channels_first = params.channels_first;
   to.floor = params.linear ? -std::numeric_limits<float>::infinity() : 0.f;
   to.normalizes = params.channel_table == nullptr && !params.linear;
   to.in_place = to.normalizes && params.y == nullptr;

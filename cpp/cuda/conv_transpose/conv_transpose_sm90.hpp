@@ -31,6 +31,9 @@ struct ConvTransposeParams {
   // a is the unscaled convolution and nothing else: no bias, ReLU, moments or normalization, and none of the
   // memory that these take. Not for instances that store fewer bits than dtype has.
   bool linear = false;
+  // Linear only: a is [N,K,Z,P,Q] dtype, rows of Z*P*Q in whole 16-byte chunks. Slabs must be whole planes
+  // and begin at such a chunk.
+  bool channels_first = false;
   const void* gamma = nullptr;  // [K] dtype, or null for 1
   const void* beta = nullptr;   // [K] dtype, or null for 0
   // relu(conv + bias), where linear conv, written: [N,Z,P,Q,padded_channels(K)] of as many bits as the

@@ -130,12 +130,13 @@ CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType e
 
 namespace {
 
-/// A tiled descriptor over a dense tensor of three axes, given innermost first.
+/// A tiled descriptor over a tensor of three axes, given innermost first; dense but for rows of `pitch`
+/// elements.
 CUtensorMap encode_tiled(const char* tensor, const Problem& problem, DType dtype, void* data,
-                         const cuuint64_t (&extents)[3], const cuuint32_t (&box)[3],
+                         const cuuint64_t (&extents)[3], cuuint64_t pitch, const cuuint32_t (&box)[3],
                          CUtensorMapL2promotion promotion) {
   static const auto encode = driver_function<EncodeTiled>("cuTensorMapEncodeTiled");
-  const cuuint64_t row = extents[0] * static_cast<cuuint64_t>(size_of(dtype));
+  const cuuint64_t row = pitch * static_cast<cuuint64_t>(size_of(dtype));
   const cuuint64_t strides[2] = {row, row * extents[1]};
   CUtensorMap map;
   check_encoded(encode(&map, tensor_map_type(dtype), 3, data, extents, strides, box, kUnitStrides,
@@ -148,18 +149,31 @@ CUtensorMap encode_tiled(const char* tensor, const Problem& problem, DType dtype
 }  // namespace
 
 CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels) {
-  return encode_tiled("w", problem, operand, const_cast<void*>(w),
-                      {static_cast<cuuint64_t>(operand_channels(problem)), static_cast<cuuint64_t>(problem.k),
-                       static_cast<cuuint64_t>(volume(problem.kernel))},
-                      {static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_k), 1},
-                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+  const auto pitch = static_cast<cuuint64_t>(operand_channels(problem));
+  return encode_tiled(
+      "w", problem, operand, const_cast<void*>(w),
+      {pitch, static_cast<cuuint64_t>(problem.k), static_cast<cuuint64_t>(volume(problem.kernel))}, pitch,
+      {static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_k), 1},
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
+CUtensorMap encode_slab_channels(const Problem& problem, const Slab& slab, DType element, void* y,
+                                 int box_positions, int box_k) {
+  const Extent3 out = problem.out();
+  char* const first = static_cast<char*>(y) + slab.origin[0] * out[1] * out[2] * size_of(element);
+  return encode_tiled("conv", problem, element, first,
+                      {static_cast<cuuint64_t>(slab.positions()), static_cast<cuuint64_t>(problem.k),
+                       static_cast<cuuint64_t>(problem.n)},
+                      static_cast<cuuint64_t>(problem.positions()),
+                      {static_cast<cuuint32_t>(box_positions), static_cast<cuuint32_t>(box_k), 1},
+                      CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 CUtensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_positions, int box_k) {
+  const auto k = static_cast<cuuint64_t>(problem.k);
   return encode_tiled("relu(conv)", problem, element, y,
-                      {static_cast<cuuint64_t>(problem.k), static_cast<cuuint64_t>(problem.positions()),
-                       static_cast<cuuint64_t>(problem.n)},
-                      {static_cast<cuuint32_t>(box_k), static_cast<cuuint32_t>(box_positions), 1},
+                      {k, static_cast<cuuint64_t>(problem.positions()), static_cast<cuuint64_t>(problem.n)},
+                      k, {static_cast<cuuint32_t>(box_k), static_cast<cuuint32_t>(box_positions), 1},
                       CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 

@@ -40,6 +40,11 @@ CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int b
 CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType element, std::int64_t channels,
                                void* y, int box_positions, int box_channels, int fold = 1);
 
+/// A slab of whole planes of y [N,K,Z,P,Q] of `element`, stored in tiles of `box_positions` consecutive
+/// positions x `box_k` channels. What lies beyond the slab or K is not stored.
+CUtensorMap encode_slab_channels(const Problem& problem, const Slab& slab, DType element, void* y,
+                                 int box_positions, int box_k);
+
 /// y as [N,Z*P*Q,K] of `element`, in boxes of `box_positions` consecutive positions of a sample x `box_k`
 /// channels.
 CUtensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_positions, int box_k);
