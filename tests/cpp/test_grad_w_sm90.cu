@@ -324,7 +324,13 @@ template <class T, class Operand>
 void time_plan(const Problem& problem, const GradWPlan& plan) {
   Workload<T, Operand> work(problem, plan, tests::Noise::kNormal);
   const double all = median_ms([&] { work.run(); });
-  std::printf("%.4f ms %6.1f TFLOP/s  %s\n", all, useful_flops(problem) / all * 1e-9, describe(plan).c_str());
+  cuda::GradWReduceParams reduce{.problem = problem, .plan = plan};
+  reduce.partial = reinterpret_cast<const float*>(work.workspace.get());
+  reduce.grad_w = work.grad_w.get();
+  std::copy_n(work.tensors.w_strides, 5, reduce.w_strides);
+  const double last = median_ms([&] { cuda::launch_grad_w_reduce(reduce, nullptr); });
+  std::printf("%.4f ms, final sum from memory %.4f, %6.1f TFLOP/s  %s\n", all, last,
+              useful_flops(problem) / all * 1e-9, describe(plan).c_str());
 }
 
 /// The chosen plan, then the next best by the estimate.

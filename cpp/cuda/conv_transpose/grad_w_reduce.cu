@@ -6,8 +6,8 @@
 ///   grad_w  [C,K,T,R,S]        dtype  any strides
 ///
 /// A block takes 16 rows and 8 columns, channels of one operand and of the other, of every tap: what lies
-/// close together in grad_w, with taps or with channels innermost. A warp adds up a tap's splits, in their
-/// order; then all threads write, in memory's order.
+/// close together in grad_w, with taps or with channels innermost. One warp or a few, where there are few
+/// taps, add up a tap's splits, in their order; then all threads write, in memory's order.
 
 #include <cuda_runtime.h>
 
@@ -26,10 +26,10 @@
 namespace upconv3d::cuda {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 1024;  // small weights make fewer blocks than there are multiprocessors
 constexpr int kWarps = kThreads / 32;
-constexpr int kLoads = 7;              // of 16 bytes that a thread has in flight: 56 KB of a multiprocessor
-constexpr int kTapBatch = 2 * kWarps;  // taps whose sums wait in shared memory
+constexpr int kLoads = 8;  // of 16 bytes that a thread has in flight: 128 KB of a multiprocessor
+static_assert(kLoads == 8, "sum_splits takes what is left by fours, twos and ones");
 constexpr int kPairs = kGradWWarpRows * kGradWBlockColumns;
 constexpr int kChunk = static_cast<int>(kGradWChunk);
 
@@ -53,6 +53,7 @@ struct ReduceArgs {
   ReduceOperand rows, columns;
   int row_chunks, column_chunks;  // of a tile
   int column_tiles, tiles, splits;
+  int warps_per_tap;
 };
 
 /// Tap of grad_w as a coordinate along an axis.
@@ -89,8 +90,21 @@ struct Patch {
   }
 };
 
-/// This lane's part of a tap's sum over the splits.
-__device__ inline float4 sum_splits(const ReduceArgs& args, const Patch& patch, int tap) {
+/// sum += kCount splits from `from` on, all loaded before the first is added; moves `from` behind them.
+template <int kCount>
+__device__ inline void add_splits(const float4*& from, std::int64_t step, float4& sum) {
+  float4 parts[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) parts[i] = __ldcs(from + i * step);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    sum.x += parts[i].x, sum.y += parts[i].y, sum.z += parts[i].z, sum.w += parts[i].w;
+  }
+  from += kCount * step;
+}
+
+/// This lane's part of a tap's sum over splits [begin,end).
+__device__ inline float4 sum_splits(const ReduceArgs& args, const Patch& patch, int tap, int begin, int end) {
   int at[3];
   tap_of(args, tap, at);
   const int row = chunk_of(args, args.rows, args.rows_are_x, at, patch.row_chunk);
@@ -102,27 +116,23 @@ __device__ inline float4 sum_splits(const ReduceArgs& args, const Patch& patch, 
   const int blocks = warpgroup_chunks * (kChunk / kGradWBlockColumns);
   const int tile = row / args.row_chunks * args.column_tiles + column / args.column_chunks;
   const int thread = patch.row_part * 32 + static_cast<int>(threadIdx.x) % 32;
-  const float4* from = args.partial + grad_w_partial(tile, warpgroup, blocks, block, thread);
   const std::int64_t step = grad_w_partial(args.tiles, 0, blocks, 0, 0);
+  const float4* from = args.partial + grad_w_partial(tile, warpgroup, blocks, block, thread) + begin * step;
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  for (int first = 0; first < args.splits; first += kLoads, from += kLoads * step) {
-    float4 parts[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      parts[i] = first + i < args.splits ? __ldcs(from + i * step) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      sum.x += parts[i].x, sum.y += parts[i].y, sum.z += parts[i].z, sum.w += parts[i].w;
-    }
-  }
+  int left = end - begin;
+  for (; left >= kLoads; left -= kLoads) add_splits<kLoads>(from, step, sum);
+  if (left & 4) add_splits<4>(from, step, sum);
+  if (left & 2) add_splits<2>(from, step, sum);
+  if (left & 1) add_splits<1>(from, step, sum);
   return sum;
 }
 
-/// Writes `taps` taps from `first_tap` on. \param sums [16 * 8][taps] by row, column, tap
+/// Writes `taps` taps from `first_tap` on.
+///
+/// \param sums [16 * 8][taps * warps_per_tap] by row, column, tap and warp
 template <class T>
 __device__ inline void write_taps(const ReduceArgs& args, const Patch& patch, int first_tap, int taps,
-                                  const float (&sums)[kPairs][kTapBatch + 1]) {
+                                  const float (&sums)[kPairs][kWarps + 1]) {
   const int k_count = args.rows_are_x ? kGradWBlockColumns : kGradWWarpRows;
   const int first_row = patch.row_chunk * kChunk + patch.row_part * kGradWWarpRows;
   const int first_column = patch.column_chunk * kChunk + patch.column_part * kGradWBlockColumns;
@@ -141,26 +151,33 @@ __device__ inline void write_taps(const ReduceArgs& args, const Patch& patch, in
     int at[3];
     tap_of(args, first_tap + tap, at);
     const int exponent = unscale - (args.scale_c ? args.scale_c[c] : 0);
-    const float value = power_of_two(exponent).times(sums[row * kGradWBlockColumns + column][tap]);
+    const float* const parts = sums[row * kGradWBlockColumns + column] + tap * args.warps_per_tap;
+    float sum = parts[0];
+    for (int part = 1; part < args.warps_per_tap; ++part) sum += parts[part];
+    const float value = power_of_two(exponent).times(sum);
     T* const to = static_cast<T*>(args.grad_w) + c * args.strides[0] + k * args.strides[1];
     to[at[0] * args.strides[2] + at[1] * args.strides[3] + at[2] * args.strides[4]] = from_stat<T>(value);
   }
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) grad_w_reduce(const ReduceArgs args) {
-  __shared__ float sums[kPairs][kTapBatch + 1];
+__global__ void __launch_bounds__(kThreads, 1) grad_w_reduce(const ReduceArgs args) {
+  __shared__ float sums[kPairs][kWarps + 1];
   const Patch patch(args, blockIdx.x);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int all_taps = args.kernel[0] * args.kernel[1] * args.kernel[2];
-  for (int first = 0; first < all_taps; first += kTapBatch) {
-    const int taps = min(kTapBatch, all_taps - first);
-    for (int tap = warp; tap < taps; tap += kWarps) {
-      const float4 sum = sum_splits(args, patch, first + tap);
+  const int batch = kWarps / args.warps_per_tap;
+  const int part = warp % args.warps_per_tap;
+  for (int first = 0; first < all_taps; first += batch) {
+    const int taps = min(batch, all_taps - first);
+    const int tap = warp / args.warps_per_tap;
+    if (tap < taps) {
+      const float4 sum = sum_splits(args, patch, first + tap, part * args.splits / args.warps_per_tap,
+                                    (part + 1) * args.splits / args.warps_per_tap);
       const float parts[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        sums[grad_w_row(lane, i) * kGradWBlockColumns + grad_w_column(lane, i)][tap] = parts[i];
+        sums[grad_w_row(lane, i) * kGradWBlockColumns + grad_w_column(lane, i)][warp] = parts[i];
       }
     }
     __syncthreads();
@@ -201,6 +218,9 @@ ReduceArgs reduce_args(const GradWReduceParams& params) {
   args.column_tiles = static_cast<int>(plan.column_tiles);
   args.tiles = static_cast<int>(plan.tiles());
   args.splits = static_cast<int>(plan.splits);
+  const std::int64_t taps = volume(problem.kernel);
+  args.warps_per_tap = 1;
+  while (2 * args.warps_per_tap * taps <= kWarps) args.warps_per_tap *= 2;
   return args;
 }
 
