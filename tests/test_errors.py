@@ -172,8 +172,8 @@ def test_forward_mode_is_refused():
         dual = torch.autograd.forward_ad.make_dual(block.input, torch.ones_like(block.input))
         with pytest.raises(NotImplementedError, match="forward-mode"):
             of_input(dual)
-    with pytest.raises(NotImplementedError, match=r"torch\.func"):
-        torch.func.grad(lambda x: of_input(x).sum())(block.input)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.hessian(lambda x: of_input(x).sum())(block.input)
 
 
 def test_integers_of_any_kind():

@@ -396,7 +396,8 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   plan.activation = instance.output;
   plan.pack_x =
       p.x_layout != Layout::kNDHWC || p.dtype == DType::kFloat32 || !p.x_aligned || !has_operand_channels(p);
-  plan.activation_in_y = normalizes_in_place(p);
+  plan.normalizes = normalizes_in_place(p);
+  plan.activation_in_y = plan.normalizes;
   plan.channels = channels_text(p);
   plan.tile_positions = moment_positions(instance);
   const Cut cut = cheapest_cut(p, instance, device.sm_count);
@@ -414,7 +415,7 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
     plan.stages = {"pack_operands"};
   }
   plan.stages.push_back(instance.name);
-  if (!plan.activation_in_y) plan.stages.push_back("group_norm_normalize");
+  if (!plan.normalizes) plan.stages.push_back("group_norm_normalize");
   return plan;
 }
 

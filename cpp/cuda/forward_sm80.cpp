@@ -5,6 +5,7 @@
 #include "cuda/conv_transpose/conv_transpose_sm80.hpp"
 #include "cuda/group_norm/group_norm.hpp"
 #include "cuda/packed_operands.hpp"
+#include "cuda/stage_range.hpp"
 
 namespace upconv3d::cuda {
 namespace {
@@ -63,7 +64,10 @@ void run_sm80(const Problem& problem, const Plan& plan, const ForwardTensors& te
   conv.part = static_cast<float*>(workspace.part);
   conv.counts = static_cast<std::int32_t*>(workspace.counts);
   conv.split_axes = plan.split_axes;
-  find_conv_transpose_sm80_launcher(plan.instance->name)(conv, stream);
+  {
+    const StageRange range("upconv3d::conv_transpose_relu_moments");
+    find_conv_transpose_sm80_launcher(plan.instance->name)(conv, stream);
+  }
 
   FinalizeParams finalize;
   finalize.shape = shape;
@@ -75,7 +79,10 @@ void run_sm80(const Problem& problem, const Plan& plan, const ForwardTensors& te
   finalize.eps = problem.eps;
   finalize.scratch = workspace.finalize;
   finalize.table = workspace.table;
-  launch_group_norm_finalize(finalize, stream);
+  {
+    const StageRange range("upconv3d::finalize");
+    launch_group_norm_finalize(finalize, stream);
+  }
 
   NormalizeParams normalize;
   normalize.shape = shape;
@@ -86,6 +93,7 @@ void run_sm80(const Problem& problem, const Plan& plan, const ForwardTensors& te
   normalize.a = conv.a;
   normalize.table = workspace.table;
   normalize.y = tensors.y;
+  const StageRange range("upconv3d::normalize");
   launch_group_norm_normalize(normalize, stream);
 }
 

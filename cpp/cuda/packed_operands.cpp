@@ -2,6 +2,7 @@
 #include "cuda/packed_operands.hpp"
 
 #include "core/channels.hpp"
+#include "cuda/stage_range.hpp"
 
 namespace upconv3d::cuda {
 
@@ -33,6 +34,7 @@ OperandScales PackedOperands::pack(const Problem& problem, const Plan& plan, con
   if (scales) params.scales = carve_operand_scales(problem, scales);
   params.zero = cleared.data;
   params.zero_bytes = cleared.bytes;
+  const StageRange range("upconv3d::pack");
   launch_pack(params, stream);
   return params.scales;
 }

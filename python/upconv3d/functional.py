@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function
 
 from ._autograd import record_block
+from ._transforms import transformed_block
 
 IntOrTriple = int | Sequence[int]
 
@@ -200,16 +202,6 @@ def _refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
             )
 
 
-def _refuse_functional_gradients(tensors: Sequence[Tensor | None]) -> None:
-    """Raises NotImplementedError under torch.func's grad, vjp, jacrev and what is built on them."""
-    for tensor in tensors:
-        if tensor is not None and torch._C._functorch.is_gradtrackingtensor(tensor):
-            raise NotImplementedError(
-                "upconv3d: torch.func's grad, vjp, jacrev and hessian are not implemented; got an argument "
-                "that one of them tracks. Remedy: torch.autograd, or PyTorch's three calls."
-            )
-
-
 def conv_transpose3d_relu_group_norm(
     input: Tensor,
     weight: Tensor,
@@ -225,6 +217,7 @@ def conv_transpose3d_relu_group_norm(
     norm_bias: Tensor | None = None,
     eps: float = 1e-5,
     precision: str | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """group_norm(relu(conv_transpose3d(input, weight, bias)), num_groups) as one differentiable op.
 
@@ -241,6 +234,9 @@ def conv_transpose3d_relu_group_norm(
         precision: concerns float32 input on CUDA. "ieee": float32's error; "tf32": at most TF32's error
             (operands of a 10-bit mantissa); None: what torch.backends.cudnn.conv.fp32_precision says at the
             call (under torch.compile: when the graph is compiled, for PyTorch has no guard on that setting).
+        recompute: concerns gradients on CUDA. False: relu(conv) is kept for the backward, in 16 bit or as
+            precision needs; True: the backward computes it again from input, which alone is kept, as it
+            always does under torch.compile. The gradients have the same bits.
 
     Returns:
         [N, K, Z, P, Q] or [K, Z, P, Q], dtype of input; Z = (D-1)*stride - 2*padding + dilation*(T-1)
@@ -251,14 +247,29 @@ def conv_transpose3d_relu_group_norm(
         ValueError: unknown precision, eps not finite, an integer beyond 64 bit, or a norm group of one single
             value.
         TypeError: an argument is of the wrong kind.
-        NotImplementedError: input's dtype is another one, or forward-mode AD or a gradient of torch.func is
-            asked for.
+        NotImplementedError: input's dtype is another one, or forward-mode AD is asked for.
 
     Under autocast all tensors are cast to its dtype, as for conv_transpose3d alone; the result is float32 on
     CUDA and of that dtype on the CPU, as it is from the three calls.
 
     Source: GroupNorm, Wu & He, arXiv:1803.08494.
     """
+    tensors: tuple[Any, ...] = (input, weight, bias, norm_weight, norm_bias)
+    if not isinstance(tensors[0], Tensor) and _has_torch_function(
+        tensors
+    ):  # torch.fx's proxies are no tensors
+        overridden: Tensor = handle_torch_function(
+            conv_transpose3d_relu_group_norm,
+            tensors,
+            *(input, weight, bias, stride, padding, output_padding, groups, dilation),
+            num_groups=num_groups,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            eps=eps,
+            precision=precision,
+            recompute=recompute,
+        )
+        return overridden
     check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
     precision = resolve_precision(input, precision)
     groups = integer(groups, "groups")
@@ -267,32 +278,27 @@ def conv_transpose3d_relu_group_norm(
     padding = triple(padding, "padding")
     output_padding = triple(output_padding, "output_padding")
     dilation = triple(dilation, "dilation")
-    dims = input.dim()
-    if dims == 4 or (dims == 5 and input.size(0) == 1):
-        _check_values_per_group(input, weight, stride, padding, output_padding, groups, dilation, num_groups)
-    tensors = (input, weight, bias, norm_weight, norm_bias)
     if _dynamo_compiling():  # none of the questions below can be asked in a graph
-        recording, whole = False, True
+        recording, whole, transforms, tracing = False, True, False, False
     else:
         if forward_ad._current_level >= 0:
             _refuse_tangents(tensors)
         transforms = _transforms_active()
-        if transforms:
-            _refuse_functional_gradients(tensors)
+        tracing = _tracing()
         recording = _grad_enabled() and _any_requires_grad(*tensors)
         # Autograd of a custom operator runs in Python, which takes tens of microseconds, some of them where
-        # there is nothing to record. It has to run where requires_grad does not say what is recorded
-        # (torch.func's transforms), where others than autograd want to see the operator (tracers, and
-        # __torch_function__ of the caller's), and where autocast's casts are to be recorded too.
+        # there is nothing to record. It has to run where others than autograd want to see the operator
+        # (tracers, and __torch_function__ of the caller's), and where autocast's casts are recorded too.
         whole = (
-            transforms
-            or _compiling()
-            or _has_torch_function(tensors)
-            or (recording and (_autocast_enabled() or _tracing()))
+            _compiling() or _has_torch_function(tensors) or (recording and (_autocast_enabled() or tracing))
         )
-    if recording and not whole:
+    dims = input.dim()
+    # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.
+    if not tracing and (dims == 4 or (dims == 5 and input.size(0) == 1)):
+        _check_values_per_group(input, weight, stride, padding, output_padding, groups, dilation, num_groups)
+    if recording and not whole and not transforms:
         numbers = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
-        recorded: Tensor = record_block(*tensors, numbers)
+        recorded: Tensor = record_block(*tensors, numbers, recompute)
         return recorded
     arguments = (
         input,
@@ -309,6 +315,8 @@ def conv_transpose3d_relu_group_norm(
         eps,
         precision,
     )
+    if transforms:
+        return transformed_block(*arguments)
     if whole:
         y: Tensor = _op(*arguments)
         return y

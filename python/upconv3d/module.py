@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block as a module, in the place of nn.ConvTranspose3d, nn.ReLU and nn.GroupNorm."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation: as in
             nn.ConvTranspose3d.
         num_groups, eps, affine: as in nn.GroupNorm; eps in activation units squared.
-        precision: as in conv_transpose3d_relu_group_norm.
+        precision, recompute: as in conv_transpose3d_relu_group_norm.
         device, dtype: of the parameters.
 
     Shape: [N, C, D, H, W] to [N, K, Z, P, Q], or [C, D, H, W] to [K, Z, P, Q].
@@ -50,9 +49,9 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
     Source: GroupNorm, Wu & He, arXiv:1803.08494.
     """
 
-    conv_transpose: nn.ConvTranspose3d
-    group_norm: nn.GroupNorm
+    # The submodules have no annotation here: torch.jit.script would take it for that of an interface.
     precision: str | None
+    recompute: bool
 
     def __init__(
         self,
@@ -71,6 +70,7 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         precision: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         _check_precision(precision)
@@ -91,10 +91,15 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         )
         self.group_norm = nn.GroupNorm(num_groups, out_channels, eps, affine, device=device, dtype=dtype)
         self.precision = precision
+        self.recompute = recompute
 
     @classmethod
     def from_modules(
-        cls, conv_transpose: nn.ConvTranspose3d, group_norm: nn.GroupNorm, precision: str | None = None
+        cls,
+        conv_transpose: nn.ConvTranspose3d,
+        group_norm: nn.GroupNorm,
+        precision: str | None = None,
+        recompute: bool = False,
     ) -> "ConvTranspose3dReLUGroupNorm":
         """The block of two modules that exist. It holds these very modules, so their parameters are shared.
 
@@ -145,10 +150,11 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         block.conv_transpose = conv_transpose
         block.group_norm = group_norm
         block.precision = precision
+        block.recompute = recompute
         block.training = conv_transpose.training
         return block
 
-    def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The block on [N, C, D, H, W] or [C, D, H, W].
 
         Args:
@@ -156,35 +162,81 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
 
         Raises: as conv_transpose3d_relu_group_norm; ValueError where output_size cannot be had.
         """
-        modules: Any = self._modules
-        conv: nn.ConvTranspose3d = modules["conv_transpose"]
-        norm: nn.GroupNorm = modules["group_norm"]
-        output_padding: Any = conv.output_padding
-        if output_size is not None:
-            output_padding = conv._output_padding(
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            modules: Any = self._modules
+            conv: nn.ConvTranspose3d = modules["conv_transpose"]
+            norm: nn.GroupNorm = modules["group_norm"]
+            output_padding: Any = conv.output_padding
+            if output_size is not None:
+                output_padding = conv._output_padding(
+                    input,
+                    list(output_size),
+                    conv.stride,  # type: ignore[arg-type]
+                    conv.padding,  # type: ignore[arg-type]
+                    conv.kernel_size,  # type: ignore[arg-type]
+                    3,
+                    conv.dilation,  # type: ignore[arg-type]
+                )
+            return conv_transpose3d_relu_group_norm(
                 input,
-                list(output_size),
-                conv.stride,  # type: ignore[arg-type]
+                _parameter(conv, "weight"),
+                _parameter(conv, "bias"),
+                conv.stride,
                 conv.padding,  # type: ignore[arg-type]
-                conv.kernel_size,  # type: ignore[arg-type]
-                3,
-                conv.dilation,  # type: ignore[arg-type]
+                output_padding,
+                conv.groups,
+                conv.dilation,
+                num_groups=norm.num_groups,
+                norm_weight=_parameter(norm, "weight"),
+                norm_bias=_parameter(norm, "bias"),
+                eps=norm.eps,
+                precision=self.precision,
+                recompute=self.recompute,
             )
-        return conv_transpose3d_relu_group_norm(
+        return self._scripted_forward(input, output_size)
+
+    def _scripted_forward(self, input: Tensor, output_size: list[int] | None) -> Tensor:
+        """forward in the Python that TorchScript compiles.
+
+        Raises: RuntimeError where precision is None and input is float32 on CUDA: TorchScript cannot read
+            torch.backends.
+        """
+        precision = self.precision
+        if precision is None:
+            if input.is_cuda and input.dtype == torch.float32:
+                raise ValueError(
+                    "upconv3d: under torch.jit.script, precision must be 'ieee' or 'tf32' for float32 input "
+                    "on CUDA; got precision=None. Remedy: set it on the module before torch.jit.script."
+                )
+            precision = "ieee"
+        conv = self.conv_transpose
+        norm = self.group_norm
+        output_padding = conv._output_padding(
             input,
-            _parameter(conv, "weight"),
-            _parameter(conv, "bias"),
-            conv.stride,
+            output_size,
+            conv.stride,  # type: ignore[arg-type]
             conv.padding,  # type: ignore[arg-type]
+            conv.kernel_size,  # type: ignore[arg-type]
+            3,
+            conv.dilation,  # type: ignore[arg-type]
+        )
+        y: Tensor = torch.ops.upconv3d.conv_transpose3d_relu_group_norm(
+            input,
+            conv.weight,
+            conv.bias,
+            conv.stride,
+            conv.padding,
             output_padding,
             conv.groups,
             conv.dilation,
-            num_groups=norm.num_groups,
-            norm_weight=_parameter(norm, "weight"),
-            norm_bias=_parameter(norm, "bias"),
-            eps=norm.eps,
-            precision=self.precision,
+            norm.num_groups,
+            norm.weight,
+            norm.bias,
+            norm.eps,
+            precision,
         )
+        return y
 
     def extra_repr(self) -> str:
-        return "" if self.precision is None else f"precision={self.precision!r}"
+        said = [] if self.precision is None else [f"precision={self.precision!r}"]
+        return ", ".join([*said, "recompute=True"] if self.recompute else said)

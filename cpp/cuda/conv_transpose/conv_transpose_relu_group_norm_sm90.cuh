@@ -4,7 +4,7 @@
 ///   x     [N,D,H,W,C]                 operand  read through TMA im2col; or packed by layout/pack as
 ///         [N,groups,D,H,W,channels]            channels of a group, then zeros
 ///   w     [T*R*S,K,channels]          operand  packed by layout/pack
-///   a     [N,Z,P,Q,K]                 output   relu(conv + bias), then y: normalized in place
+///   a     [N,Z,P,Q,K]                 output   relu(conv + bias), then y: normalized in place, or beside it
 ///   part  [N,moments,K/granule,2]     float    (mean, M2) of the *rounded* relu(conv)
 ///   table [N,G,4]                     float    mean, rest of the mean, 1/sqrt(var + eps)
 ///
@@ -308,9 +308,10 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   to.channels_first = params.channels_first;
   to.floor = params.linear ? -std::numeric_limits<float>::infinity() : 0.f;
   to.normalizes = params.channel_table == nullptr && !params.linear;
+  to.in_place = to.normalizes && params.y == nullptr;
   // Unorm16 in y's memory has room for twice as many.
   const std::int64_t pitch = padded_channels(problem.k);
-  to.pitch = static_cast<int>(to.normalizes && Traits::QUANTIZED ? 2 * pitch : pitch);
+  to.pitch = static_cast<int>(to.in_place && Traits::QUANTIZED ? 2 * pitch : pitch);
   to.step_pitch = static_cast<int>(pitch);
   fill_slabs(params, operand, output, to);
   const void* const w[2] = {params.w_hi, params.w_lo};
@@ -334,6 +335,7 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   to.group_k = cutlass::FastDivmod(static_cast<int>(group_outputs(problem)));
   to.group_c = static_cast<int>(group_inputs(problem));
   to.a = static_cast<Output*>(params.a);
+  to.y = to.in_place ? to.a : static_cast<Output*>(params.y);
   to.bias = static_cast<const Output*>(params.bias);
   to.unscale_sample = params.unscale_sample;
   to.unscale_step = params.one_unscale_sample ? 0 : 1;

@@ -36,12 +36,14 @@ struct ConvTransposeParams {
   bool channels_first = false;
   const void* gamma = nullptr;  // [K] dtype, or null for 1
   const void* beta = nullptr;   // [K] dtype, or null for 0
-  // [N,Z,P,Q,K] dtype, written: y; or where channel_table is given relu(conv + bias), where linear conv,
-  // [N,Z,P,Q,padded_channels(K)] of as many bits as the instance stores.
+  // relu(conv + bias), where linear conv, written: [N,Z,P,Q,padded_channels(K)] of as many bits as the
+  // instance stores; where y is null, in y's memory, [N,Z,P,Q,K] dtype, and normalized in place.
   void* a = nullptr;
+  void* y = nullptr;  // [N,Z,P,Q,K] dtype, written where a is to be kept; null where channel_table is given
   // Scratch memory, 256-byte aligned; moments, granules: see Plan.
   float* part = nullptr;           // [N,moments,granules,2]: (mean, M2) of relu(conv + bias) as stored
-  float* table = nullptr;          // [N,G,4]: mean, rest of the mean, 1/sqrt(var + eps), unused
+  float* table = nullptr;          // [N,G,4]: mean, rest of the mean, 1/sqrt(var + eps), unused; may be null
+                                   // where channel_table is given
   float* channel_table = nullptr;  // [3,N,K] written: mean, scale, shift; null: this kernel normalizes
   // Instances that store fewer bits than dtype has, else null: relu(conv + bias) is bits * 2^step, or not
   // finite where the step is -128. [N,moments,padded_channels(K)] written.

@@ -98,7 +98,7 @@ struct Drain {
     HalfTile half;
     half.n = tile.n;
     half.channel = tile.channel + warpgroup % Traits::WARPGROUPS_K * 64;
-    half.stored = params.normalizes ? stored_channel(tile.channel, half.channel) : half.channel;
+    half.stored = stored_channel(params, tile.channel, half.channel);
     half.end = channel_end(params, tile.channel);
     half.position = tile.position + warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS + round * STAGED_POS;
     half.valid = min(STAGED_POS, slab.positions - half.position);
@@ -147,9 +147,9 @@ struct Drain {
     }
   }
 
-  /// Where a channel of the tile that begins with channel `tile` lies in its row of y, in Stored.
-  CUTLASS_DEVICE static int stored_channel(int tile, int channel) {
-    return Traits::QUANTIZED ? tile + channel : channel;
+  /// Where a channel of the tile that begins with channel `tile` lies in its row of a, in Stored.
+  CUTLASS_DEVICE static int stored_channel(KernelParams<Traits> const& params, int tile, int channel) {
+    return Traits::QUANTIZED && params.in_place ? tile + channel : channel;
   }
 
   CUTLASS_DEVICE static int pixels(KernelParams<Traits> const& params) {

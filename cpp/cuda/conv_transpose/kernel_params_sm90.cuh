@@ -205,12 +205,14 @@ struct KernelParams {
   int order_size;                        // places of all samples
   int tile_blocks;                       // blocks that compute tiles to the end
   RingShape rings;
-  Output* a;            // [N,Z,P,Q,pitch] Stored: relu(conv); then y, [N,Z,P,Q,K], if this kernel normalizes
-  bool normalizes;      // else group_norm_normalize does, from channel_table, or nobody
-  bool linear;          // a is the convolution alone: no moments either
-  bool channels_first;  // linear only: a is [N,K,Z*P*Q]
-  float floor;          // of the activation: 0 for ReLU, -infinity where linear
-  Output const* bias;   // [K], or null
+  Output* a;                           // [N,Z,P,Q,pitch] Stored: relu(conv)
+  Output* y;                           // [N,Z,P,Q,K], which may be a's memory, if this kernel normalizes
+  bool normalizes;                     // else group_norm_normalize does, from channel_table, or nobody
+  bool in_place;                       // a lies in y
+  bool linear;                         // a is the convolution alone: no moments either
+  bool channels_first;                 // linear only: a is [N,K,Z*P*Q]
+  float floor;                         // of the activation: 0 for ReLU, -infinity where linear
+  Output const* bias;                  // [K], or null
   std::int32_t const* unscale_sample;  // [N] exponents, or [1] with a step of 0; float32 output only
   int unscale_step;                    // from one sample's exponent to the next's
   std::int32_t const* unscale_column;  // [K] exponents, float32 output only
@@ -226,7 +228,7 @@ struct KernelParams {
   int groups;                          // G
   cutlass::FastDivmod group_channels;  // K/G
   cutlass::FastDivmod group_granules;  // K/G/granule
-  float4* table;                       // [N,G] (mean, rest of the mean, 1/sqrt(var+eps), unused)
+  float4* table;                       // [N,G] (mean, rest of the mean, 1/sqrt(var+eps), unused), or null
   float* channel_table;                // [3,N,K] mean, scale, shift, where this kernel does not normalize
   // Counters, zero before the launch.
   int* next_tile;  // tiles handed out beyond each block's first

@@ -68,9 +68,9 @@ struct Im2colBox {
   std::int64_t channels;  // C
   Extent3 origin;         // of the box
   Extent3 step;
-  Extent3 extent;        // in steps
-  Extent3 lower, upper;  // corners of the bounding box, relative to the box
-  Extent3 stride;        // of the walk through the bounding box, in steps
+  Extent3 extent;              // in steps
+  Extent3 lower, upper;        // corners of the bounding box, relative to the box
+  Extent3 stride = {1, 1, 1};  // between positions, in steps
 };
 
 CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtype, void* data,
@@ -89,9 +89,10 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
                                  static_cast<cuuint64_t>(pixel * width * height * box.step[0]),
                                  static_cast<cuuint64_t>(pixel * width * height * depth)};
   int lower[3], upper[3];
-  cuuint32_t walk[5] = {1, 1, 1, 1, 1};
+  const cuuint32_t positions[5] = {1, static_cast<cuuint32_t>(box.stride[2]),
+                                   static_cast<cuuint32_t>(box.stride[1]),
+                                   static_cast<cuuint32_t>(box.stride[0]), 1};
   for (int axis = 0; axis < 3; ++axis) {
-    walk[1 + axis] = static_cast<cuuint32_t>(box.stride[2 - axis]);
     lower[axis] = static_cast<int>(box.lower[2 - axis]);
     upper[axis] = static_cast<int>(box.upper[2 - axis]);
   }
@@ -99,8 +100,8 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
       static_cast<char*>(data) + ((box.origin[0] * height + box.origin[1]) * width + box.origin[2]) * pixel;
   CUtensorMap map;
   check_encoded(encode(&map, tensor_map_type(dtype), 5, first, extents, strides, lower, upper,
-                       static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_positions), walk,
-                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+                       static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_positions),
+                       positions, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
                 tensor, problem);
   return map;
@@ -174,6 +175,14 @@ CUtensorMap encode_output_rows(const Problem& problem, DType element, void* y, i
                       {k, static_cast<cuuint64_t>(problem.positions()), static_cast<cuuint64_t>(problem.n)},
                       k, {static_cast<cuuint32_t>(box_k), static_cast<cuuint32_t>(box_positions), 1},
                       CU_TENSOR_MAP_L2_PROMOTION_NONE);
+}
+
+CUtensorMap encode_grad_w_operand(const char* tensor, const Problem& problem, DType operand, const void* data,
+                                  const GradWOperand& walk, std::int64_t pitch) {
+  const Im2colBox box{problem.n,   walk.extent, pitch,      {},       {1, 1, 1},
+                      walk.extent, walk.lower,  walk.upper, walk.step};
+  return encode_im2col(tensor, problem, operand, const_cast<void*>(data), box, kGradWBlock, kGradWChunk,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 }  // namespace upconv3d::cuda

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "core/border_slabs.hpp"
+#include "core/grad_w_plan.hpp"
 #include "core/problem.hpp"
 
 namespace upconv3d::cuda {
@@ -47,5 +48,10 @@ CUtensorMap encode_slab_channels(const Problem& problem, const Slab& slab, DType
 /// y as [N,Z*P*Q,K] of `element`, in boxes of `box_positions` consecutive positions of a sample x `box_k`
 /// channels.
 CUtensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_positions, int box_k);
+
+/// An operand of the gradient of the weight, [N,extent...,pitch] 16 bit, for TMA im2col: k-blocks of
+/// positions x chunks of channels.
+CUtensorMap encode_grad_w_operand(const char* tensor, const Problem& problem, DType operand, const void* data,
+                                  const GradWOperand& walk, std::int64_t pitch);
 
 }  // namespace upconv3d::cuda

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/check.hpp"
 #include "cuda/layout/pack_stages.hpp"
 
 namespace upconv3d::cuda {
@@ -100,6 +101,23 @@ void launch_pack_w(const PackParams& params, cudaStream_t stream) {
     launch_pack_weight(alone, 0, stream);
   } else {
     launch_pack_operands(alone, stream);
+  }
+}
+
+void launch_pack_x(const PackParams& params, cudaStream_t stream) {
+  require_packable(params, true);
+  if (params.problem.n == 0) return;
+  PackParams x_alone = params;
+  x_alone.w = nullptr;
+  x_alone.zero_bytes = 0;
+  if (is_scaled(params.problem)) {
+    check(cudaMemsetAsync(params.scales.x_absmax, 0,
+                          static_cast<std::size_t>(accumulator_bytes(params.problem)), stream),
+          "clearing the maxima of pack_input");
+    launch_pack_input(x_alone, stream);
+    launch_repack(x_alone, stream);
+  } else {
+    launch_pack_operands(x_alone, stream);
   }
 }
 

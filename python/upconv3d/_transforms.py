@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block under torch.func's transforms: batching rules for vmap, and a node that grad and vjp can take.
+
+vmap over the input alone is the same call with more samples, because every sample is normalized by itself.
+Where weights or per-channel vectors are batched too (an ensemble of models), samples of one call would need
+several weights, so the rule calls the operator once per slice.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ._autograd import _backward, _setup_context
+
+_MASK = 13  # the backward operator's output_mask among its arguments; `saved` follows, or not
+
+_forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
+
+
+def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
+    """The operator that _autograd.register() defines, which is after this module is read."""
+    gradients: tuple[Tensor, ...] = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_backward(*arguments)
+    return gradients
+
+
+def _fold(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
+    """[B*N, ...] of a [N, ...] tensor that is batched along `dim`, or of one for all where dim is None.
+
+    One unbatched [C, D, H, W] sample per slice makes a batch as it is.
+    """
+    if dim is None:
+        dim, tensor = 0, tensor.unsqueeze(0).expand(batch_size, *tensor.shape)
+    slices = tensor.movedim(dim, 0)
+    return slices.flatten(0, 1) if slices.dim() == 6 else slices
+
+
+def _unfold(result: Tensor, of: Tensor, dim: int | None, batch_size: int) -> Tensor:
+    """The inverse on a result that has the samples of `of`, which was folded along `dim`."""
+    samples_apart = of.dim() - (dim is not None) == 5
+    samples = result.shape[0] // batch_size
+    return result.view(batch_size, samples, *result.shape[1:]) if samples_apart else result
+
+
+def _slice(arguments: Sequence[Any], dims: Sequence[Any], index: int) -> list[Any]:
+    """Slice `index` of every tensor that is batched, all else as it is."""
+    return [
+        value.select(dim, index) if isinstance(value, Tensor) and dim is not None else value
+        for value, dim in zip(arguments, dims, strict=True)
+    ]
+
+
+def _batch_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+    """vmap's rule for the operator; arguments are those of its schema."""
+    input, *others = arguments
+    others_batched = any(
+        isinstance(value, Tensor) and dim is not None for value, dim in zip(others, in_dims[1:], strict=True)
+    )
+    if others_batched or info.batch_size == 0:
+        slices = [_forward_op(*_slice(arguments, in_dims, index)) for index in range(info.batch_size)]
+        return torch.stack(slices), 0
+    y = _forward_op(_fold(input, in_dims[0], info.batch_size), *others)
+    return _unfold(y, input, in_dims[0], info.batch_size), 0
+
+
+def _batch_backward(
+    info: Any, in_dims: tuple[Any, ...], *arguments: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """vmap's rule for the backward operator. Gradients of weights are sums over the samples of one slice."""
+    grad_y, input, *others = arguments
+    mask = arguments[_MASK]
+    others_batched = any(
+        isinstance(value, Tensor) and dim is not None for value, dim in zip(others, in_dims[2:], strict=True)
+    )
+    if others_batched or any(mask[1:]) or not mask[0] or info.batch_size == 0:
+        slices = [_backward_op(*_slice(arguments, in_dims, index)) for index in range(info.batch_size)]
+        return tuple(torch.stack(gradients) for gradients in zip(*slices, strict=True)), (0,) * 5
+    folded = (
+        _fold(value, dim, info.batch_size) for value, dim in zip((grad_y, input), in_dims[:2], strict=True)
+    )
+    grad_x, *empty = _backward_op(*folded, *others)
+    nothing = (tensor.expand(info.batch_size, 0) for tensor in empty)
+    return (_unfold(grad_x, input, in_dims[1], info.batch_size), *nothing), (0,) * 5
+
+
+class TransformedBlock(torch.autograd.Function):
+    """The block as torch.func's transforms see it; arguments are those of the operator's schema.
+
+    generate_vmap_rule makes vmap run these methods on batched tensors, and so the rules above.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        y: Tensor = _forward_op(*arguments)
+        return y
+
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_backward)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise NotImplementedError(
+            "upconv3d: forward-mode AD (jvp, jacfwd, hessian) is not implemented. Remedy: reverse mode "
+            "(jacrev of jacrev for a Hessian), or PyTorch's three calls."
+        )
+
+
+def transformed_block(*arguments: Any) -> Tensor:
+    """TransformedBlock; under autocast with the casts outside of it, so that they are differentiated too."""
+    input: Tensor = arguments[0]
+    device_type = input.device.type
+    if not torch.is_autocast_enabled(device_type) or input.dtype is torch.float64:
+        y: Tensor = TransformedBlock.apply(*arguments)  # type: ignore[no-untyped-call]
+        return y
+    low = torch.get_autocast_dtype(device_type)
+    cast = [value.to(low) if isinstance(value, Tensor) else value for value in arguments]
+    with torch.autocast(device_type, enabled=False):
+        y = TransformedBlock.apply(*cast)  # type: ignore[no-untyped-call]
+    return y.float() if device_type == "cuda" else y
+
+
+def register() -> None:
+    """Ties the batching rules to their operators; called once, by the package."""
+    name = "upconv3d::conv_transpose3d_relu_group_norm"
+    torch.library.register_vmap(name, _batch_forward)
+    torch.library.register_vmap(f"{name}_backward", _batch_backward)

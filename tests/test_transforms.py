@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.func: vmap's batching rules, grad, vjp, jacrev and their compositions, against PyTorch's calls."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import upconv3d
+from oracles import make_block
+from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vjp, vmap
+
+SLICES = 3
+
+
+@pytest.fixture(autouse=True)
+def _fallbacks_are_errors():
+    """vmap's fallback for operators without a batching rule says so in a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*batching rule.*")
+        yield
+
+
+def _case(device, n=2):
+    """Ours and PyTorch's block as functions of the input, an input, and weights that make a scalar."""
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    torch.backends.cudnn.deterministic = True
+    block = make_block(n, 4, 6, (2, 3, 2), 3, num_groups=2, device=device, dtype=torch.float64)
+
+    def ours(x):
+        return upconv3d.conv_transpose3d_relu_group_norm(
+            x,
+            block.weight,
+            block.bias,
+            num_groups=2,
+            norm_weight=block.norm_weight,
+            norm_bias=block.norm_bias,
+        )
+
+    def eager(x):
+        a = F.relu(F.conv_transpose3d(x, block.weight, block.bias))
+        a = a.unsqueeze(0) if x.dim() == 4 else a
+        return F.group_norm(a, 2, block.norm_weight, block.norm_bias).reshape(a.shape[5 - x.dim() :])
+
+    # A sum of squares of normalized values hardly depends on the input.
+    readout = torch.randn(6, 4, 5, 4, device=device, dtype=torch.float64)
+    return ours, eager, block.input, readout
+
+
+def _slices(x):
+    return torch.stack([x * (index + 1) + index for index in range(SLICES)])
+
+
+COMPOSITIONS = {
+    "vmap": lambda f, x, r: vmap(f)(_slices(x)),
+    "vmap-other-axes": lambda f, x, r: vmap(f, in_dims=2, out_dims=3)(_slices(x).movedim(0, 2)),
+    "vmap-vmap": lambda f, x, r: vmap(vmap(f))(torch.stack([_slices(x), _slices(x + 1)])),
+    "vmap-chunks": lambda f, x, r: vmap(f, chunk_size=2)(_slices(x)),
+    "grad": lambda f, x, r: grad(lambda z: (r * f(z)).sum())(x),
+    "grad-grad": lambda f, x, r: grad(lambda z: grad(lambda v: (r * f(v)).sum())(z).square().sum())(x),
+    "vmap-grad": lambda f, x, r: vmap(grad(lambda z: (r * f(z)).sum()))(_slices(x)),
+    "grad-vmap": lambda f, x, r: grad(lambda z: (r * vmap(f)(z)).sum())(_slices(x)),
+    "vjp": lambda f, x, r: vjp(f, x)[1](r.expand_as(f(x)))[0],
+    "jacrev": lambda f, x, r: jacrev(lambda z: (r * f(z)).sum((-1, -2, -3)))(x),
+    "jacrev-jacrev": lambda f, x, r: jacrev(jacrev(lambda z: (r * f(z)).sum()))(x),
+}
+
+
+@pytest.mark.parametrize("n", [2, None], ids=["batch", "unbatched"])
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_like_eager(device, name, n):
+    ours, eager, x, readout = _case(device, n)
+    results = [COMPOSITIONS[name](function, x, readout) for function in (ours, eager)]
+    torch.testing.assert_close(*results, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["vmap", "vmap-vmap", "vmap-other-axes"])
+def test_plain_autograd_through_vmap(device, name):
+    ours, eager, x, _ = _case(device)
+    gradients = []
+    for function in (ours, eager):
+        leaf = x.clone().requires_grad_()
+        y = COMPOSITIONS[name](function, leaf, None)
+        y.sin().sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-10)
+
+
+def test_vmap_over_the_input_is_one_call(device):
+    """The profiler shows the call with batched tensors, and the one that the rule makes of it."""
+    ours, _, x, _ = _case(device)
+    xs = _slices(x).requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        vmap(ours)(xs).sin().sum().backward()
+    names = [event.name for event in profiler.events()]
+    assert names.count("upconv3d::conv_transpose3d_relu_group_norm") == 2
+    assert names.count("upconv3d::conv_transpose3d_relu_group_norm_backward") == 2
+
+
+def test_vmap_keeps_channels_last(device):
+    ours, _, x, _ = _case(device)
+    xs = _slices(x).permute(0, 1, 3, 4, 5, 2).contiguous().permute(0, 1, 5, 2, 3, 4)
+    y = vmap(ours)(xs)
+    assert all(sample.is_contiguous(memory_format=torch.channels_last_3d) for sample in y)
+    torch.testing.assert_close(y, torch.stack([ours(sample) for sample in xs]))
+
+
+def test_ensemble(device):
+    """Batched weights: one call per model, gradients included."""
+    make = upconv3d.ConvTranspose3dReLUGroupNorm
+    models = [make(4, 6, 3, 2, device=device, dtype=torch.float64) for _ in range(SLICES)]
+    parameters, _ = stack_module_state(models)
+    base = copy.deepcopy(models[0]).to("meta")
+    x = torch.randn(2, 4, 3, 2, 3, device=device, dtype=torch.float64)
+    y = vmap(lambda p: functional_call(base, p, (x,)))(parameters)
+    y.sin().sum().backward()
+    for index, model in enumerate(models):
+        alone = model(x)
+        torch.testing.assert_close(y[index], alone)
+        alone.sin().sum().backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameters[name].grad[index], parameter.grad)
+
+
+def test_gradients_per_sample(device):
+    """vmap of grad over one set of parameters, the sum of which is the gradient of the batch."""
+    torch.backends.cudnn.deterministic = True
+    model = upconv3d.ConvTranspose3dReLUGroupNorm(4, 6, 3, 2, device=device, dtype=torch.float64)
+    x = torch.randn(SLICES, 4, 3, 2, 3, device=device, dtype=torch.float64)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(p, sample):
+        return functional_call(model, p, (sample,)).sin().sum()
+
+    apart = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+    model(x).sin().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert apart[name].shape == (SLICES, *parameter.shape)
+        torch.testing.assert_close(apart[name].sum(0), parameter.grad)
+
+
+def test_batched_grad_outputs(device):
+    """autograd.grad(is_grads_batched=True), which vectorized Jacobians are made of."""
+    ours, eager, x, _ = _case(device)
+    results = []
+    for function in (ours, eager):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf)
+        grads_y = torch.stack(
+            [torch.ones_like(y), torch.cos(torch.arange(y.numel(), device=device)).view_as(y)]
+        )
+        results.append(torch.autograd.grad(y, leaf, grads_y.to(y.dtype), is_grads_batched=True)[0])
+    torch.testing.assert_close(*results, rtol=1e-8, atol=1e-10)
+
+
+def test_autocast_under_grad(device):
+    """The casts are differentiated: gradients of float32 tensors are float32, within bfloat16's error."""
+    block = make_block(2, 4, 6, 3, 3, num_groups=2, device=device)
+    readout = torch.randn(2, 6, 5, 5, 5, device=device)
+
+    def loss(x, w, cast):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cast):
+            y = upconv3d.conv_transpose3d_relu_group_norm(x, w, num_groups=2)
+        assert y.dtype == (torch.bfloat16 if cast and device.type == "cpu" else torch.float32)
+        return (y.float() * readout).sum()
+
+    low, full = (grad(loss, argnums=(0, 1))(block.input, block.weight, cast) for cast in (True, False))
+    for ours, expected in zip(low, full, strict=True):
+        assert ours.dtype == torch.float32
+        assert float((ours - expected).norm() / expected.norm()) < 0.05
+
+
+def test_compiled_vmap(device):
+    torch._dynamo.reset()
+    ours, _, x, _ = _case(device)
+    compiled = torch.compile(lambda z: vmap(ours)(z), fullgraph=True, backend="aot_eager")
+    xs = _slices(x)
+    torch.testing.assert_close(compiled(xs), vmap(ours)(xs))
+
+
+@pytest.mark.parametrize(
+    "transform", [jvp, lambda f, x, t: vmap(lambda z: jvp(f, (z,), t))(torch.stack([*x]))]
+)
+def test_forward_mode_is_refused(device, transform):
+    ours, _, x, _ = _case(device)
+    with pytest.raises(NotImplementedError, match="forward-mode AD"):
+        transform(ours, (x,), (x,))
