@@ -16,6 +16,9 @@ namespace upconv3d::cuda {
 struct GradWParams {
   Problem problem;
   GradWPlan plan;
+  // Three products only: the operands' lower halves, shaped alike.
+  const void* x_lo = nullptr;
+  const void* grad_c_lo = nullptr;
   const void* x = nullptr;        // [N,D,H,W,plan.x_pitch] operand, 16-byte aligned, zeros behind C
   const void* grad_c = nullptr;   // [N,Z,P,Q,grad_c_pitch] operand, 16-byte aligned, zeros behind K
   std::int64_t grad_c_pitch = 0;  // a multiple of 8
@@ -34,6 +37,7 @@ struct GradWReduceParams {
   GradWPlan plan;
   const float* partial = nullptr;                // [plan.partial_floats()]
   const std::int32_t* scale_c = nullptr;         // [C] exponents that x was scaled by, or null
+  const std::int32_t* scale_k = nullptr;         // [K] exponents that grad_c was scaled by, or null
   const std::int32_t* unscale_grad_c = nullptr;  // [1] exponent that undoes grad_c's scale, or null
   void* grad_w = nullptr;                        // [C,K,T,R,S] dtype, written
   std::int64_t w_strides[5] = {};                // of grad_w, in elements

@@ -42,6 +42,7 @@ struct ReduceOperand {
 struct ReduceArgs {
   const float4* partial;               // [splits,tiles,2,blocks,128]
   const std::int32_t* scale_c;         // [C] or null
+  const std::int32_t* scale_k;         // [K] or null
   const std::int32_t* unscale_grad_c;  // [1] or null
   void* grad_w;                        // [C,K,T,R,S] dtype
   std::int64_t strides[5];             // of grad_w, in elements
@@ -150,7 +151,8 @@ __device__ inline void write_taps(const ReduceArgs& args, const Patch& patch, in
     if (c >= args.c || k >= args.k) continue;
     int at[3];
     tap_of(args, first_tap + tap, at);
-    const int exponent = unscale - (args.scale_c ? args.scale_c[c] : 0);
+    const int exponent =
+        unscale - (args.scale_c ? args.scale_c[c] : 0) - (args.scale_k ? args.scale_k[k] : 0);
     const float* const parts = sums[row * kGradWBlockColumns + column] + tap * args.warps_per_tap;
     float sum = parts[0];
     for (int part = 1; part < args.warps_per_tap; ++part) sum += parts[part];
@@ -200,6 +202,7 @@ ReduceArgs reduce_args(const GradWReduceParams& params) {
   ReduceArgs args{};
   args.partial = reinterpret_cast<const float4*>(params.partial);
   args.scale_c = params.scale_c;
+  args.scale_k = params.scale_k;
   args.unscale_grad_c = params.unscale_grad_c;
   args.grad_w = params.grad_w;
   std::copy_n(params.w_strides, 5, args.strides);
