@@ -115,8 +115,8 @@ __device__ inline float4 sum_splits(const ReduceArgs& args, const Patch& patch, 
   const unsigned in_tile = column - column_tile * args.column_chunks;
   const bool own_rows = args.row_chunks == 2;  // of a warpgroup
   const int warpgroup = own_rows ? row % 2 : in_tile >= warpgroup_chunks;
-  const int block =
-      (in_tile - warpgroup * warpgroup_chunks) * (kChunk / kGradWBlockColumns) + patch.column_part;
+  const int in_warpgroup = own_rows ? in_tile : in_tile - warpgroup * warpgroup_chunks;
+  const int block = in_warpgroup * (kChunk / kGradWBlockColumns) + patch.column_part;
   const int blocks = warpgroup_chunks * (kChunk / kGradWBlockColumns);
   const int tile = (own_rows ? row / 2 : row) * args.column_tiles + column_tile;
   const int thread = patch.row_part * 32 + static_cast<int>(threadIdx.x) % 32;
