@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The only list of kernel variants. From it come one .cu per variant, the table that select_plan reads
-# (conv_instances) and the table of launchers (find_conv_transpose_launcher).
+# The only lists of kernel variants, of the convolution and of the gradient of its weight. From the former come one
+# .cu per variant, the table that select_plan reads (conv_instances) and the table of launchers
+# (find_conv_transpose_launcher); from the latter grad_w_instances and find_grad_w_launcher.
 #
 # To add a variant, add a line. Order matters where two are estimated equally quick: the first wins.
 #   kernel          90: conv_transpose_relu_group_norm_sm90, for Hopper; 90_twice: conv_transpose_twice_sm90, for

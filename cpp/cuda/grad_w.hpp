@@ -20,7 +20,7 @@ struct GradWTensors {
   // where plan.pack_grad_c(), float32.
   const void* grad_c = nullptr;
   std::int64_t grad_c_pitch = 0;                 // a multiple of 8, at least K
-  const std::int32_t* unscale_grad_c = nullptr;  // [1] on the device, or null for 0
+  const std::int32_t* unscale_grad_c = nullptr;  // [1] on the device, float32 only, or null for 0
   void* grad_w = nullptr;                        // [C,K,T,R,S] dtype, written
   std::int64_t w_strides[5] = {};                // of grad_w, in elements
   void* workspace = nullptr;                     // grad_w_workspace_bytes, 256-byte aligned

@@ -157,18 +157,27 @@ struct Destination {
 
 using Sums = float[kPairs][kWarps + 1];
 
-/// Writes the sum of one element. \param tap of the batch \param at its coordinates
+/// Writes the sum of one element. \param tap of the batch \param to_tap grad_w's first element of that tap
 template <class T>
 __device__ inline void write_element(const ReduceArgs& args, const Destination& to, int unscale, int tap,
-                                     const int (&at)[3], const Sums& sums) {
+                                     T* to_tap, const Sums& sums) {
   const float* const parts = sums[to.pair] + tap * args.warps_per_tap;
   float sum = parts[0];
   for (int part = 1; part < args.warps_per_tap; ++part) sum += parts[part];
-  const int exponent =
-      unscale - (args.scale_c ? args.scale_c[to.c] : 0) - (args.scale_k ? args.scale_k[to.k] : 0);
-  const std::int64_t index = to.c * args.strides[0] + to.k * args.strides[1] + at[0] * args.strides[2] +
-                             at[1] * args.strides[3] + at[2] * args.strides[4];
-  static_cast<T*>(args.grad_w)[index] = from_stat<T>(power_of_two(exponent).times(sum));
+  if constexpr (std::is_same_v<T, float>) {  // 16-bit operands are not scaled
+    const int exponent =
+        unscale - (args.scale_c ? args.scale_c[to.c] : 0) - (args.scale_k ? args.scale_k[to.k] : 0);
+    sum = power_of_two(exponent).times(sum);
+  }
+  to_tap[to.c * args.strides[0] + to.k * args.strides[1]] = from_stat<T>(sum);
+}
+
+template <class T>
+__device__ inline T* first_of_tap(const ReduceArgs& args, int tap) {
+  int at[3];
+  tap_of(args, tap, at);
+  return static_cast<T*>(args.grad_w) + at[0] * args.strides[2] + at[1] * args.strides[3] +
+         at[2] * args.strides[4];
 }
 
 /// Writes `taps` taps from `first_tap` on.
@@ -179,19 +188,18 @@ __device__ inline void write_taps(const ReduceArgs& args, const Patch& patch, in
                                   const Sums& sums) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int unscale = args.unscale_grad_c ? *args.unscale_grad_c : 0;
-  int at[3];
   if (args.k_innermost) {
     constexpr int kParts = kPairs / 32;
     for (int item = warp; item < kParts * taps; item += kWarps) {
+      const int tap = item / kParts;
       const Destination to(args, patch, item % kParts * 32 + lane);
-      tap_of(args, first_tap + item / kParts, at);
-      if (to.inside) write_element<T>(args, to, unscale, item / kParts, at, sums);
+      if (to.inside) write_element(args, to, unscale, tap, first_of_tap<T>(args, first_tap + tap), sums);
     }
   } else if (lane < taps) {  // a batch has at most 32
-    tap_of(args, first_tap + lane, at);
+    T* const to_tap = first_of_tap<T>(args, first_tap + lane);
     for (int index = warp; index < kPairs; index += kWarps) {
       const Destination to(args, patch, index);
-      if (to.inside) write_element<T>(args, to, unscale, lane, at, sums);
+      if (to.inside) write_element(args, to, unscale, lane, to_tap, sums);
     }
   }
 }
