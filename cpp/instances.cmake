@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The only list of kernel variants. From it come one .cu per variant, the table that select_plan reads
-# (conv_instances) and the table of launchers (find_conv_transpose_launcher).
+# The only lists of kernel variants, of the convolution and of the gradient of its weight. From the former come one
+# .cu per variant, the table that select_plan reads (conv_instances) and the table of launchers
+# (find_conv_transpose_launcher); from the latter grad_w_instances and find_grad_w_launcher.
 #
 # To add a variant, add a line. Order matters where two are estimated equally quick: the first wins.
 #   kernel          90: conv_transpose_relu_group_norm_sm90, for Hopper; 90_twice: conv_transpose_twice_sm90, for
@@ -40,16 +41,18 @@ set(UPCONV3D_CONV_INSTANCES
   "80 f16  3 f32   64 128"
 )
 
-# Variants of conv_transpose_grad_w_sm90, the gradient of the weight: operand, and the tile's rows and columns. Two
-# consumer warpgroups share the columns of 128 rows; of 64 rows each takes half of the columns.
+# Variants of conv_transpose_grad_w_sm90, the gradient of the weight: operand and products as above, and the tile's
+# rows and columns. Two consumer warpgroups share the columns of 128 rows; of 64 rows each takes half of the columns.
 set(UPCONV3D_GRAD_W_INSTANCES
-  # operand rows columns
-  "bf16 128 256"
-  "bf16 128 192"
-  "bf16  64 512"
-  "f16  128 256"
-  "f16  128 192"
-  "f16   64 512"
+  # operand products rows columns
+  "bf16 1 128 256"
+  "bf16 1 128 192"
+  "bf16 1  64 512"
+  "f16  1 128 256"
+  "f16  1 128 192"
+  "f16  1  64 512"
+  "f16  3 128 128"
+  "f16  3 128 192"
 )
 
 # What the names of the list are in CUTLASS (90), in CUDA (80), in core/problem.hpp (as y), and in bits.
@@ -203,19 +206,20 @@ function(upconv3d_generate_grad_w_instances folder compiled core_sources_var cud
   foreach(line IN LISTS UPCONV3D_GRAD_W_INSTANCES)
     separate_arguments(fields UNIX_COMMAND "${line}")
     list(GET fields 0 operand)
-    list(GET fields 1 tile_rows)
-    list(GET fields 2 tile_columns)
-    set(name "${stem}_${operand}_${tile_rows}x${tile_columns}")
+    list(GET fields 1 products)
+    list(GET fields 2 tile_rows)
+    list(GET fields 3 tile_columns)
+    set(name "${stem}_${operand}x${products}_${tile_rows}x${tile_columns}")
     math(EXPR row_chunks "${tile_rows} / 64")
     math(EXPR column_chunks "${tile_columns} / 64")
-    set(template_arguments "${_cutlass_${operand}}, ${row_chunks}, ${column_chunks}")
+    set(template_arguments "${_cutlass_${operand}}, ${products}, ${row_chunks}, ${column_chunks}")
     if(compiled)
       set(compiled_literal true)
     else()
       set(compiled_literal false)
     endif()
     string(APPEND rows
-      "      {.name = \"${name}\", .operand = ${_core_${operand}}, .row_chunks = ${row_chunks}, .column_chunks = ${column_chunks}, .compiled = ${compiled_literal}},\n")
+      "      {.name = \"${name}\", .operand = ${_core_${operand}}, .products = ${products}, .row_chunks = ${row_chunks}, .column_chunks = ${column_chunks}, .compiled = ${compiled_literal}},\n")
     file(CONFIGURE OUTPUT "${folder}/${name}.cu" @ONLY CONTENT
 "// SPDX-License-Identifier: Apache-2.0
 // Generated from cpp/instances.cmake.

@@ -46,9 +46,6 @@ std::string find_obstacle(const Problem& p, const Device& device) {
   }
   if (p.groups != 1) return concat("its kernel takes 1 convolution group; got groups=", p.groups);
   if (p.dtype == DType::kFloat64) return "float64 has no tensor-core kernel";
-  if (p.dtype == DType::kFloat32 && p.precision == Precision::kIEEE) {
-    return "its kernel multiplies once, with TF32's accuracy; got precision ieee";
-  }
   if (p.n < 1) return "there are no samples";
   const Extent3 out = p.out();
   const std::int64_t largest = std::max({saturating_product(p.n, p.in[0], p.in[1], p.in[2]),
@@ -72,7 +69,7 @@ double block_cycles(const GradWInstance& instance) {
   constexpr double kProductsPerCycle = 2048;
   constexpr double kSmallTile = 1.3;
   const double columns = 2.0 * warpgroup_columns(instance.row_chunks, instance.column_chunks);
-  const double products = columns * kGradWChunk * kGradWChunk * kGradWBlock;
+  const double products = instance.products * columns * kGradWChunk * kGradWChunk * kGradWBlock;
   return products / kProductsPerCycle * (instance.row_chunks == 1 ? kSmallTile : 1.0);
 }
 
@@ -153,10 +150,11 @@ std::vector<GradWPlan> grad_w_candidates(const Problem& p, const Device& device,
                                          const std::vector<GradWInstance>& instances) {
   std::vector<GradWPlan> candidates;
   if (!find_obstacle(p, device).empty()) return candidates;
+  const bool split = p.dtype == DType::kFloat32 && p.precision == Precision::kIEEE;
   const DType wanted = p.dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
   constexpr int kChoices = 8;  // of moves_x
   for (const GradWInstance& instance : instances) {
-    if (!instance.compiled || instance.operand != wanted) continue;
+    if (!instance.compiled || instance.operand != wanted || instance.products != (split ? 3 : 1)) continue;
     for (int choice = 0; choice < 2 * kChoices; ++choice) {
       const std::array<bool, 3> moves_x = {(choice & 1) != 0, (choice & 2) != 0, (choice & 4) != 0};
       bool possible = true;
@@ -194,7 +192,7 @@ std::string describe(const GradWPlan& plan) {
   return concat(plan.instance->name, ", rows ", plan.rows_are_x ? "x" : "grad_c", ", ", moved(true),
                 " taps move x, ", moved(false), " grad_c, ", plan.row_tiles, 'x', plan.column_tiles,
                 " tiles x ", plan.splits, " splits of ", plan.k_blocks, " k-blocks",
-                plan.pack_x ? ", x packed" : "");
+                plan.pack_x ? ", x packed" : "", plan.pack_grad_c() ? ", grad_c packed" : "");
 }
 
 }  // namespace upconv3d

@@ -34,8 +34,9 @@ inline constexpr std::int64_t kGradWBlock = 64;
 
 /// One compiled variant of conv_transpose_grad_w_sm90, as listed in cpp/instances.cmake.
 struct GradWInstance {
-  const char* name;   // "conv_transpose_grad_w_sm90_bf16_128x256"
+  const char* name;   // "conv_transpose_grad_w_sm90_bf16x1_128x256"
   DType operand;      // what the tensor cores multiply: kBFloat16 or kFloat16
+  int products;       // 1, or 3 for the hi/lo split that carries float32's accuracy
   int row_chunks;     // of a tile: 2, one for each consumer warpgroup, or 1 for both
   int column_chunks;  // of a tile: those of both warpgroups, or, of tiles with 1 row chunk, half of them each
   bool compiled;      // false in a build without arch 90a
@@ -72,9 +73,11 @@ struct GradWPlan {
   std::int64_t k_blocks = 0;      // of 64 positions, all samples
   std::int64_t row_tiles = 0;
   std::int64_t column_tiles = 0;
-  std::int64_t splits = 0;      // of the k-blocks, summed up in a second launch
-  bool pack_x = false;          // x is copied into operand form first
-  std::int64_t x_pitch = 0;     // channels of a row of x as the kernel reads it
+  std::int64_t splits = 0;   // of the k-blocks, summed up in a second launch
+  bool pack_x = false;       // x is copied into operand form first
+  std::int64_t x_pitch = 0;  // channels of a row of x as the kernel reads it
+  // Of float32's accuracy: grad_c comes as float32 and is copied into operand form first.
+  bool pack_grad_c() const { return instance->products == 3; }
   double estimated_cycles = 0;  // without packing
 
   std::int64_t tiles() const { return row_tiles * column_tiles; }

@@ -14,34 +14,61 @@
 namespace upconv3d::cuda {
 namespace {
 
+/// An operand in packed form: hi, lo and what it was scaled by.
+struct PackedOperand {
+  void* hi;      // [N,positions,operand_channels] operand
+  void* lo;      // the same, three products only
+  void* scales;  // operand_scales_bytes
+
+  PackedOperand(const Problem& packed, const GradWInstance& instance, bool needed, Carver& carver) {
+    const std::int64_t row_bytes = operand_channels(packed) * size_of(instance.operand);
+    const std::int64_t bytes = needed ? packed.n * volume(packed.in) * row_bytes : 0;
+    hi = carver.take(bytes);
+    lo = carver.take(instance.products == 3 ? bytes : 0);
+    scales = carver.take(needed ? operand_scales_bytes(packed) : 0);
+  }
+
+  /// Packs `from`, the input of `packed`, with one exponent per channel for all samples. Returns those, [C]
+  /// int32, or null for 16-bit dtypes.
+  const std::int32_t* pack(const Problem& packed, const GradWInstance& instance, const void* from,
+                           cudaStream_t stream) const {
+    PackParams params;
+    params.problem = packed;
+    params.operand = instance.operand;
+    params.products = instance.products;
+    params.x = from;
+    params.x_hi = hi;
+    params.x_lo = lo;
+    params.shared_samples = true;
+    if (scales) params.scales = carve_operand_scales(packed, scales);
+    launch_pack_x(params, stream);
+    return params.scales.channel;
+  }
+};
+
+/// grad_c [N,Z,P,Q,pitch] as the input of a problem, for packing.
+Problem grad_c_as_input(const Problem& problem, std::int64_t pitch) {
+  Problem packed = problem;
+  packed.in = problem.out();
+  packed.c = pitch;
+  packed.x_layout = Layout::kNDHWC;
+  return packed;
+}
+
 /// The workspace's parts.
 struct Scratch {
-  void* x;         // [N,D,H,W,x_pitch] operand, where the plan packs x
-  void* scales;    // operand_scales_bytes, likewise
+  Problem grad_c_problem;
+  PackedOperand x, grad_c;
   float* partial;  // [plan.partial_floats()]
 
-  Scratch(const Problem& problem, const GradWPlan& plan, Carver& carver) {
-    const std::int64_t row_bytes = plan.x_pitch * size_of(plan.instance->operand);
-    x = carver.take(plan.pack_x ? problem.n * volume(problem.in) * row_bytes : 0);
-    scales = carver.take(plan.pack_x ? operand_scales_bytes(problem) : 0);
+  Scratch(const Problem& problem, const GradWPlan& plan, std::int64_t grad_c_pitch, Carver& carver)
+      : grad_c_problem(grad_c_as_input(problem, grad_c_pitch)),
+        x(problem, *plan.instance, plan.pack_x, carver),
+        grad_c(grad_c_problem, *plan.instance, plan.pack_grad_c(), carver) {
     partial =
         static_cast<float*>(carver.take(plan.partial_floats() * static_cast<std::int64_t>(sizeof(float))));
   }
 };
-
-/// x in operand form, one exponent per channel for all samples. Returns the exponents, [C] int32, or null.
-const std::int32_t* pack_x(const Problem& problem, const GradWPlan& plan, const void* x,
-                           const Scratch& scratch, cudaStream_t stream) {
-  PackParams params;
-  params.problem = problem;
-  params.operand = plan.instance->operand;
-  params.x = x;
-  params.x_hi = scratch.x;
-  params.shared_samples = true;
-  if (scratch.scales) params.scales = carve_operand_scales(problem, scratch.scales);
-  launch_pack_x(params, stream);
-  return params.scales.channel;
-}
 
 void require(bool kept, const std::string& rule, const Problem& problem) {
   if (!kept) throw std::invalid_argument("upconv3d: " + rule + " for " + describe(problem) + ".");
@@ -49,9 +76,10 @@ void require(bool kept, const std::string& rule, const Problem& problem) {
 
 }  // namespace
 
-std::int64_t grad_w_workspace_bytes(const Problem& problem, const GradWPlan& plan) {
+std::int64_t grad_w_workspace_bytes(const Problem& problem, const GradWPlan& plan,
+                                    std::int64_t grad_c_pitch) {
   Carver carver(nullptr);
-  const Scratch counted(problem, plan, carver);
+  const Scratch counted(problem, plan, grad_c_pitch, carver);
   return carver.used();
 }
 
@@ -64,18 +92,25 @@ void run_grad_w(const Problem& problem, const GradWPlan& plan, const Device& dev
           problem);
   try {
     Carver carver(tensors.workspace);
-    const Scratch scratch(problem, plan, carver);
+    const Scratch scratch(problem, plan, tensors.grad_c_pitch, carver);
     GradWParams params;
     GradWReduceParams reduce;
     params.problem = problem;
     params.plan = plan;
     params.x = tensors.x;
     if (plan.pack_x) {
-      reduce.scale_c = pack_x(problem, plan, tensors.x, scratch, stream);
-      params.x = scratch.x;
+      reduce.scale_c = scratch.x.pack(problem, *plan.instance, tensors.x, stream);
+      params.x = scratch.x.hi;
+      params.x_lo = scratch.x.lo;
     }
     params.grad_c = tensors.grad_c;
     params.grad_c_pitch = tensors.grad_c_pitch;
+    if (plan.pack_grad_c()) {
+      reduce.scale_k = scratch.grad_c.pack(scratch.grad_c_problem, *plan.instance, tensors.grad_c, stream);
+      params.grad_c = scratch.grad_c.hi;
+      params.grad_c_lo = scratch.grad_c.lo;
+      params.grad_c_pitch = operand_channels(scratch.grad_c_problem);
+    }
     params.partial = scratch.partial;
     params.sm_count = device.sm_count;
     find_grad_w_launcher(plan.instance->name)(params, stream);

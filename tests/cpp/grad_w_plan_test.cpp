@@ -87,7 +87,7 @@ void test_choices() {
   const GradWPlan plan = plan_of(headline());
   expect(plan.obstacle.empty() && !plan.rows_are_x, "the headline's rows are grad_c");
   expect(plan.moves_x == std::array<bool, 3>{true, false, false}, "the taps of one axis move x");
-  expect(std::string(plan.instance->name) == "conv_transpose_grad_w_sm90_bf16_128x192", "its tile");
+  expect(std::string(plan.instance->name) == "conv_transpose_grad_w_sm90_bf16x1_128x192", "its tile");
   expect(plan.row_tiles == 9 && plan.column_tiles == 1, describe(plan));
   expect(plan.k_blocks == 16 * 32 * 32 * 34 / 64, "its positions");
   expect(!plan.pack_x && plan.x_pitch == 64, "x is read as it lies");
@@ -100,7 +100,11 @@ void test_choices() {
   p = headline(DType::kFloat32, Layout::kNCDHW);
   p.precision = Precision::kTF32;
   const GradWPlan packed = plan_of(p);
-  expect(packed.pack_x && packed.instance->operand == DType::kFloat16, "float32 is packed to float16");
+  expect(packed.pack_x && !packed.pack_grad_c() && packed.instance->operand == DType::kFloat16,
+         "float32 is packed to float16");
+  p.precision = Precision::kIEEE;
+  const GradWPlan split = plan_of(p);
+  expect(split.pack_x && split.pack_grad_c() && split.instance->products == 3, "float32 in three products");
   p = headline();
   p.c = 20;
   expect(plan_of(p).pack_x && plan_of(p).x_pitch == 64, "rows that are no whole chunks of 16 bytes");
@@ -121,7 +125,6 @@ void test_obstacles() {
   p.groups = 2;
   refused(p, "groups=2");
   refused(headline(DType::kFloat64), "float64");
-  refused(headline(DType::kFloat32), "ieee");
   p = headline(), p.n = 0;
   refused(p, "no samples");
   p = headline(), p.n = 100000;

@@ -72,11 +72,13 @@ const Case kCases[] = {
     {1, 64, 64, {2, 3, 33}, {1, 3, 3}, {1, 1, 1}, {0, 2, 2}},
 };
 
-Problem make_problem(const Case& shape, DType dtype, Layout layout) {
+/// \param ieee float32 at its own accuracy, with three products
+Problem make_problem(const Case& shape, DType dtype, Layout layout, bool ieee) {
   Problem p;
   p.n = shape.n, p.c = shape.c, p.k = shape.k, p.in = shape.in, p.kernel = shape.kernel;
   p.stride = shape.stride, p.padding = shape.padding, p.output_padding = shape.output_padding;
-  p.dilation = shape.dilation, p.dtype = dtype, p.x_layout = layout, p.precision = Precision::kTF32;
+  p.dilation = shape.dilation, p.dtype = dtype, p.x_layout = layout;
+  p.precision = ieee ? Precision::kIEEE : Precision::kTF32;
   return p;
 }
 
@@ -94,12 +96,13 @@ int channel_exponent(bool uneven, std::int64_t c) {
 
 constexpr int kGradCExponent = 5;  // of float32's grad_c operand
 
-/// One case's tensors and its exact gradient, for all plans. T: dtype of x and grad_w.
+/// One case's tensors and its exact gradient, for all plans. T: dtype of x and grad_w. Operand: of grad_c,
+/// float where it is still to be packed.
 template <class T, class Operand>
 class Fixture {
  public:
   Fixture(const Case& shape, DType dtype, Layout layout, bool uneven, std::uint64_t& state)
-      : problem(make_problem(shape, dtype, layout)),
+      : problem(make_problem(shape, dtype, layout, kIeee)),
         uneven_(uneven),
         pitch_(padded_channels(problem.k) + (shape.n % 2 == 0 ? 8 : 0)),
         x_(problem.n * problem.c * volume(problem.in)),
@@ -108,13 +111,20 @@ class Fixture {
         unscale_(1) {
     auto x = tests::small_integers(problem.n * volume(problem.in) * problem.c, 1, state);
     for (double& v : x) v = tests::next_random(state) % 4 == 0 ? v : 0.0;
-    const auto grad_c = tests::small_integers(problem.n * problem.positions() * problem.k, 2, state);
+    auto grad_c = tests::small_integers(problem.n * problem.positions() * problem.k, 2, state);
+    if (kIeee) {
+      // Of one operand integers beyond float16's 11 bits, whose lower half is needed; sums stay below 2^24.
+      for (double& v : shape.n % 2 == 0 ? x : grad_c) v *= 2049;
+    }
     for (std::size_t i = 0; i < x.size(); ++i) {
       x[i] = std::ldexp(x[i], channel_exponent(uneven_, std::int64_t(i) % problem.c));
+      // Samples of different size share a channel's exponent.
+      const std::int64_t n = std::int64_t(i) / (volume(problem.in) * problem.c);
+      if (uneven_ && !kIeee) x[i] = std::ldexp(x[i], -int(n));
     }
     expected_ = tests::reference_grad_w(problem, x, grad_c);
     x_.upload(tests::rounded<T>(layout == Layout::kNDHWC ? x : transposed(x)));
-    const bool scaled = std::is_same_v<T, float>;
+    const bool scaled = kScaled;
     grad_c_.upload(tests::rounded<Operand>(tests::packed(grad_c, 1, 1, problem.k, pitch_),
                                            scaled ? std::ldexp(1.0, kGradCExponent) : 1.0));
     unscale_.upload({scaled ? -kGradCExponent : 0});
@@ -156,6 +166,9 @@ class Fixture {
   const Problem problem;
 
  private:
+  static constexpr bool kIeee = std::is_same_v<Operand, float>;
+  static constexpr bool kScaled = std::is_same_v<T, float> && !kIeee;
+
   std::int64_t weights() const { return problem.c * problem.k * volume(problem.kernel); }
 
   std::vector<double> transposed(const std::vector<double>& x) const {
@@ -169,7 +182,7 @@ class Fixture {
   }
 
   void run(const GradWPlan& plan, const Device& device, bool channels_last) {
-    const std::int64_t bytes = cuda::grad_w_workspace_bytes(problem, plan);
+    const std::int64_t bytes = cuda::grad_w_workspace_bytes(problem, plan, pitch_);
     if (bytes > workspace_bytes_) {
       workspace_ = std::make_unique<DeviceBuffer<char>>(bytes);
       workspace_bytes_ = bytes;
@@ -177,7 +190,7 @@ class Fixture {
     workspace_->poison(), grad_w_.poison();
     cuda::GradWTensors tensors;
     tensors.x = x_.get(), tensors.grad_c = grad_c_.get(), tensors.grad_c_pitch = pitch_;
-    tensors.unscale_grad_c = std::is_same_v<T, float> ? unscale_.get() : nullptr;
+    tensors.unscale_grad_c = kScaled ? unscale_.get() : nullptr;
     tensors.grad_w = grad_w_.get(), tensors.workspace = workspace_->get();
     std::copy_n(weight_strides(problem, channels_last).begin(), 5, tensors.w_strides);
     cuda::run_grad_w(problem, plan, device, tensors, nullptr);
@@ -242,7 +255,7 @@ struct Workload {
         x(problem.n * problem.c * volume(problem.in)),
         grad_w(problem.c * problem.k * volume(problem.kernel)),
         grad_c(problem.n * problem.positions() * padded_channels(problem.k)),
-        workspace(cuda::grad_w_workspace_bytes(problem, plan)) {
+        workspace(cuda::grad_w_workspace_bytes(problem, plan, padded_channels(problem.k))) {
     tests::fill(x.get(), problem.n * problem.c * volume(problem.in), 1, noise);
     tests::fill(grad_c.get(), problem.n * problem.positions() * problem.k, 2, tests::Noise::kNormal);
     tensors.x = x.get(), tensors.grad_c = grad_c.get(), tensors.grad_w = grad_w.get();
@@ -252,9 +265,7 @@ struct Workload {
   void run() { cuda::run_grad_w(problem, plan, device, tensors, nullptr); }
 };
 
-Problem headline(DType dtype) {
-  return make_problem({16, 64, 128, {32, 32, 32}, {3, 3, 3}, {1, 1, 1}, {0, 0, 0}}, dtype, Layout::kNDHWC);
-}
+const Case kHeadline = {16, 64, 128, {32, 32, 32}, {3, 3, 3}, {1, 1, 1}, {0, 0, 0}};
 
 /// Error of two input channels' gradients, relative to their rms. Data that float16 holds exactly leaves the
 /// accumulation's error alone where results are float32.
@@ -262,7 +273,7 @@ Problem headline(DType dtype) {
 /// \param bound on the relative rms error
 template <class T, class Operand>
 void run_accuracy(DType dtype, tests::Noise noise, double bound) {
-  const Problem problem = headline(dtype);
+  const Problem problem = make_problem(kHeadline, dtype, Layout::kNDHWC, std::is_same_v<Operand, float>);
   Workload<T, Operand> work(problem, grad_w_plan(problem, this_device()), noise);
   work.run();
   const std::vector<T> got = work.grad_w.download();
@@ -278,8 +289,9 @@ void run_accuracy(DType dtype, tests::Noise noise, double bound) {
     }
   }
   const double relative = std::sqrt(error / size);
-  std::printf("headline, %s, %s x: relative rms error %.3g, largest %.3g of rms\n", name(dtype),
-              tests::name(noise), relative, largest / std::sqrt(size / (2.0 * double(per_channel))));
+  std::printf("headline, %s, grad_c %d bytes, %s x: relative rms error %.3g, largest %.3g of rms\n",
+              name(dtype), int(sizeof(Operand)), tests::name(noise), relative,
+              largest / std::sqrt(size / (2.0 * double(per_channel))));
   report(relative <= bound ? "" : "relative rms error above " + std::to_string(bound),
          std::string("accuracy in ") + name(dtype));
 }
@@ -325,7 +337,9 @@ void time_plan(const Problem& problem, const GradWPlan& plan) {
   Workload<T, Operand> work(problem, plan, tests::Noise::kNormal);
   const double all = median_ms([&] { work.run(); });
   cuda::GradWReduceParams reduce{.problem = problem, .plan = plan};
-  reduce.partial = reinterpret_cast<const float*>(work.workspace.get());
+  reduce.partial = reinterpret_cast<const float*>(
+      work.workspace.get() + cuda::grad_w_workspace_bytes(problem, plan, padded_channels(problem.k)) -
+      plan.partial_floats() * std::int64_t(sizeof(float)));
   reduce.grad_w = work.grad_w.get();
   std::copy_n(work.tensors.w_strides, 5, reduce.w_strides);
   const double last = median_ms([&] { cuda::launch_grad_w_reduce(reduce, nullptr); });
@@ -336,7 +350,7 @@ void time_plan(const Problem& problem, const GradWPlan& plan) {
 /// The chosen plan, then the next best by the estimate.
 template <class T, class Operand>
 void time_shape(const Case& shape, DType dtype, std::size_t plans) {
-  const Problem problem = make_problem(shape, dtype, Layout::kNDHWC);
+  const Problem problem = make_problem(shape, dtype, Layout::kNDHWC, std::is_same_v<Operand, float>);
   auto candidates = grad_w_candidates(problem, this_device());
   std::stable_sort(candidates.begin(), candidates.end(), [](const GradWPlan& a, const GradWPlan& b) {
     return a.estimated_cycles < b.estimated_cycles;
@@ -354,10 +368,10 @@ void time_shape(const Case& shape, DType dtype, std::size_t plans) {
 }
 
 int run_times() {
-  const Case kHeadline = {16, 64, 128, {32, 32, 32}, {3, 3, 3}, {1, 1, 1}, {0, 0, 0}};
-  time_shape<__nv_bfloat16, __nv_bfloat16>(kHeadline, DType::kBFloat16, 6);
+  time_shape<__nv_bfloat16, __nv_bfloat16>(kHeadline, DType::kBFloat16, 3);
   time_shape<__half, __half>(kHeadline, DType::kFloat16, 1);
   time_shape<float, __half>(kHeadline, DType::kFloat32, 1);
+  time_shape<float, float>(kHeadline, DType::kFloat32, 6);
   using B = __nv_bfloat16;
   time_shape<B, B>({2, 256, 128, {32, 32, 32}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, {1, 1, 1}}, DType::kBFloat16,
                    4);
@@ -377,12 +391,16 @@ int main(int argc, char** argv) {
     run_cases<__nv_bfloat16, __nv_bfloat16>(DType::kBFloat16);
     run_cases<__half, __half>(DType::kFloat16);
     run_cases<float, __half>(DType::kFloat32);
-    // Rounding of results to 8 and 11 bits; TF32's rounding of the operands; and the accumulation's own.
+    run_cases<float, float>(DType::kFloat32);
+    // Rounding of results to 8 and 11 bits; TF32's rounding of the operands; the accumulation's own; and what
+    // PyTorch's float32 sums come to.
     run_accuracy<__nv_bfloat16, __nv_bfloat16>(DType::kBFloat16, tests::Noise::kNormal, 2.2e-3);
     run_accuracy<__half, __half>(DType::kFloat16, tests::Noise::kNormal, 3.5e-4);
     run_accuracy<float, __half>(DType::kFloat32, tests::Noise::kNormal, 3.6e-4);
     run_accuracy<float, __half>(DType::kFloat32, tests::Noise::kHalf, 1.5e-4);
     run_accuracy<float, __half>(DType::kFloat32, tests::Noise::kPositiveHalf, 1.5e-4);
+    run_accuracy<float, float>(DType::kFloat32, tests::Noise::kNormal, 1e-6);
+    run_accuracy<float, float>(DType::kFloat32, tests::Noise::kPositiveHalf, 1e-6);
   } catch (const std::exception& error) {
     report(error.what(), "run_grad_w");
   }

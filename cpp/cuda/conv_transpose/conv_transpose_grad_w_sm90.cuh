@@ -9,6 +9,9 @@
 /// of the two operands (core/grad_w_plan.hpp). Few tiles and many positions: so positions are split, evenly
 /// and by plan alone, and grad_w_reduce adds the splits in their order, which repeats bit for bit.
 ///
+/// With three products, operands come as v = hi + lo and every k-block accumulates hi*lo + lo*hi + hi*hi in
+/// the tensor cores, then adds that into float registers.
+///
 /// One block per multiprocessor, three warpgroups:
 ///   warp 0      loads chunks of 64 positions x 64 channels by TMA (grad_w_mainloop_sm90.cuh)
 ///   warps 4-11  two warpgroups multiply by wgmma, both operands MN-major, and store their sums
@@ -58,8 +61,13 @@ inline GradWOperandParams grad_w_operand_params(const GradWParams& params, DType
   const Problem& problem = params.problem;
   const GradWOperand walk = grad_w_operand(problem, params.plan.moves_x, is_x);
   GradWOperandParams to{};
-  to.map = is_x ? encode_grad_w_operand("x", problem, element, params.x, walk, params.plan.x_pitch)
-                : encode_grad_w_operand("grad_c", problem, element, params.grad_c, walk, params.grad_c_pitch);
+  const void* const x[2] = {params.x, params.x_lo};
+  const void* const grad_c[2] = {params.grad_c, params.grad_c_lo};
+  for (int split = 0; split < (params.plan.instance->products == 3 ? 2 : 1); ++split) {
+    to.map[split] =
+        is_x ? encode_grad_w_operand("x", problem, element, x[split], walk, params.plan.x_pitch)
+             : encode_grad_w_operand("grad_c", problem, element, grad_c[split], walk, params.grad_c_pitch);
+  }
   for (int axis = 0; axis < 3; ++axis) {
     to.step[axis] = static_cast<int>(walk.step[axis]);
     to.lower[axis] = static_cast<int>(walk.lower[axis]);
@@ -73,9 +81,9 @@ inline GradWOperandParams grad_w_operand_params(const GradWParams& params, DType
 }
 
 /// Launches one persistent block per multiprocessor; none waits for another.
-template <class Operand, int ROW_CHUNKS, int COLUMN_CHUNKS>
+template <class Operand, int PRODUCTS, int ROW_CHUNKS, int COLUMN_CHUNKS>
 void launch_conv_transpose_grad_w_sm90(const GradWParams& params, cudaStream_t stream) {
-  using Traits = GradWTraitsSm90<Operand, ROW_CHUNKS, COLUMN_CHUNKS>;
+  using Traits = GradWTraitsSm90<Operand, PRODUCTS, ROW_CHUNKS, COLUMN_CHUNKS>;
   constexpr DType element = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
   const GradWPlan& plan = params.plan;
   GradWKernelParams to{};

@@ -38,11 +38,16 @@ struct GradWCorner {
         d(d_ * operand.step[0] + operand.lower[0]) {}
 };
 
+/// Loads a chunk, hi and where there is one lo.
+template <class Traits>
 CUTLASS_DEVICE void load_chunk(GradWOperandParams const& operand, GradWChunk const& chunk,
                                GradWCorner const& at, int n, std::uint64_t* barrier, char* to) {
   if (chunk.channel < 0) return;
-  cute::SM90_TMA_LOAD_IM2COL_5D::copy(&operand.map, barrier, to, chunk.channel, at.w, at.h, at.d, n, chunk.w,
-                                      chunk.h, chunk.d);
+  CUTLASS_PRAGMA_UNROLL
+  for (int split = 0; split < Traits::SPLITS; ++split) {
+    cute::SM90_TMA_LOAD_IM2COL_5D::copy(&operand.map[split], barrier, to + split * Traits::SPLIT_BYTES,
+                                        chunk.channel, at.w, at.h, at.d, n, chunk.w, chunk.h, chunk.d);
+  }
 }
 
 /// One thread: the chunks of every k-block of this block's units. Positions run across the ends of samples;
@@ -57,12 +62,12 @@ CUTLASS_DEVICE void load_units(GradWKernelParams const& params, char* shared, Gr
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Traits::ROW_CHUNKS; ++i) {
       rows[i] = GradWChunk::make(params.rows, unit.row_chunk + i);
-      bytes += rows[i].channel < 0 ? 0 : Traits::CHUNK_BYTES;
+      bytes += rows[i].channel < 0 ? 0 : Traits::SPLITS * Traits::CHUNK_BYTES;
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Traits::COLUMN_CHUNKS; ++i) {
       columns[i] = GradWChunk::make(params.columns, unit.column_chunk + i);
-      bytes += columns[i].channel < 0 ? 0 : Traits::CHUNK_BYTES;
+      bytes += columns[i].channel < 0 ? 0 : Traits::SPLITS * Traits::CHUNK_BYTES;
     }
     for (int block = unit.begin; block < unit.end; ++block) {
       int w, h, d;
@@ -74,12 +79,12 @@ CUTLASS_DEVICE void load_units(GradWKernelParams const& params, char* shared, Gr
       GradWCorner const row_corner(params.rows, d, h, w), column_corner(params.columns, d, h, w);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Traits::ROW_CHUNKS; ++i) {
-        load_chunk(params.rows, rows[i], row_corner, n, barrier, to + i * Traits::CHUNK_BYTES);
+        load_chunk<Traits>(params.rows, rows[i], row_corner, n, barrier, to + i * Traits::CHUNK_BYTES);
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Traits::COLUMN_CHUNKS; ++i) {
-        load_chunk(params.columns, columns[i], column_corner, n, barrier,
-                   to + (Traits::ROW_CHUNKS + i) * Traits::CHUNK_BYTES);
+        load_chunk<Traits>(params.columns, columns[i], column_corner, n, barrier,
+                           to + (Traits::ROW_CHUNKS + i) * Traits::CHUNK_BYTES);
       }
       at.advance(Traits::STAGES);
     }
@@ -97,30 +102,51 @@ CUTLASS_DEVICE void skip_unit(GradWUnit const& unit, RingCursor& at, GradWContro
   }
 }
 
-/// acc = sum over the unit's k-blocks of rows * columns, accumulated by the tensor cores throughout.
+/// A consumer warpgroup's operands in shared memory.
 ///
-/// \param rows    (MMA,MMA_M,BLK_POS/16) descriptors of this warpgroup's rows in the first stage
-/// \param columns (MMA,MMA_N,BLK_POS/16) likewise
-template <class Traits, class Rows, class Columns, class Accumulator>
-CUTLASS_DEVICE void multiply_unit(GradWUnit const& unit, RingCursor& at, GradWControl<Traits>& control,
-                                  Rows const& rows, Columns const& columns, Accumulator& acc) {
-  using namespace cute;
-  constexpr int kStage = Traits::STAGE_BYTES / 16;  // descriptors count in 16 bytes
-  typename Traits::TiledMma mma;
-  mma.accumulate_ = GMMA::ScaleOut::Zero;
+/// \tparam Rows    (MMA,MMA_M,BLK_POS/16) descriptors of this warpgroup's rows in the first stage
+/// \tparam Columns (MMA,MMA_N,BLK_POS/16) likewise
+template <class Traits, class Rows, class Columns>
+class GradWFragments {
+ public:
+  CUTLASS_DEVICE GradWFragments(Rows const& rows, Columns const& columns) : rows_(rows), columns_(columns) {}
+
+  CUTLASS_DEVICE void clear_accumulator() { mma_.accumulate_ = cute::GMMA::ScaleOut::Zero; }
+
+  /// acc += rows * columns of a stage, split 0 (hi) or 1 (lo) of each.
+  template <class Accumulator>
+  CUTLASS_DEVICE void multiply(int stage, int row_split, int column_split, Accumulator& acc) {
+    using namespace cute;
+    constexpr int kUnit = 16;  // descriptors count in 16 bytes
+    int const at = stage * (Traits::STAGE_BYTES / kUnit);
+    Tensor a = make_tensor(rows_.data() + (at + row_split * (Traits::SPLIT_BYTES / kUnit)), rows_.layout());
+    Tensor b =
+        make_tensor(columns_.data() + (at + column_split * (Traits::SPLIT_BYTES / kUnit)), columns_.layout());
+    CUTLASS_PRAGMA_UNROLL
+    for (int kb = 0; kb < size<2>(a); ++kb) {
+      cute::gemm(mma_, a(_, _, kb), b(_, _, kb), acc);
+      mma_.accumulate_ = GMMA::ScaleOut::One;
+    }
+  }
+
+ private:
+  typename Traits::TiledMma mma_;
+  Rows rows_;
+  Columns columns_;
+};
+
+/// acc = sum over the unit's k-blocks of rows * columns, accumulated by the tensor cores throughout.
+template <class Traits, class Fragments, class Accumulator>
+CUTLASS_DEVICE void multiply_one_product(GradWUnit const& unit, RingCursor& at, GradWControl<Traits>& control,
+                                         Fragments& fragments, Accumulator& acc) {
+  fragments.clear_accumulator();
   int done = -1;
   CUTLASS_PRAGMA_NO_UNROLL
   for (int block = unit.begin; block < unit.end; ++block) {
     control.stages.wait_full(at);
-    Tensor a = make_tensor(rows.data() + at.slot * kStage, rows.layout());
-    Tensor b = make_tensor(columns.data() + at.slot * kStage, columns.layout());
     cute::warpgroup_fence_operand(acc);
     cute::warpgroup_arrive();
-    CUTLASS_PRAGMA_UNROLL
-    for (int kb = 0; kb < size<2>(a); ++kb) {
-      cute::gemm(mma, a(_, _, kb), b(_, _, kb), acc);
-      mma.accumulate_ = GMMA::ScaleOut::One;
-    }
+    fragments.multiply(at.slot, 0, 0, acc);
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<1>();  // the batch before this one is done: what it read may be overwritten
     if (done >= 0 && threadIdx.x % 32 == 0) control.stages.arrive_empty(done);
@@ -130,6 +156,33 @@ CUTLASS_DEVICE void multiply_unit(GradWUnit const& unit, RingCursor& at, GradWCo
   cute::warpgroup_wait<0>();
   cute::warpgroup_fence_operand(acc);
   if (done >= 0 && threadIdx.x % 32 == 0) control.stages.arrive_empty(done);
+}
+
+/// acc = sum over the unit's k-blocks of (hi*lo + lo*hi + hi*hi), the small products first; each k-block's
+/// sum leaves the tensor cores, which truncate, for float registers, which round.
+template <class Traits, class Fragments, class Accumulator>
+CUTLASS_DEVICE void multiply_three_products(GradWUnit const& unit, RingCursor& at,
+                                            GradWControl<Traits>& control, Fragments& fragments,
+                                            Accumulator& acc) {
+  cute::clear(acc);
+  auto partial = cute::make_fragment_like(acc);
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int block = unit.begin; block < unit.end; ++block) {
+    control.stages.wait_full(at);
+    fragments.clear_accumulator();
+    cute::warpgroup_fence_operand(partial);
+    cute::warpgroup_arrive();
+    fragments.multiply(at.slot, 0, 1, partial);
+    fragments.multiply(at.slot, 1, 0, partial);
+    fragments.multiply(at.slot, 0, 0, partial);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    cute::warpgroup_fence_operand(partial);
+    if (threadIdx.x % 32 == 0) control.stages.arrive_empty(at.slot);
+    at.advance(Traits::STAGES);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < cute::size(acc); ++i) acc(i) += partial(i);
+  }
 }
 
 /// Stores a warpgroup's accumulators as they lie.
@@ -169,6 +222,8 @@ CUTLASS_DEVICE void multiply_units(GradWKernelParams const& params, char* shared
   Tensor acc =
       partition_fragment_C(typename Traits::TiledMma{},
                            Shape<Int<Traits::CHUNK>, Int<Traits::WG_COLUMNS>>{});  // ((2,2,WG_COLUMNS/8),1,1)
+  GradWFragments<Traits, cute::remove_cvref_t<decltype(rows)>, cute::remove_cvref_t<decltype(columns)>>
+      fragments(rows, columns);
   RingCursor at;
   for (int index = blockIdx.x; index < params.units; index += gridDim.x) {
     GradWUnit const unit = GradWUnit::make<Traits>(params, index);
@@ -177,7 +232,11 @@ CUTLASS_DEVICE void multiply_units(GradWKernelParams const& params, char* shared
       skip_unit<Traits>(unit, at, control);
       continue;
     }
-    multiply_unit<Traits>(unit, at, control, rows, columns, acc);
+    if constexpr (Traits::PRODUCTS == 1) {
+      multiply_one_product<Traits>(unit, at, control, fragments, acc);
+    } else {
+      multiply_three_products<Traits>(unit, at, control, fragments, acc);
+    }
     store_partial<Traits>(params, index, warpgroup, acc);
   }
 }

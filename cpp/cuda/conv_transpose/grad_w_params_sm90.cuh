@@ -22,9 +22,12 @@
 
 namespace upconv3d::cuda {
 
-template <class Operand_, int ROW_CHUNKS_, int COLUMN_CHUNKS_>
+template <class Operand_, int PRODUCTS_, int ROW_CHUNKS_, int COLUMN_CHUNKS_>
 struct GradWTraitsSm90 {
   using Operand = Operand_;
+  static constexpr int PRODUCTS = PRODUCTS_;
+  static constexpr int SPLITS = PRODUCTS == 3 ? 2 : 1;  // hi, or hi and lo
+  static_assert(PRODUCTS == 1 || PRODUCTS == 3);
   static constexpr int ROW_CHUNKS = ROW_CHUNKS_;        // of a tile
   static constexpr int COLUMN_CHUNKS = COLUMN_CHUNKS_;  // of a tile
   static_assert(ROW_CHUNKS == 1 || ROW_CHUNKS == 2, "wgmma has 64 rows; two consumer warpgroups");
@@ -52,7 +55,8 @@ struct GradWTraitsSm90 {
                                    cute::Step<cute::_2, cute::_1>{}));  // (WG_COLUMNS,BLK_POS)
 
   static constexpr int CHUNK_BYTES = CHUNK * BLK_POS * int(sizeof(Operand));
-  static constexpr int STAGE_BYTES = CHUNKS * CHUNK_BYTES;
+  static constexpr int SPLIT_BYTES = CHUNKS * CHUNK_BYTES;  // hi or lo: rows' chunks, then columns'
+  static constexpr int STAGE_BYTES = SPLITS * SPLIT_BYTES;
   static constexpr int kControlBytes = 1024;
   static constexpr int kMaxSharedBytes = 227 * 1024;  // of a block on arch 90
   static constexpr int STAGES = (kMaxSharedBytes - kControlBytes) / STAGE_BYTES;
@@ -61,8 +65,8 @@ struct GradWTraitsSm90 {
   static constexpr int THREADS = 3 * 128;  // a warpgroup that loads, two that multiply
   // A launch takes 168 registers for each of 384 threads; what the loading warpgroup gives back, the others
   // may take for accumulators and addresses.
-  static constexpr int LOADER_REGISTERS = 104;
-  static constexpr int CONSUMER_REGISTERS = 200;
+  static constexpr int LOADER_REGISTERS = 56;
+  static constexpr int CONSUMER_REGISTERS = 224;
   static_assert(128 * LOADER_REGISTERS + 256 * CONSUMER_REGISTERS <= 168 * THREADS,
                 "else the launch waits for registers forever");
 };
@@ -72,7 +76,7 @@ inline constexpr int kGradWConsumerWarps = 8;
 
 /// An operand as the loading thread sees it.
 struct GradWOperandParams {
-  CUtensorMap map;
+  CUtensorMap map[2];                  // hi, lo
   int step[3], lower[3];               // a position's coordinate is position * step + lower
   int dilation[3];                     // from one tap to the next, 0 along axes of one tap
   cutlass::FastDivmod taps_s, taps_r;  // of this operand

@@ -28,8 +28,6 @@ namespace {
 
 constexpr int kThreads = 1024;  // small weights make fewer blocks than there are multiprocessors
 constexpr int kWarps = kThreads / 32;
-constexpr int kLoads = 8;  // of 16 bytes that a thread has in flight: 128 KB of a multiprocessor
-static_assert(kLoads == 8, "sum_splits takes what is left by fours, twos and ones");
 constexpr int kPairs = kGradWWarpRows * kGradWBlockColumns;
 constexpr int kChunk = static_cast<int>(kGradWChunk);
 
@@ -42,6 +40,7 @@ struct ReduceOperand {
 struct ReduceArgs {
   const float4* partial;               // [splits,tiles,2,blocks,128]
   const std::int32_t* scale_c;         // [C] or null
+  const std::int32_t* scale_k;         // [K] or null
   const std::int32_t* unscale_grad_c;  // [1] or null
   void* grad_w;                        // [C,K,T,R,S] dtype
   std::int64_t strides[5];             // of grad_w, in elements
@@ -57,10 +56,11 @@ struct ReduceArgs {
 };
 
 /// Tap of grad_w as a coordinate along an axis.
-__device__ inline void tap_of(const ReduceArgs& args, int tap, int (&at)[3]) {
-  at[2] = tap % args.kernel[2];
-  at[1] = tap / args.kernel[2] % args.kernel[1];
-  at[0] = tap / args.kernel[2] / args.kernel[1];
+__device__ inline void tap_of(const ReduceArgs& args, unsigned tap, int (&at)[3]) {
+  const unsigned r = args.kernel[1], s = args.kernel[2];
+  at[2] = static_cast<int>(tap % s);
+  at[1] = static_cast<int>(tap / s % r);
+  at[0] = static_cast<int>(tap / s / r);
 }
 
 /// The chunk of an operand for a tap; those of x count taps backwards.
@@ -104,27 +104,80 @@ __device__ inline void add_splits(const float4*& from, std::int64_t step, float4
 }
 
 /// This lane's part of a tap's sum over splits [begin,end).
+template <int kLoads>
 __device__ inline float4 sum_splits(const ReduceArgs& args, const Patch& patch, int tap, int begin, int end) {
   int at[3];
   tap_of(args, tap, at);
-  const int row = chunk_of(args, args.rows, args.rows_are_x, at, patch.row_chunk);
-  const int column = chunk_of(args, args.columns, !args.rows_are_x, at, patch.column_chunk);
-  const int warpgroup_chunks = warpgroup_columns(args.row_chunks, args.column_chunks);
-  const int in_tile = column % args.column_chunks;
-  const int warpgroup = args.row_chunks == 2 ? row % 2 : in_tile / warpgroup_chunks;
-  const int block = in_tile % warpgroup_chunks * (kChunk / kGradWBlockColumns) + patch.column_part;
+  const unsigned row = chunk_of(args, args.rows, args.rows_are_x, at, patch.row_chunk);
+  const unsigned column = chunk_of(args, args.columns, !args.rows_are_x, at, patch.column_chunk);
+  const unsigned warpgroup_chunks = warpgroup_columns(args.row_chunks, args.column_chunks);
+  const unsigned column_tile = column / static_cast<unsigned>(args.column_chunks);
+  const unsigned in_tile = column - column_tile * args.column_chunks;
+  const bool own_rows = args.row_chunks == 2;  // of a warpgroup
+  const int warpgroup = own_rows ? row % 2 : in_tile >= warpgroup_chunks;
+  const int in_warpgroup = own_rows ? in_tile : in_tile - warpgroup * warpgroup_chunks;
+  const int block = in_warpgroup * (kChunk / kGradWBlockColumns) + patch.column_part;
   const int blocks = warpgroup_chunks * (kChunk / kGradWBlockColumns);
-  const int tile = row / args.row_chunks * args.column_tiles + column / args.column_chunks;
+  const int tile = (own_rows ? row / 2 : row) * args.column_tiles + column_tile;
   const int thread = patch.row_part * 32 + static_cast<int>(threadIdx.x) % 32;
   const std::int64_t step = grad_w_partial(args.tiles, 0, blocks, 0, 0);
   const float4* from = args.partial + grad_w_partial(tile, warpgroup, blocks, block, thread) + begin * step;
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   int left = end - begin;
   for (; left >= kLoads; left -= kLoads) add_splits<kLoads>(from, step, sum);
-  if (left & 4) add_splits<4>(from, step, sum);
-  if (left & 2) add_splits<2>(from, step, sum);
-  if (left & 1) add_splits<1>(from, step, sum);
+  if constexpr (kLoads > 1) {
+    static_assert(kLoads == 8, "what is left is taken by fours, twos and ones");
+    if (left & 4) add_splits<4>(from, step, sum);
+    if (left & 2) add_splits<2>(from, step, sum);
+    if (left & 1) add_splits<1>(from, step, sum);
+  }
   return sum;
+}
+
+/// A thread's place among what is to be written of a patch: rows and columns, as c and k, and one tap.
+struct Destination {
+  int c, k;     // of grad_w
+  int pair;     // row * 8 + column in the patch
+  bool inside;  // of grad_w
+
+  /// \param index of c and k in the patch, k innermost
+  __device__ Destination(const ReduceArgs& args, const Patch& patch, int index) {
+    const int first_row = patch.row_chunk * kChunk + patch.row_part * kGradWWarpRows;
+    const int first_column = patch.column_chunk * kChunk + patch.column_part * kGradWBlockColumns;
+    if (args.rows_are_x) {
+      const int row = index / kGradWBlockColumns, column = index % kGradWBlockColumns;
+      c = first_row + row, k = first_column + column, pair = index;
+    } else {
+      const int row = index % kGradWWarpRows, column = index / kGradWWarpRows;
+      c = first_column + column, k = first_row + row, pair = row * kGradWBlockColumns + column;
+    }
+    inside = c < args.c && k < args.k;
+  }
+};
+
+using Sums = float[kPairs][kWarps + 1];
+
+/// Writes the sum of one element. \param tap of the batch \param to_tap grad_w's first element of that tap
+template <class T>
+__device__ inline void write_element(const ReduceArgs& args, const Destination& to, int unscale, int tap,
+                                     T* to_tap, const Sums& sums) {
+  const float* const parts = sums[to.pair] + tap * args.warps_per_tap;
+  float sum = parts[0];
+  for (int part = 1; part < args.warps_per_tap; ++part) sum += parts[part];
+  if constexpr (std::is_same_v<T, float>) {  // 16-bit operands are not scaled
+    const int exponent =
+        unscale - (args.scale_c ? args.scale_c[to.c] : 0) - (args.scale_k ? args.scale_k[to.k] : 0);
+    sum = power_of_two(exponent).times(sum);
+  }
+  to_tap[to.c * args.strides[0] + to.k * args.strides[1]] = from_stat<T>(sum);
+}
+
+template <class T>
+__device__ inline T* first_of_tap(const ReduceArgs& args, int tap) {
+  int at[3];
+  tap_of(args, tap, at);
+  return static_cast<T*>(args.grad_w) + at[0] * args.strides[2] + at[1] * args.strides[3] +
+         at[2] * args.strides[4];
 }
 
 /// Writes `taps` taps from `first_tap` on.
@@ -132,37 +185,31 @@ __device__ inline float4 sum_splits(const ReduceArgs& args, const Patch& patch, 
 /// \param sums [16 * 8][taps * warps_per_tap] by row, column, tap and warp
 template <class T>
 __device__ inline void write_taps(const ReduceArgs& args, const Patch& patch, int first_tap, int taps,
-                                  const float (&sums)[kPairs][kWarps + 1]) {
-  const int k_count = args.rows_are_x ? kGradWBlockColumns : kGradWWarpRows;
-  const int first_row = patch.row_chunk * kChunk + patch.row_part * kGradWWarpRows;
-  const int first_column = patch.column_chunk * kChunk + patch.column_part * kGradWBlockColumns;
+                                  const Sums& sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int unscale = args.unscale_grad_c ? *args.unscale_grad_c : 0;
-  for (int i = threadIdx.x; i < kPairs * taps; i += kThreads) {
-    int tap, c_part, k_part;
-    if (args.k_innermost) {
-      k_part = i % k_count, tap = i / k_count % taps, c_part = i / k_count / taps;
-    } else {
-      tap = i % taps, k_part = i / taps % k_count, c_part = i / taps / k_count;
+  if (args.k_innermost) {
+    constexpr int kParts = kPairs / 32;
+    for (int item = warp; item < kParts * taps; item += kWarps) {
+      const int tap = item / kParts;
+      const Destination to(args, patch, item % kParts * 32 + lane);
+      if (to.inside) write_element(args, to, unscale, tap, first_of_tap<T>(args, first_tap + tap), sums);
     }
-    const int row = args.rows_are_x ? c_part : k_part, column = args.rows_are_x ? k_part : c_part;
-    const int c = args.rows_are_x ? first_row + row : first_column + column;
-    const int k = args.rows_are_x ? first_column + column : first_row + row;
-    if (c >= args.c || k >= args.k) continue;
-    int at[3];
-    tap_of(args, first_tap + tap, at);
-    const int exponent = unscale - (args.scale_c ? args.scale_c[c] : 0);
-    const float* const parts = sums[row * kGradWBlockColumns + column] + tap * args.warps_per_tap;
-    float sum = parts[0];
-    for (int part = 1; part < args.warps_per_tap; ++part) sum += parts[part];
-    const float value = power_of_two(exponent).times(sum);
-    T* const to = static_cast<T*>(args.grad_w) + c * args.strides[0] + k * args.strides[1];
-    to[at[0] * args.strides[2] + at[1] * args.strides[3] + at[2] * args.strides[4]] = from_stat<T>(value);
+  } else if (lane < taps) {  // a batch has at most 32
+    T* const to_tap = first_of_tap<T>(args, first_tap + lane);
+    for (int index = warp; index < kPairs; index += kWarps) {
+      const Destination to(args, patch, index);
+      if (to.inside) write_element(args, to, unscale, lane, to_tap, sums);
+    }
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, 1) grad_w_reduce(const ReduceArgs args) {
-  __shared__ float sums[kPairs][kWarps + 1];
+/// \tparam kLoads of 16 bytes that a thread has in flight, 8 or, of few splits, 1: then with half of the
+/// registers two blocks of a multiprocessor take turns.
+template <class T, int kLoads>
+__global__ void __launch_bounds__(kThreads, kLoads == 1 ? 2 : 1) grad_w_reduce(const ReduceArgs args) {
+  static_assert(kWarps == 32, "a lane writes a tap of a batch");
+  __shared__ Sums sums;
   const Patch patch(args, blockIdx.x);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int all_taps = args.kernel[0] * args.kernel[1] * args.kernel[2];
@@ -172,8 +219,8 @@ __global__ void __launch_bounds__(kThreads, 1) grad_w_reduce(const ReduceArgs ar
     const int taps = min(batch, all_taps - first);
     const int tap = warp / args.warps_per_tap;
     if (tap < taps) {
-      const float4 sum = sum_splits(args, patch, first + tap, part * args.splits / args.warps_per_tap,
-                                    (part + 1) * args.splits / args.warps_per_tap);
+      const float4 sum = sum_splits<kLoads>(args, patch, first + tap, part * args.splits / args.warps_per_tap,
+                                            (part + 1) * args.splits / args.warps_per_tap);
       const float parts[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -200,6 +247,7 @@ ReduceArgs reduce_args(const GradWReduceParams& params) {
   ReduceArgs args{};
   args.partial = reinterpret_cast<const float4*>(params.partial);
   args.scale_c = params.scale_c;
+  args.scale_k = params.scale_k;
   args.unscale_grad_c = params.unscale_grad_c;
   args.grad_w = params.grad_w;
   std::copy_n(params.w_strides, 5, args.strides);
@@ -236,7 +284,9 @@ void launch_grad_w_reduce(const GradWReduceParams& params, cudaStream_t stream) 
     if constexpr (std::is_same_v<T, double>) {
       throw std::invalid_argument("upconv3d: grad_w_reduce writes no float64; choose another plan.");
     } else {
-      launch("grad_w_reduce", grad_w_reduce<T>, blocks, dim3(kThreads), stream, args);
+      constexpr int kManySplits = 4;
+      const auto kernel = args.splits >= kManySplits ? grad_w_reduce<T, 8> : grad_w_reduce<T, 1>;
+      launch("grad_w_reduce", kernel, blocks, dim3(kThreads), stream, args);
     }
   });
 }
