@@ -38,8 +38,8 @@ inline std::string describe(const BackwardCase& c) {
                 "grad_size=%g special=%g misalign=%lld more_pitch=%lld sums_only=%d",
                 static_cast<long long>(c.n), static_cast<long long>(c.k), static_cast<long long>(c.positions),
                 static_cast<long long>(c.num_groups), name(c.dtype), c.steps, c.scaled, name(c.layout),
-                static_cast<int>(c.gamma), c.a_mean, c.grad_size, c.special, static_cast<long long>(c.misalign),
-                static_cast<long long>(c.more_pitch), c.sums_only);
+                static_cast<int>(c.gamma), c.a_mean, c.grad_size, c.special,
+                static_cast<long long>(c.misalign), static_cast<long long>(c.more_pitch), c.sums_only);
   return line;
 }
 
@@ -48,9 +48,9 @@ inline std::string describe(const BackwardCase& c) {
 struct BackwardReference {
   static constexpr std::int64_t kMoments = 3;
   std::vector<double> grad_y, a, gamma;
-  std::vector<std::uint16_t> bits;      // with steps: a = bits * 2^steps
-  std::vector<int> steps, moment_of;    // [n][moment][k], [position]
-  std::vector<float> table;             // [n][group][4]
+  std::vector<std::uint16_t> bits;    // with steps: a = bits * 2^steps
+  std::vector<int> steps, moment_of;  // [n][moment][k], [position]
+  std::vector<float> table;           // [n][group][4]
   std::vector<double> grad_c, grad_c_slack;
   std::vector<double> grad_gamma, grad_beta, grad_bias, gamma_slack, beta_slack, bias_slack;
   double bound = 0;  // of |grad_c|, over groups where it is finite
@@ -135,7 +135,8 @@ inline void add_group(const BackwardCase& c, BackwardReference& ref, std::int64_
   }
   double c1 = 0, c2 = 0, c1_size = 0, c2_size = 0, bound = 0;
   for (std::int64_t k = 0; k < channels; ++k) {
-    c1 += ref.gamma[k0 + k] * sums[k].grad / m, c1_size += std::fabs(ref.gamma[k0 + k]) * sums[k].grad_size / m;
+    c1 += ref.gamma[k0 + k] * sums[k].grad / m,
+        c1_size += std::fabs(ref.gamma[k0 + k]) * sums[k].grad_size / m;
     c2 += ref.gamma[k0 + k] * sums[k].grad_xhat / m;
     c2_size += std::fabs(ref.gamma[k0 + k]) * sums[k].grad_xhat_size / m;
     ref.grad_beta[k0 + k] += sums[k].grad, ref.grad_gamma[k0 + k] += sums[k].grad_xhat;
@@ -153,7 +154,8 @@ inline void add_group(const BackwardCase& c, BackwardReference& ref, std::int64_
       const double xhat = (ref.a[i] - mean) * rstd;
       const bool open = !(ref.a[i] <= 0);
       ref.grad_c[i] = open ? rstd * (ref.gamma[k] * ref.grad_y[i] - c1 - xhat * c2) : 0;
-      const double size = rstd * (std::fabs(ref.gamma[k] * ref.grad_y[i]) + c1_size + std::fabs(xhat) * c2_size);
+      const double size =
+          rstd * (std::fabs(ref.gamma[k] * ref.grad_y[i]) + c1_size + std::fabs(xhat) * c2_size);
       ref.grad_c_slack[i] = open ? 8 * kRoundoff * size + 0x1p-147 : 0;
       ref.grad_bias[k] += ref.grad_c[i];
       ref.bias_slack[k] += open ? 8 * kRoundoff * size : 0;

@@ -66,7 +66,8 @@ std::vector<Value> in_rows(const std::vector<Value>& dense, std::int64_t k, std:
 struct Arena {
   std::int64_t a_pitch, grad_c_pitch;
   DType grad_c_dtype;
-  Buffer grad_y, a, steps, moment_of, table, gamma, grad_c, unscale, grad_gamma, grad_beta, grad_bias, scratch;
+  Buffer grad_y, a, steps, moment_of, table, gamma, grad_c, unscale, grad_gamma, grad_beta, grad_bias,
+      scratch;
   GroupNormBackwardParams params;
 
   static GroupNormBackwardParams shape(const BackwardCase& c) {
@@ -144,9 +145,10 @@ struct Arena {
   }
 
   bool pads_intact() const {
-    const Buffer* const all[] = {&grad_y, &a, &steps, &table, &gamma, &grad_c, &unscale, &grad_gamma, &grad_beta, &grad_bias,
-                                 &scratch};
-    return std::all_of(std::begin(all), std::end(all), [](const Buffer* buffer) { return buffer->pads_intact(); });
+    const Buffer* const all[] = {&grad_y,  &a,          &steps,     &table,     &gamma,  &grad_c,
+                                 &unscale, &grad_gamma, &grad_beta, &grad_bias, &scratch};
+    return std::all_of(std::begin(all), std::end(all),
+                       [](const Buffer* buffer) { return buffer->pads_intact(); });
   }
 };
 
@@ -159,12 +161,13 @@ double excess(double got, double want, double slack) {
 
 /// Smallest step of a dtype, halved: what is lost below its normal numbers.
 double smallest(DType dtype) {
-  return dtype == DType::kFloat16 ? 0x1p-25 : 0x1p-135;
+  return dtype == DType::kFloat16 ? 0x1p-25 : dtype == DType::kBFloat16 ? 0x1p-134 : 0x1p-149;
 }
 
 void check_grad_c(const BackwardCase& c, const BackwardReference& ref, const Arena& arena) {
   const std::int64_t rows = c.n * c.positions;
-  const std::vector<double> got = download(arena.grad_c.data(), rows * arena.grad_c_pitch, arena.grad_c_dtype);
+  const std::vector<double> got =
+      download(arena.grad_c.data(), rows * arena.grad_c_pitch, arena.grad_c_dtype);
   int exponent = 0;
   if (c.scaled) {
     std::int32_t unscale;
@@ -173,8 +176,9 @@ void check_grad_c(const BackwardCase& c, const BackwardReference& ref, const Are
     int reach = 15;
     if (ref.bound > 0) std::frexp(ref.bound, &reach);
     reach = std::max(reach, -148);
-    expect(std::abs(exponent - (reach - 15)) <= (ref.bound > 0 ? 1 : 0),
-           "unscale " + std::to_string(exponent) + ", not " + std::to_string(reach - 15) + ": " + describe(c));
+    expect(
+        std::abs(exponent - (reach - 15)) <= (ref.bound > 0 ? 1 : 0),
+        "unscale " + std::to_string(exponent) + ", not " + std::to_string(reach - 15) + ": " + describe(c));
   }
   double worst = 0, largest = 0;
   std::int64_t worst_at = 0, not_zero = 0;
@@ -196,8 +200,9 @@ void check_grad_c(const BackwardCase& c, const BackwardReference& ref, const Are
       if (off > worst) worst = off, worst_at = i;
     }
   }
-  expect(worst <= 1, "grad_c, " + std::to_string(worst) + " times the tolerance at " + std::to_string(worst_at) +
-                         ", want " + std::to_string(ref.grad_c[worst_at]) + ": " + describe(c));
+  expect(worst <= 1, "grad_c, " + std::to_string(worst) + " times the tolerance at " +
+                         std::to_string(worst_at) + ", want " + std::to_string(ref.grad_c[worst_at]) + ": " +
+                         describe(c));
   expect(not_zero == 0, "grad_c is not zero behind its channels: " + describe(c));
   expect(!c.scaled || largest <= 32768, "scaled grad_c leaves its range: " + describe(c));
 }
@@ -209,10 +214,12 @@ void check_parameters(const BackwardCase& c, const BackwardReference& ref, const
     double worst = 0;
     for (std::int64_t k = 0; k < c.k; ++k) {
       if (c.dtype == DType::kFloat16 && std::fabs(want[k]) > 65500) continue;
-      const double allowed = slack[k] + 1.01 * unit_roundoff(c.dtype) * std::fabs(want[k]) + smallest(c.dtype);
+      const double allowed =
+          slack[k] + 1.01 * unit_roundoff(c.dtype) * std::fabs(want[k]) + smallest(c.dtype);
       worst = std::max(worst, excess(got[k], want[k], allowed));
     }
-    expect(worst <= 1, std::string(what) + ", " + std::to_string(worst) + " times the tolerance: " + describe(c));
+    expect(worst <= 1,
+           std::string(what) + ", " + std::to_string(worst) + " times the tolerance: " + describe(c));
   };
   compare("grad_gamma", arena.grad_gamma, ref.grad_gamma, ref.gamma_slack);
   compare("grad_beta", arena.grad_beta, ref.grad_beta, ref.beta_slack);
@@ -250,10 +257,11 @@ void run_shapes() {
   struct Shape {
     std::int64_t n, k, positions, num_groups;
   };
-  const Shape shapes[] = {{2, 16, 60, 4},   {3, 64, 264, 8},   {1, 128, 129, 1},  {2, 30, 77, 6},  {1, 7, 515, 7},
-                          {2, 3, 1, 3},     {1, 1, 2053, 1},   {5, 40, 136, 8},   {1, 260, 67, 4}, {2, 20, 515, 5},
-                          {2, 100, 77, 20}, {300, 24, 5, 3},   {2, 128, 4096, 8}, {3, 2056, 9, 1}, {2, 1031, 2, 1},
-                          {1, 64, 20000, 64}, {40, 130, 40, 2}, {2, 512, 300, 2}};
+  const Shape shapes[] = {{2, 16, 60, 4},    {3, 64, 264, 8}, {1, 128, 129, 1}, {2, 30, 77, 6},
+                          {1, 7, 515, 7},    {2, 3, 1, 3},    {1, 1, 2053, 1},  {5, 40, 136, 8},
+                          {1, 260, 67, 4},   {2, 20, 515, 5}, {2, 100, 77, 20}, {300, 24, 5, 3},
+                          {2, 128, 4096, 8}, {3, 2056, 9, 1}, {2, 1031, 2, 1},  {1, 64, 20000, 64},
+                          {40, 130, 40, 2},  {2, 512, 300, 2}};
   int turn = 0;
   for (const Shape& s : shapes) {
     for (const Kind& kind : kKinds) {
@@ -337,7 +345,8 @@ void time_case(const char* what, const BackwardCase& c) {
   check(cudaEventCreate(&end), "creating an event");
   std::vector<float> times;
   for (int i = 0; i < 15; ++i) {
-    check(cudaMemsetAsync(arena.scratch.data(), 0, group_norm_backward_counter_bytes(arena.params)), "clearing");
+    check(cudaMemsetAsync(arena.scratch.data(), 0, group_norm_backward_counter_bytes(arena.params)),
+          "clearing");
     check(cudaMemsetAsync(flush.data(), i, flush.bytes()), "flushing L2");
     check(cudaEventRecord(begin), "recording");
     launch_group_norm_backward(arena.params, nullptr);
@@ -349,8 +358,8 @@ void time_case(const char* what, const BackwardCase& c) {
   }
   std::sort(times.begin(), times.end());
   const double moved = arena.grad_y.bytes() + arena.a.bytes() + (c.sums_only ? 0 : arena.grad_c.bytes());
-  std::printf("%-44s %8.4f ms  min %8.4f  %6.2f TB/s of single reads and writes\n", what, times[times.size() / 2],
-              times[0], moved / times[times.size() / 2] * 1e-9);
+  std::printf("%-44s %8.4f ms  min %8.4f  %6.2f TB/s of single reads and writes\n", what,
+              times[times.size() / 2], times[0], moved / times[times.size() / 2] * 1e-9);
   check(cudaEventDestroy(begin), "destroying an event");
   check(cudaEventDestroy(end), "destroying an event");
 }

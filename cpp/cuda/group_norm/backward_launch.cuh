@@ -45,14 +45,16 @@ BackwardArgs<T, A, Out> backward_args(const GroupNormBackwardParams& params) {
 
   const BackwardScratch scratch(params, params.scratch);
   args.arrivals = static_cast<int*>(scratch.counters);
-  args.ready = args.arrivals + params.n;
-  args.largest = args.ready + params.n;
+  args.merged = args.arrivals + params.n;
+  args.finished_groups = args.merged + params.n;
+  args.largest = args.finished_groups + 1;
   args.tickets = args.largest + 1;
   args.part = static_cast<float*>(scratch.part);
   args.sums = static_cast<ChannelSums*>(scratch.sums);
   args.terms = static_cast<GroupTerms*>(scratch.terms);
   args.part_units = scratch.part_units;
   args.lag = kLag;
+  args.group_channels.set(params.k / params.num_groups);
   const BackwardShape shape = backward_shape(params);
   args.vectors = shape.vectors;
   args.slots = shape.slots;
@@ -67,16 +69,24 @@ void launch_backward_kernel(const GroupNormBackwardParams& params, cudaStream_t 
   const std::int64_t sample_bytes =
       params.positions * params.k * std::int64_t{sizeof(typename Traits::T) + sizeof(typename Traits::A)};
   const auto prepare = [&](int blocks) {
-    // Samples of a step: no more than blocks have units of, and about as many in each step.
+  // Samples of a step: no more than blocks have units of, and about as many in each step.
 #ifdef NG_TUNE
     if (getenv("NG_LAG")) args.lag = atoi(getenv("NG_LAG"));
-    const std::int64_t kStepBytes = getenv("NG_STEP") ? std::int64_t(atoi(getenv("NG_STEP"))) << 20 : upconv3d::cuda::kStepBytes;
+    const std::int64_t kStepBytes =
+        getenv("NG_STEP") ? std::int64_t(atoi(getenv("NG_STEP"))) << 20 : upconv3d::cuda::kStepBytes;
 #endif
     const std::int64_t most = std::max<std::int64_t>(
         1, std::min<std::int64_t>(kStepBytes / sample_bytes, blocks / args.channel_blocks));
     const std::int64_t steps = ceil_div(params.n, most);
     args.step_samples = static_cast<int>(ceil_div(params.n, steps));
     args.num_steps = static_cast<int>(ceil_div(params.n, args.step_samples));
+    const std::int64_t granules = ceil_div(params.positions, kPositionGranule);
+    const auto shares = [&](std::int64_t samples) {
+      const std::int64_t fair = std::max<std::int64_t>(1, blocks / (samples * args.channel_blocks));
+      return static_cast<int>(std::min(granules, fair));
+    };
+    args.step_shares = shares(args.step_samples);
+    args.last_shares = shares(params.n - std::int64_t{args.num_steps - 1} * args.step_samples);
   };
   launch_cooperative("group_norm_backward", reinterpret_cast<const void*>(group_norm_backward<Traits>), &args,
                      {backward_shape(params).max_blocks, kBackwardThreads, kBackwardSharedBytes<Traits>},
@@ -86,8 +96,9 @@ void launch_backward_kernel(const GroupNormBackwardParams& params, cudaStream_t 
 template <class T, class A, class Out>
 void launch_backward(const GroupNormBackwardParams& params, cudaStream_t stream) {
   const bool rows = params.grad_y_layout == Layout::kNDHWC;
-  const bool whole = is_aligned(params.grad_y) && (rows ? params.k % kBackwardVector
-                                                        : params.positions * std::int64_t{sizeof(T)} % kAccessBytes) == 0;
+  const bool whole =
+      is_aligned(params.grad_y) &&
+      (rows ? params.k % kBackwardVector : params.positions * std::int64_t{sizeof(T)} % kAccessBytes) == 0;
   if (rows) {
     whole ? launch_backward_kernel<BackwardTraits<T, A, Out, GradAccess::kRowVectors>>(params, stream)
           : launch_backward_kernel<BackwardTraits<T, A, Out, GradAccess::kRowElements>>(params, stream);

@@ -3,9 +3,9 @@
 /// The warp of each block of group_norm_backward that merges sums while the others stream.
 ///
 /// Per step it waits until all blocks have written their part, merges a share of the step's channels over the
-/// units, and computes c1 and c2 of those groups whose last channel it merged. Which warp that is depends on
-/// timing; what it computes does not. It tells its own block which steps are ready, and in the end sums up the
-/// parameters' gradients. All of this is in double.
+/// units, and tells its own block when all channels are merged. Then it computes c1, c2 and the largest
+/// |grad_c| of those groups whose last channel it merged: which warp that is depends on timing, what it
+/// computes does not. In the end it sums up the parameters' gradients. All of this is in double.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 namespace upconv3d::cuda {
 
 /// Polling a counter in L2 more often than this would take bandwidth from those who are being waited for.
-inline constexpr unsigned kPollNanoseconds = 100;
+inline constexpr unsigned kPollNanoseconds = 50;
 
 /// Reach of scaled grad_c: below float16's largest value by a factor 2.
 inline constexpr int kGradReach = 15;
@@ -78,22 +78,29 @@ class MergeWarp {
   __device__ __forceinline__ void run() {
     for (int step = 0; step < args_.num_steps; ++step) {
       const StepShape shape = step_shape(args_, step);
-      const int channels = shape.samples * args_.k;
+      const int channels = shape.samples * args_.k, first = step * args_.step_samples;
       if (static_cast<int>(blockIdx.x) < channels) wait_counter(args_.arrivals + step, gridDim.x);
       for (int i = blockIdx.x; i < channels; i += gridDim.x) {
         const int sample = i / args_.k;
         merge_channel(step, shape, sample, i - sample * args_.k);
       }
-      wait_counter(args_.ready + step, shape.samples * args_.num_groups);
+      wait_counter(args_.merged + step, channels);
       if (lane_ == 0) tell_ready(ready_steps_, step + 1);
+      // Nobody waits for these before the last step.
+      for (int i = blockIdx.x; i < channels; i += gridDim.x) {
+        const int sample = i / args_.k;
+        take_ticket(first + sample, args_.group_channels.divide(i - sample * args_.k));
+      }
     }
+    wait_counter(args_.finished_groups, args_.n * args_.num_groups);
+    if (lane_ == 0) tell_ready(ready_steps_, args_.num_steps + 1);
     if (Traits::kScaled && blockIdx.x == 0 && lane_ == 0 && args_.unscale != nullptr) {
       *args_.unscale = -scale_exponent(args_);
     }
     for (int channel = blockIdx.x; channel < args_.k; channel += gridDim.x) sum_samples(channel);
   }
 
-  /// E of grad_c * 2^E; once all steps are ready.
+  /// E of grad_c * 2^E; once all groups are finished.
   static __device__ __forceinline__ int scale_exponent(const Args& args) {
     const int biased = __ldcg(args.largest);
     return biased == 0 ? 0 : kGradReach - (biased - kReachBias);
@@ -106,21 +113,28 @@ class MergeWarp {
 
   /// \param sample of the step
   __device__ __forceinline__ void merge_channel(int step, const StepShape& shape, int sample, int channel) {
-    constexpr int kLoads = 3;  // records in flight per lane: with 2 blocks per multiprocessor all of them
+    constexpr int kLoads = 5;  // records in flight per lane: half of what a block per share makes on an H200
     const int block = channel / args_.block_channels;
-    const std::int64_t first_unit = std::int64_t{step % 2} * args_.part_units +
-                                    (sample * args_.channel_blocks + block) * shape.shares;
-    const float* const part = args_.part + (first_unit * args_.block_channels + channel - block * args_.block_channels) * kPartFields;
+    const std::int64_t first_unit =
+        std::int64_t{step % 2} * args_.part_units + (sample * args_.channel_blocks + block) * shape.shares;
+    const float* const part =
+        args_.part +
+        (first_unit * args_.block_channels + channel - block * args_.block_channels) * kPartFields;
     const std::int64_t pitch = std::int64_t{args_.block_channels} * kPartFields;
     double sums[kSumFields] = {};
     float maxima[2] = {};
     for (int first = lane_; first < shape.shares; first += 32 * kLoads) {
-      float4 low[kLoads], high[kLoads];
+      float4 low[kLoads];
+      std::conditional_t<Traits::kScaled, float4, float1> high[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const auto* const from = reinterpret_cast<const float4*>(part + min(first + 32 * i, shape.shares - 1) * pitch);
-        low[i] = __ldcg(from);
-        high[i] = __ldcg(from + 1);
+        const float* const from = part + min(first + 32 * i, shape.shares - 1) * pitch;
+        low[i] = __ldcg(reinterpret_cast<const float4*>(from));
+        if constexpr (Traits::kScaled) {
+          high[i] = __ldcg(reinterpret_cast<const float4*>(from) + 1);
+        } else {
+          high[i].x = __ldcg(from + 4);
+        }
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
@@ -141,34 +155,32 @@ class MergeWarp {
     if constexpr (Traits::kScaled) {
       for (float& maximum : maxima) maximum = warp_max(maximum);
     }
-    finish_channel(step, step * args_.step_samples + sample, channel, sums, maxima);
+    if (lane_ != 0) return;
+    sample += step * args_.step_samples;
+    const float4 table =
+        __ldg(args_.table + sample * args_.num_groups + args_.group_channels.divide(channel));
+    const double rest = table.y, rstd = table.z;
+    args_.sums[std::int64_t{sample} * args_.k + channel] = {
+        sums[kSumGrad],     rstd * (sums[kSumGradDeviation] - rest * sums[kSumGrad]),   sums[kCountOpen],
+        sums[kSumGradOpen], rstd * (sums[kSumDeviationOpen] - rest * sums[kCountOpen]), maxima[0],
+        maxima[1]};
+    release_one(args_.merged + step);
   }
 
-  __device__ __forceinline__ void finish_channel(int step, int sample, int channel,
-                                                 const double (&sums)[kSumFields], const float (&maxima)[2]) {
-    const int channels = args_.k / args_.num_groups, group = channel / channels;
-    const int row = sample * args_.num_groups + group;
+  /// For each merged channel of a group; the last one finishes the group.
+  __device__ __forceinline__ void take_ticket(int sample, int group) {
+    int* const tickets = args_.tickets + sample * args_.num_groups + group;
     int last = 0;
     if (lane_ == 0) {
-      const float4 table = __ldg(args_.table + row);
-      const double rest = table.y, rstd = table.z;
-      args_.sums[std::int64_t{sample} * args_.k + channel] = {
-          sums[kSumGrad],
-          rstd * (sums[kSumGradDeviation] - rest * sums[kSumGrad]),
-          sums[kCountOpen],
-          sums[kSumGradOpen],
-          rstd * (sums[kSumDeviationOpen] - rest * sums[kCountOpen]),
-          maxima[0],
-          maxima[1]};
-      __threadfence();
-      last = atomicAdd(args_.tickets + row, 1) == channels - 1;
-      __threadfence();
+      int before;
+      asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(tickets) : "memory");
+      last = before == args_.k / args_.num_groups - 1;
     }
-    if (__shfl_sync(0xffffffffu, last, 0) != 0) finish_group(step, sample, group);
+    if (__shfl_sync(0xffffffffu, last, 0) != 0) finish_group(sample, group);
   }
 
   /// c1 and c2 of a group all of whose channels are merged, and how large its grad_c can be.
-  __device__ __forceinline__ void finish_group(int step, int sample, int group) {
+  __device__ __forceinline__ void finish_group(int sample, int group) {
     const int channels = args_.k / args_.num_groups;
     const ChannelSums* const sums = args_.sums + std::int64_t{sample} * args_.k;
     const int begin = group * channels, end = begin + channels;
@@ -181,8 +193,8 @@ class MergeWarp {
     c1 = warp_sum(c1) / count;
     c2 = warp_sum(c2) / count;
     const int row = sample * args_.num_groups + group;
-    const float4 table = __ldg(args_.table + row);
     if constexpr (Traits::kScaled) {
+      const float4 table = __ldg(args_.table + row);
       for (int channel = begin + lane_; channel < end; channel += 32) {
         const double xhat = (double(__ldcg(&sums[channel].max_deviation)) + fabs(double(table.y))) * table.z;
         const double direct = fabs(gamma(channel)) * __ldcg(&sums[channel].max_grad);
@@ -190,14 +202,9 @@ class MergeWarp {
         raise(table.z * (direct + fabs(c1) + xhat * fabs(c2)) * (1 + 0x1p-18));
       }
     }
-    if (lane_ == 0) {
-      const double rstd = table.z;
-      GroupTerms terms{c1, c2, -rstd * rstd * c2, 0};
-      terms.constant = -rstd * c1 - terms.from_deviation * table.y;
-      args_.terms[row] = terms;
-    }
+    if (lane_ == 0) args_.terms[row] = {c1, c2};
     __syncwarp();  // orders what the other lanes did before lane 0's release, which thus covers it
-    if (lane_ == 0) release_one(args_.ready + step);
+    if (lane_ == 0) release_one(args_.finished_groups);
   }
 
   /// Takes a bound into the largest one. A group with Inf or NaN in grad_y or in a has nothing finite to be
@@ -211,7 +218,7 @@ class MergeWarp {
 
   /// Gradients of a channel's parameters.
   __device__ __forceinline__ void sum_samples(int channel) {
-    const int group = channel / (args_.k / args_.num_groups);
+    const int group = args_.group_channels.divide(channel);
     double grad_gamma = 0, grad_beta = 0, grad_bias = 0;
     for (int sample = lane_; sample < args_.n; sample += 32) {
       const ChannelSums* const sums = args_.sums + std::int64_t{sample} * args_.k + channel;
@@ -220,9 +227,9 @@ class MergeWarp {
       if (args_.grad_bias != nullptr) {
         const int row = sample * args_.num_groups + group;
         const GroupTerms* const terms = args_.terms + row;
-        grad_bias += args_.table[row].z *
-                     (gamma(channel) * __ldcg(&sums->grad_open) - __ldcg(&terms->c1) * __ldcg(&sums->count_open) -
-                      __ldcg(&terms->c2) * __ldcg(&sums->xhat_open));
+        grad_bias += args_.table[row].z * (gamma(channel) * __ldcg(&sums->grad_open) -
+                                           __ldcg(&terms->c1) * __ldcg(&sums->count_open) -
+                                           __ldcg(&terms->c2) * __ldcg(&sums->xhat_open));
       }
     }
     grad_gamma = warp_sum(grad_gamma);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// How group_norm_backward brings grad_y and a into registers: through a ring of stages in shared memory, which
-/// cp.async fills several stages ahead, across the borders of units and phases.
+/// How group_norm_backward brings grad_y and a into registers: through a ring of stages in shared memory,
+/// which cp.async fills several stages ahead, across the borders of units and phases.
 ///
 /// A thread has kRows positions of a stage and kVector channels of each. Its share of a, and
 /// of grad_y where that is NDHWC, only itself reads. A stage of grad_y NCDHW is a tile [channels, 32 words of
-/// positions], whose 16-byte chunks are permuted: chunk' = chunk ^ (channel/kVector % 8). cp.async writes eight
-/// consecutive chunks of a channel at a time; a warp reads words of eight vectors of channels at four
+/// positions], whose 16-byte chunks are permuted: chunk' = chunk ^ (channel/kVector % 8). cp.async writes
+/// eight consecutive chunks of a channel at a time; a warp reads words of eight vectors of channels at four
 /// neighbouring words. Neither conflicts.
 #pragma once
 
@@ -27,13 +27,14 @@ struct BackwardTraits {
   using Out = Out_;
   using Args = BackwardArgs<T, A, Out>;
   static constexpr GradAccess kAccess = kAccess_;
-  static constexpr bool kPlanes = kAccess == GradAccess::kPlaneVectors || kAccess == GradAccess::kPlaneElements;
+  static constexpr bool kPlanes =
+      kAccess == GradAccess::kPlaneVectors || kAccess == GradAccess::kPlaneElements;
   static constexpr bool kWhole = kAccess == GradAccess::kRowVectors || kAccess == GradAccess::kPlaneVectors;
   static constexpr bool kSteps = std::is_same_v<A, std::uint16_t>;
   static constexpr bool kScaled = std::is_same_v<T, float> && std::is_same_v<Out, __half>;
 
-  static constexpr int kVector = kBackwardVector;         // channels of a thread
-  static constexpr int kRows = 8 / int(sizeof(T));        // positions of a thread and stage
+  static constexpr int kVector = kBackwardVector;                // channels of a thread
+  static constexpr int kRows = 8 / int(sizeof(T));               // positions of a thread and stage
   static constexpr int kVectorBytes = kVector * int(sizeof(T));  // of grad_y
   static constexpr int kFields = kScaled ? kAllFields : kSumFields;
 
@@ -128,9 +129,11 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool vali
   const auto shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
   const int bytes = valid ? kBytes : 0;
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes)
+                 : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(kBytes), "r"(bytes)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(kBytes),
+                 "r"(bytes)
                  : "memory");
   }
 }
@@ -146,11 +149,12 @@ class StageRing {
   static constexpr int kRows = Traits::kRows;
 
   /// \param memory [kStages*kStageBytes], 16-byte aligned
-  __device__ __forceinline__ StageRing(const Args& args, const Place<Traits>& place, char* memory)
+  __device__ __forceinline__ StageRing(const Args& args, const Place<Traits>& place, const FirstUnits& first,
+                                       char* memory)
       : args_(args),
         place_(place),
         memory_(memory),
-        cursor_(args, Place<Traits>::stage_positions(args)) {
+        cursor_(args, first, Place<Traits>::stage_positions(args)) {
     find_moments();
 #pragma unroll 1
     for (int i = 0; i < Traits::kStages - 1; ++i) issue(i);
@@ -214,32 +218,58 @@ class StageRing {
   __device__ __forceinline__ void issue(int back) {
     if (!cursor_.done()) {
       char* const stage = memory_ + back * Traits::kStageBytes;
+      const unsigned valid = valid_rows();
       if constexpr (Traits::kPlanes) {
         issue_planes(stage);
       } else {
-        issue_rows(stage);
+        issue_rows(stage, valid);
       }
-      issue_a(stage);
+      issue_a(stage, valid);
       cursor_.advance();
       find_moments();
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  __device__ __forceinline__ void issue_a(char* stage) const {
+  /// Whether this thread's i-th row of the next stage is inside its unit, for each i; bits of the result.
+  __device__ __forceinline__ unsigned valid_rows() const {
     const Unit& unit = cursor_.unit();
-    const int channel = unit.channel + place_.vector * kVector;
+    const bool inside = place_.used && unit.channel + place_.vector * kVector < args_.k;
+    const int left = inside ? unit.end - cursor_.position() - place_.position(args_, 0) : 0;
+    unsigned valid = 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int position = cursor_.position() + place_.position(args_, i);
-      const bool valid = place_.used && position < unit.end && channel < args_.k;
-      const std::int64_t row = std::int64_t{unit.sample} * args_.positions + position;
-      const A* const from = args_.a + (valid ? row * args_.a_pitch + channel : 0);
-      copy_async<Traits::kABytes>(stage + Traits::kGradBytes + own_chunk(i) * Traits::kABytes, from, valid);
+      valid |= (place_.position(args_, i) - place_.position(args_, 0) < left ? 1u : 0u) << i;
+    }
+    return valid;
+  }
+
+  /// Element offset of this thread's first row of the next stage in [N,Z,P,Q,pitch]. It may lie outside: what
+  /// is not valid is not read.
+  __device__ __forceinline__ std::int64_t first_offset(int pitch) const {
+    const Unit& unit = cursor_.unit();
+    const std::int64_t row = std::int64_t{unit.sample} * args_.positions + cursor_.position();
+    return row * pitch + unit.channel + (place_.position(args_, 0) * pitch + place_.vector * kVector);
+  }
+
+  /// From the row before to the i-th one.
+  __device__ __forceinline__ int row_step(int i, int pitch) const {
+    return (place_.position(args_, i) - place_.position(args_, i - 1)) * pitch;
+  }
+
+  __device__ __forceinline__ void issue_a(char* stage, unsigned valid) const {
+    const A* from = args_.a + first_offset(args_.a_pitch);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const bool own = valid >> i & 1;
+      if (i > 0) from += row_step(i, args_.a_pitch);
+      copy_async<Traits::kABytes>(stage + Traits::kGradBytes + own_chunk(i) * Traits::kABytes, from, own);
       if constexpr (Traits::kSteps) {
+        const Unit& unit = cursor_.unit();
         const std::int64_t moment = std::int64_t{unit.sample} * args_.moments + moment_[i];
-        const std::int8_t* const steps = args_.steps + (valid ? moment * args_.a_pitch + channel : 0);
-        copy_async<kVector>(stage + Traits::kStepsAt + own_chunk(i) * kVector, steps, valid);
+        const std::int8_t* const steps = args_.steps + moment * args_.a_pitch + unit.channel;
+        copy_async<kVector>(stage + Traits::kStepsAt + own_chunk(i) * kVector,
+                            steps + place_.vector * kVector, own);
       }
     }
   }
@@ -256,29 +286,25 @@ class StageRing {
     }
   }
 
-  __device__ __forceinline__ void issue_rows(char* stage) const {
-    const Unit& unit = cursor_.unit();
-    const int channel = unit.channel + place_.vector * kVector;
+  __device__ __forceinline__ void issue_rows(char* stage, unsigned valid) const {
+    const T* from = args_.grad_y + first_offset(args_.k);
+    const int channels =
+        args_.k - cursor_.unit().channel - place_.vector * kVector;  // from the thread's first on
 #pragma unroll(Traits::kWhole ? kRows : 1)
     for (int i = 0; i < kRows; ++i) {
-      const int position = cursor_.position() + place_.position(args_, i);
-      const bool valid = place_.used && position < unit.end && channel < args_.k;
-      const std::int64_t row = std::int64_t{unit.sample} * args_.positions + position;
-      const T* const from = args_.grad_y + (valid ? row * args_.k + channel : 0);
+      if (i > 0) from += row_step(i, args_.k);
       char* const to = stage + own_chunk(i) * Traits::kVectorBytes;
+      const bool own = valid >> i & 1;
       if constexpr (Traits::kWhole) {
-        copy_async<Traits::kVectorBytes>(to, from, valid);
+        copy_async<Traits::kVectorBytes>(to, from, own);
       } else if constexpr (sizeof(T) == 4) {
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          const bool own = valid && channel + j < args_.k;
-          copy_async<4>(to + 4 * j, own ? from + j : from, own);
-        }
+        for (int j = 0; j < kVector; ++j) copy_async<4>(to + 4 * j, from + j, own && j < channels);
       } else {
         Vector<T, kVector> vector;
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
-          vector.at[j] = valid && channel + j < args_.k ? __ldcg(from + j) : from_stat<T>(0.f);
+          vector.at[j] = own && j < channels ? __ldcg(from + j) : from_stat<T>(0.f);
         }
         memcpy(__builtin_assume_aligned(to, Traits::kVectorBytes), &vector, Traits::kVectorBytes);
       }
@@ -287,34 +313,37 @@ class StageRing {
 
   __device__ __forceinline__ void issue_planes(char* stage) const {
     const Unit& unit = cursor_.unit();
-    const T* const sample = args_.grad_y + std::int64_t{unit.sample} * args_.k * args_.positions;
+    const std::int64_t plane = std::int64_t{unit.sample} * args_.k + unit.channel;
+    const T* const tile = args_.grad_y + plane * args_.positions + cursor_.position();
+    const int channels = args_.k - unit.channel, left = unit.end - cursor_.position();
     if constexpr (Traits::kWhole) {
       constexpr int kChunks = Traits::kTileWords / 4;  // of a channel
+      constexpr int kChannelStep = kStreamThreads / kChunks;
+      const int channel = threadIdx.x / kChunks, word = threadIdx.x % kChunks * 4;
+      const T* const from = tile + std::int64_t{channel} * args_.positions + word * Traits::kWordPositions;
+      char* const to = stage + tile_word(channel, word) * 4;
+      const int own = word * Traits::kWordPositions < left ? channels - channel : 0;
 #pragma unroll
-      for (int i = 0; i < Traits::kGradBytes / kAccessBytes / kStreamThreads; ++i) {
-        const int index = own_chunk(i), channel = index / kChunks, word = index % kChunks * 4;
-        const int position = cursor_.position() + word * Traits::kWordPositions;
-        const bool valid = unit.channel + channel < args_.k && position < unit.end;
-        const T* const from =
-            sample + (valid ? std::int64_t{unit.channel + channel} * args_.positions + position : 0);
-        copy_async<kAccessBytes>(stage + tile_word(channel, word) * 4, from, valid);
+      for (int i = 0; i < Traits::kTileChannels / kChannelStep; ++i) {
+        static_assert(kChannelStep / kVector % 8 == 0, "the permutation of chunks must not depend on i");
+        copy_async<kAccessBytes>(to + i * kChannelStep * Traits::kTileWords * 4,
+                                 from + std::int64_t{i * kChannelStep} * args_.positions,
+                                 i * kChannelStep < own);
       }
     } else {
       // Neighbouring threads load neighbouring elements of a channel.
-#pragma unroll 2
+#pragma unroll(sizeof(T) == 2 ? 8 : 2)
       for (int i = 0; i < kRows * kVector; ++i) {
         const int index = own_chunk(i);
         const int channel = index / Traits::kTilePositions, offset = index % Traits::kTilePositions;
-        const int position = cursor_.position() + offset;
-        const bool valid = unit.channel + channel < args_.k && position < unit.end;
-        const T* const from =
-            sample + (valid ? std::int64_t{unit.channel + channel} * args_.positions + position : 0);
+        const T* const from = tile + std::int64_t{channel} * args_.positions + offset;
         char* const to = stage + tile_word(channel, offset / Traits::kWordPositions) * 4 +
                          offset % Traits::kWordPositions * sizeof(T);
+        const bool own = channel < channels && offset < left;
         if constexpr (sizeof(T) == 4) {
-          copy_async<4>(to, from, valid);
+          copy_async<4>(to, from, own);
         } else {
-          *reinterpret_cast<T*>(to) = valid ? __ldcg(from) : from_stat<T>(0.f);
+          *reinterpret_cast<T*>(to) = own ? __ldcg(from) : from_stat<T>(0.f);
         }
       }
     }

@@ -4,8 +4,8 @@
 ///
 /// A step is one sample, or several where samples are small. Its sums phase reads grad_y and a for s1, s2 and
 /// so on; its apply phase reads them again, from L2 where the phases lie close together, and writes grad_c. A
-/// unit is a share of a sample's positions for one block of channels; each block of the grid has one unit of a
-/// step as a rule, and the same one in both phases.
+/// unit is a share of a sample's positions for one block of channels; each block of the grid has one unit of
+/// a step as a rule, and the same one in both phases.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +16,10 @@ namespace upconv3d::cuda {
 
 /// Channel sums of one unit, in the order in which they lie in memory.
 enum SumField {
-  kSumGrad,          // of grad_y
+  kSumGrad,           // of grad_y
   kSumGradDeviation,  // of grad_y*(a - mean)
-  kCountOpen,        // positions where !(a <= 0)
-  kSumGradOpen,      // of grad_y over those
+  kCountOpen,         // positions where !(a <= 0)
+  kSumGradOpen,       // of grad_y over those
   kSumDeviationOpen,  // of a - mean over those
   kSumFields,
   kMaxGrad = kSumFields,  // largest |grad_y|
@@ -36,11 +36,9 @@ struct ChannelSums {
   float max_grad, max_deviation;
 };
 
-/// Of a (sample, group): c1 and c2, and what they make of grad_c = rstd*gamma*grad_y + from_deviation*(a - mean)
-/// + constant.
+/// Of a (sample, group).
 struct GroupTerms {
   double c1, c2;
-  double from_deviation, constant;
 };
 
 /// Channels of a thread. With eight, sums of eight channels would leave too few registers for two blocks per
@@ -50,36 +48,57 @@ inline constexpr int kBackwardVector = 4;
 /// Positions between whose multiples units begin: 16 bytes of any grad_y.
 inline constexpr int kPositionGranule = 8;
 
+/// Division by a number that the host knows, of dividends below 2^31.
+struct Divisor {
+  unsigned multiplier, shift;  // multiplier 0: by 1
+
+  void set(std::int64_t divisor) {
+    shift = 0;
+    while ((std::int64_t{1} << shift) < divisor) ++shift;
+    multiplier = divisor == 1
+                     ? 0u
+                     : static_cast<unsigned>(((std::int64_t{1} << (31 + shift)) + divisor - 1) / divisor);
+    shift = divisor == 1 ? 0u : shift - 1;
+  }
+  __device__ __forceinline__ int divide(int dividend) const {
+    if (multiplier == 0) return dividend;
+    return static_cast<int>(__umulhi(static_cast<unsigned>(dividend), multiplier) >> shift);
+  }
+};
+
 template <class T, class A, class Out>
 struct BackwardArgs {
   int n, k, positions, num_groups;
-  const T* grad_y;              // [N,K,Z,P,Q] or [N,Z,P,Q,K]
-  const A* a;                   // [N,Z,P,Q,a_pitch]
-  const std::int8_t* steps;     // [N,moments,a_pitch], or null
+  const T* grad_y;                // [N,K,Z,P,Q] or [N,Z,P,Q,K]
+  const A* a;                     // [N,Z,P,Q,a_pitch]
+  const std::int8_t* steps;       // [N,moments,a_pitch], or null
   const std::int32_t* moment_of;  // [Z*P*Q], or null
-  const float4* table;          // [N,G] mean, what it lost by rounding, rstd
-  const T* gamma;               // [K], or null
-  Out* grad_c;                  // [N,Z,P,Q,grad_c_pitch], or null
-  std::int32_t* unscale;        // [1], or null
-  T* grad_gamma;                // [K], or null; the next two likewise
+  const float4* table;            // [N,G] mean, what it lost by rounding, rstd
+  const T* gamma;                 // [K], or null
+  Out* grad_c;                    // [N,Z,P,Q,grad_c_pitch], or null
+  std::int32_t* unscale;          // [1], or null
+  T* grad_gamma;                  // [K], or null; the next two likewise
   T* grad_beta;
   T* grad_bias;
   int a_pitch, grad_c_pitch, moments;
-  // Scratch. The first four are 0 when the kernel begins.
+  Divisor group_channels;  // K/G
+  // Scratch. The first five are 0 when the kernel begins.
   int* arrivals;         // [steps] blocks that have written their part of a step
-  int* ready;            // [steps] groups of a step whose terms are written
-  int* tickets;          // [N,G] channels of a group that are merged
+  int* merged;           // [steps] channels of a step whose sums are merged
+  int* finished_groups;  // [1] whose terms are known
   int* largest;          // [1] biased reach of the largest |grad_c|, 0: none
+  int* tickets;          // [N,G] merged channels of a group
   float* part;           // [2,part_units,block_channels,8] step s in half s % 2
   ChannelSums* sums;     // [N,K]
   GroupTerms* terms;     // [N,G]
   // Division of the work.
-  int vectors, slots;    // of a block: vectors of channels x positions that are loaded side by side
-  int block_channels;    // of a unit
-  int channel_blocks;    // that make up a row
+  int vectors, slots;  // of a block: vectors of channels x positions that are loaded side by side
+  int block_channels;  // of a unit
+  int channel_blocks;  // that make up a row
   int step_samples, num_steps;
-  int part_units;        // units of a step, at most
-  int lag;               // sums phases that run ahead of the apply phase
+  int step_shares, last_shares;  // units of a sample's channel block, in whole steps and in the last one
+  int part_units;                // units of a step, at most
+  int lag;                       // sums phases that run ahead of the apply phase
 };
 
 struct Phase {
@@ -110,12 +129,11 @@ struct StepShape {
 
 template <class Args>
 __device__ __forceinline__ StepShape step_shape(const Args& args, int step) {
+  const bool whole = step < args.num_steps - 1;
   StepShape shape;
-  shape.samples = min(args.step_samples, args.n - step * args.step_samples);
-  const int rows = shape.samples * args.channel_blocks;
-  const int granules = (args.positions + kPositionGranule - 1) / kPositionGranule;
-  shape.shares = min(granules, max(1, static_cast<int>(gridDim.x) / rows));
-  shape.units = rows * shape.shares;
+  shape.samples = whole ? args.step_samples : args.n - (args.num_steps - 1) * args.step_samples;
+  shape.shares = whole ? args.step_shares : args.last_shares;
+  shape.units = shape.samples * args.channel_blocks * shape.shares;
   return shape;
 }
 
@@ -125,16 +143,36 @@ struct Unit {
   int begin, end;  // positions
 };
 
+/// The `index`-th unit of a step; `sample` counts from the step's first.
 template <class Args>
-__device__ __forceinline__ Unit unit_at(const Args& args, int step, const StepShape& shape, int index) {
+__device__ __forceinline__ Unit unit_at(const Args& args, const StepShape& shape, int index) {
   const int row = index / shape.shares, share = index - row * shape.shares;
-  const int sample = row / args.channel_blocks;
-  const std::int64_t granules = (args.positions + kPositionGranule - 1) / kPositionGranule;
+  const int granules = (args.positions + kPositionGranule - 1) / kPositionGranule;
+  const int each = granules / shape.shares, more = granules - each * shape.shares;
   Unit unit;
-  unit.sample = step * args.step_samples + sample;
-  unit.channel = (row - sample * args.channel_blocks) * args.block_channels;
-  unit.begin = static_cast<int>(granules * share / shape.shares) * kPositionGranule;
-  unit.end = min(args.positions, static_cast<int>(granules * (share + 1) / shape.shares) * kPositionGranule);
+  unit.sample = row / args.channel_blocks;
+  unit.channel = (row - unit.sample * args.channel_blocks) * args.block_channels;
+  unit.begin = (share * each + min(share, more)) * kPositionGranule;
+  unit.end = min(args.positions, unit.begin + (each + (share < more ? 1 : 0)) * kPositionGranule);
+  return unit;
+}
+
+/// A block's first unit of a whole step and of the last one, in shared memory: as a rule all that it has.
+/// Finding a unit takes as long as a small unit itself, in divisions.
+struct FirstUnits {
+  Unit whole, last;
+};
+
+template <class Args>
+__device__ __forceinline__ Unit find_unit(const Args& args, const FirstUnits& first, int step,
+                                          const StepShape& shape, int index) {
+  Unit unit;
+  if (index == static_cast<int>(blockIdx.x)) {
+    unit = step < args.num_steps - 1 ? first.whole : first.last;
+  } else {
+    unit = unit_at(args, shape, index);
+  }
+  unit.sample += step * args.step_samples;
   return unit;
 }
 
@@ -143,8 +181,8 @@ __device__ __forceinline__ Unit unit_at(const Args& args, int step, const StepSh
 template <class Args, bool kLast>
 class StageCursor {
  public:
-  __device__ __forceinline__ StageCursor(const Args& args, int stage_positions)
-      : args_(args), stage_positions_(stage_positions) {
+  __device__ __forceinline__ StageCursor(const Args& args, const FirstUnits& first, int stage_positions)
+      : args_(args), first_(first), stage_positions_(stage_positions) {
     phase_ = -1;
     unit_index_ = 0;
     units_ = 0;
@@ -161,11 +199,12 @@ class StageCursor {
   }
 
  private:
-  __device__ __forceinline__ int phases() const { return args_.num_steps * (args_.grad_c != nullptr ? 2 : 1); }
+  __device__ __forceinline__ int phases() const {
+    return args_.num_steps * (args_.grad_c != nullptr ? 2 : 1);
+  }
 
   __device__ __forceinline__ int lag() const { return args_.grad_c != nullptr ? args_.lag : args_.num_steps; }
 
-  /// Not inlined into the loop over stages: it is rarely called, and its divisions are long.
   __device__ __forceinline__ void next_unit() {
     unit_index_ += gridDim.x;
     Phase phase = phase_at<kLast>(phase_, args_.num_steps, lag());
@@ -175,11 +214,12 @@ class StageCursor {
       units_ = step_shape(args_, phase.step).units;
       unit_index_ = blockIdx.x;
     }
-    unit_ = unit_at(args_, phase.step, step_shape(args_, phase.step), unit_index_);
+    unit_ = find_unit(args_, first_, phase.step, step_shape(args_, phase.step), unit_index_);
     position_ = unit_.begin;
   }
 
   const Args& args_;
+  const FirstUnits& first_;
   int stage_positions_;
   int phase_, unit_index_, units_, position_;
   Unit unit_;

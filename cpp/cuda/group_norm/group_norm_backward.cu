@@ -23,7 +23,7 @@ constexpr int kBlocksPerMultiprocessor = 2;
 constexpr std::int64_t kPitchUnit = 8;
 
 std::int64_t counter_count(const GroupNormBackwardParams& params) {
-  return params.n * (2 + params.num_groups) + 1;
+  return params.n * (2 + params.num_groups) + 2;
 }
 
 void require(bool holds, const std::string& rule_and_value) {
@@ -32,26 +32,31 @@ void require(bool holds, const std::string& rule_and_value) {
 
 void require_supported(const GroupNormBackwardParams& params) {
   constexpr std::int64_t kIndexEnd = std::numeric_limits<std::int32_t>::max();
-  require(params.dtype != DType::kFloat64, "takes float32, bfloat16 and float16; got float64. Use PyTorch's.");
+  require(params.dtype != DType::kFloat64,
+          "takes float32, bfloat16 and float16; got float64. Use PyTorch's.");
   require(params.steps == nullptr || (params.dtype == DType::kFloat32 && params.moment_of != nullptr),
           concat("takes steps with float32 and moment_of; got ", name(params.dtype),
                  params.moment_of != nullptr ? "" : " without moment_of", ". Store a in its own dtype."));
-  require(params.operand == GradOperand::kOwn || (params.dtype == DType::kFloat32 && params.unscale != nullptr),
-          concat("scales float32 alone, and then says how; got ", name(params.dtype),
-                 params.unscale != nullptr ? "" : " without unscale", ". Ask for its own dtype."));
+  require(
+      params.operand == GradOperand::kOwn || (params.dtype == DType::kFloat32 && params.unscale != nullptr),
+      concat("scales float32 alone, and then says how; got ", name(params.dtype),
+             params.unscale != nullptr ? "" : " without unscale", ". Ask for its own dtype."));
   require(params.num_groups > 0 && params.k % params.num_groups == 0,
           concat("wants groups that divide the channels; got ", params.num_groups, " of ", params.k,
                  ". Choose a divisor."));
-  const bool pitched = params.a_pitch >= params.k && params.a_pitch % kPitchUnit == 0 && is_aligned(params.a) &&
-                       (params.grad_c == nullptr ||
-                        (params.grad_c_pitch >= params.k && params.grad_c_pitch % kPitchUnit == 0 &&
-                         is_aligned(params.grad_c)));
-  require(pitched, concat("wants 16-byte aligned a and grad_c in rows of multiples of 8 that hold all channels; got rows of ",
-                          params.a_pitch, " and ", params.grad_c_pitch, " for ", params.k,
-                          is_aligned(params.a) ? "" : ", a not aligned",
-                          is_aligned(params.grad_c) ? "" : ", grad_c not aligned", ". Pad the rows."));
-  require(params.positions < kIndexEnd / 2 && params.n * params.k <= kIndexEnd && params.a_pitch <= kIndexEnd &&
-              params.n * params.moments <= kIndexEnd,
+  const bool pitched =
+      params.a_pitch >= params.k && params.a_pitch % kPitchUnit == 0 && is_aligned(params.a) &&
+      (params.grad_c == nullptr || (params.grad_c_pitch >= params.k &&
+                                    params.grad_c_pitch % kPitchUnit == 0 && is_aligned(params.grad_c)));
+  require(
+      pitched,
+      concat(
+          "wants 16-byte aligned a and grad_c in rows of multiples of 8 that hold all channels; got rows of ",
+          params.a_pitch, " and ", params.grad_c_pitch, " for ", params.k,
+          is_aligned(params.a) ? "" : ", a not aligned",
+          is_aligned(params.grad_c) ? "" : ", grad_c not aligned", ". Pad the rows."));
+  require(params.positions < kIndexEnd / 2 && params.n * params.k <= kIndexEnd &&
+              params.a_pitch <= kIndexEnd && params.n * params.moments <= kIndexEnd,
           concat("counts in 32 bits: positions below 2^30, samples times channels below 2^31; got ",
                  params.positions, " and ", params.n * params.k, ". Split the batch."));
   require(params.sm_count > 0, concat("must be told the device's multiprocessors; got sm_count=",
@@ -94,7 +99,8 @@ BackwardScratch::BackwardScratch(const GroupNormBackwardParams& params, void* ba
   const BackwardShape shape = backward_shape(params);
   part_units = std::max(shape.max_blocks, shape.channel_blocks);
   counters = carver.take(counter_count(params) * std::int64_t{sizeof(std::int32_t)});
-  part = carver.take(2 * std::int64_t{part_units} * shape.block_channels * kPartFields * std::int64_t{sizeof(float)});
+  part = carver.take(2 * std::int64_t{part_units} * shape.block_channels * kPartFields *
+                     std::int64_t{sizeof(float)});
   sums = carver.take(params.n * params.k * std::int64_t{sizeof(ChannelSums)});
   terms = carver.take(params.n * params.num_groups * std::int64_t{sizeof(GroupTerms)});
   bytes = carver.used();

@@ -6,14 +6,14 @@
 ///   a      [N,Z,P,Q,a_pitch]           its dtype, or uint16 with steps
 ///   grad_c [N,Z,P,Q,grad_c_pitch]      its dtype, or fp16 * 2^-unscale
 ///
-/// One persistent kernel: eight warps of a block stream, the ninth merges sums (backward_merge.cuh). Memory is
-/// what this costs: 2 reads and 1 write of the tensors at least, 4 reads and 1 write where c1 and c2 would be
-/// known only after a pass over everything. So samples follow each other closely (phase_at): when a sample's
-/// apply phase reads grad_y and a, they still are in L2. Blocks wait for each other, so all of them must be on
-/// the card: a cooperative launch.
+/// One persistent kernel: eight warps of a block stream, the ninth merges sums (backward_merge.cuh). Memory
+/// is what this costs: 2 reads and 1 write of the tensors at least, 4 reads and 1 write where c1 and c2 would
+/// be known only after a pass over everything. So samples follow each other closely (phase_at): when a
+/// sample's apply phase reads grad_y and a, they still are in L2. Blocks wait for each other, so all of them
+/// must be on the card: a cooperative launch.
 ///
-/// Blocks own fixed shares of positions and channels, threads fixed channels; sums are merged in an order that
-/// depends on the number of blocks alone.
+/// Blocks own fixed shares of positions and channels, threads fixed channels; sums are merged in an order
+/// that depends on the number of blocks alone.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ inline constexpr int kBackwardThreads = kStreamThreads + 32;
 /// Two blocks: while one merges or waits, the other streams.
 inline constexpr int kBackwardBlocksPerMultiprocessor = 2;
 
-/// Shared memory in which a block merges its threads' sums: those of half its threads. In the apply phase it holds
-/// a ChannelGrad for each of a unit's channels.
+/// Shared memory in which a block merges its threads' sums: those of half its threads. In the apply phase it
+/// holds a ChannelGrad for each of a unit's channels.
 template <class Traits>
 struct alignas(16) MergeMemory {
   /// Odd, so that a channel's fields and neighbouring channels lie in different banks.
@@ -37,9 +37,16 @@ struct alignas(16) MergeMemory {
   float sums[Traits::kFields * Traits::kVector * kPitch];
 };
 
+/// What a block's warps share.
+struct BlockState {
+  FirstUnits first;
+  int ready_steps;  // whose channels are merged; one more than all: the scale is known too
+};
+
 template <class Traits>
 inline constexpr int kBackwardSharedBytes =
-    Traits::kStages * Traits::kStageBytes + static_cast<int>(sizeof(MergeMemory<Traits>)) + 16;
+    Traits::kStages * Traits::kStageBytes +
+    static_cast<int>(sizeof(MergeMemory<Traits>) + sizeof(BlockState));
 
 /// A thread's sums of its channels over its positions of a unit.
 template <class Traits>
@@ -88,7 +95,8 @@ struct ThreadSums {
     for (int i = threadIdx.x; i < channels * kPartFields; i += kStreamThreads) {
       const int channel = i / kPartFields, field = i % kPartFields;
       if (field >= Traits::kFields) continue;
-      const float* const from = memory.sums + (field * kVector + channel % kVector) * kPitch + channel / kVector;
+      const float* const from =
+          memory.sums + (field * kVector + channel % kVector) * kPitch + channel / kVector;
       float sum = from[0];
       if (field < kSumFields) {
         double total = sum;
@@ -115,20 +123,33 @@ struct GradMap {
   ChannelGrad at[kVector];
   float prescale;  // of grad_y
 
-  /// The block's threads find a channel each, and then read their own.
+  /// A warp or less finds c1 and c2 of a group, and what they make of its channels; then threads read their
+  /// own.
   ///
   /// \param exponent of the power of two that grad_c is multiplied by
   /// \param memory   [block_channels]
   __device__ __forceinline__ void load(const typename Traits::Args& args, const Place<Traits>& place,
                                        const Unit& unit, int exponent, ChannelGrad* memory) {
-    // Where from_grad would leave float's range, grad_y takes a part of the power: it is as far on the other side.
+    // Where from_grad would leave float's range, grad_y takes a part of the power: it is as far on the other
+    // side.
     const int grad_exponent = exponent > 96 ? 48 : exponent < -96 ? -48 : 0;
     prescale = __int_as_float((127 + grad_exponent) << 23);
+    const double powers[2] = {double_power(exponent - grad_exponent), double_power(exponent)};
     StageRing<Traits>::stream_barrier();  // the last map may still be read
-    for (int i = threadIdx.x; i < args.block_channels; i += kStreamThreads) {
-      const int channel = unit.channel + i;
-      memory[i] = channel < args.k ? find(args, unit.sample, channel, exponent, grad_exponent) : ChannelGrad{};
+    const int channels = args.k / args.num_groups;
+    int width = 1;  // lanes of a group
+    while (width < channels && width < 32) width *= 2;
+    const int lane = threadIdx.x % width, end = min(unit.channel + args.block_channels, args.k);
+    const int groups_end = args.group_channels.divide(end - 1) + 1;
+    // Rounds are the same for all lanes of a warp, which shuffle together.
+    const int first = args.group_channels.divide(unit.channel);
+#pragma unroll 1
+    for (int round = 0; first + round * (kStreamThreads / width) < groups_end; ++round) {
+      const int group = first + round * (kStreamThreads / width) + threadIdx.x / width;
+      find_group(args, unit, group < groups_end ? group : -1, lane, width, powers, memory);
     }
+    for (int i = end - unit.channel + threadIdx.x; i < args.block_channels; i += kStreamThreads)
+      memory[i] = {};
     StageRing<Traits>::stream_barrier();
     if (!place.used) return;
 #pragma unroll
@@ -139,13 +160,15 @@ struct GradMap {
   }
 
   __device__ __forceinline__ void store(const typename Traits::Args& args, const float (&grad)[kVector],
-                                        const float (&a)[kVector], int channel, typename Traits::Out* to) const {
+                                        const float (&a)[kVector], int channel,
+                                        typename Traits::Out* to) const {
     using Out = typename Traits::Out;
     Vector<Out, kVector> out;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const float own = Traits::kScaled ? grad[j] * prescale : grad[j];
-      const float value = at[j].from_grad * own + (at[j].from_deviation * (a[j] - at[j].mean) + at[j].constant);
+      const float value =
+          at[j].from_grad * own + (at[j].from_deviation * (a[j] - at[j].mean) + at[j].constant);
       // What float16 rounds to zero may be zero: its smallest value would be many times a small gradient.
       out.at[j] = from_stat<Out>(a[j] <= 0.f ? 0.f : value);
     }
@@ -159,15 +182,39 @@ struct GradMap {
   }
 
  private:
-  static __device__ __forceinline__ ChannelGrad find(const typename Traits::Args& args, int sample, int channel,
-                                                     int exponent, int grad_exponent) {
-    const int row = sample * args.num_groups + channel / (args.k / args.num_groups);
-    const float4 table = __ldg(args.table + row);
-    const float gamma = args.gamma != nullptr ? to_stat(args.gamma[channel]) : 1.f;
-    const GroupTerms* const terms = args.terms + row;
-    return {table.x, float(double(table.z) * gamma * double_power(exponent - grad_exponent)),
-            float(__ldcg(&terms->from_deviation) * double_power(exponent)),
-            float(__ldcg(&terms->constant) * double_power(exponent))};
+  /// \param group  of this lane's `width` lanes, or -1
+  /// \param powers of two for from_grad, and for the rest
+  static __device__ __forceinline__ void find_group(const typename Traits::Args& args, const Unit& unit,
+                                                    int group, int lane, int width, const double (&powers)[2],
+                                                    ChannelGrad* memory) {
+    const int channels = args.k / args.num_groups;
+    const int begin = group * channels, end = group < 0 ? begin : begin + channels;
+    const ChannelSums* const sums = args.sums + std::int64_t{unit.sample} * args.k;
+    double c1 = 0, c2 = 0;
+#pragma unroll 1
+    for (int channel = begin + lane; channel < end; channel += width) {
+      const double gamma = args.gamma != nullptr ? double(to_stat(args.gamma[channel])) : 1.0;
+      c1 += gamma * __ldcg(&sums[channel].grad);
+      c2 += gamma * __ldcg(&sums[channel].grad_xhat);
+    }
+#pragma unroll 1
+    for (int other = width / 2; other > 0; other /= 2) {
+      c1 += __shfl_xor_sync(0xffffffffu, c1, other);
+      c2 += __shfl_xor_sync(0xffffffffu, c2, other);
+    }
+    if (group < 0) return;
+    const float4 table = __ldg(args.table + unit.sample * args.num_groups + group);
+    const double rstd = table.z, count = double(args.positions) * channels;
+    const double from_deviation = -rstd * rstd * (c2 / count);
+    const double constant = -rstd * (c1 / count) - from_deviation * table.y;
+    const int stop = min(end, unit.channel + args.block_channels);
+#pragma unroll 1
+    for (int channel = begin + lane; channel < stop; channel += width) {
+      if (channel < unit.channel) continue;
+      const float gamma = args.gamma != nullptr ? to_stat(args.gamma[channel]) : 1.f;
+      memory[channel - unit.channel] = {table.x, float(rstd * gamma * powers[0]),
+                                        float(from_deviation * powers[1]), float(constant * powers[1])};
+    }
   }
 
   /// 2^exponent, at most 2^1000 either way.
@@ -185,8 +232,8 @@ class StreamWarps {
   static constexpr int kRows = Traits::kRows;
 
   __device__ __forceinline__ StreamWarps(const Args& args, char* memory, MergeMemory<Traits>& merge,
-                                         const int* ready_steps)
-      : args_(args), place_(args), ring_(args, place_, memory), merge_(merge), ready_steps_(ready_steps) {}
+                                         const BlockState& state)
+      : args_(args), place_(args), ring_(args, place_, state.first, memory), merge_(merge), state_(state) {}
 
   __device__ __forceinline__ void run() {
     const int phases = args_.num_steps * (args_.grad_c != nullptr ? 2 : 1);
@@ -196,11 +243,11 @@ class StreamWarps {
       const Phase phase = phase_at<Traits::kScaled>(i, args_.num_steps, lag);
       const StepShape shape = step_shape(args_, phase.step);
       if (phase.apply) {
-        wait_ready(ready_steps_, Traits::kScaled ? args_.num_steps : phase.step + 1);
+        wait_ready(&state_.ready_steps, Traits::kScaled ? args_.num_steps + 1 : phase.step + 1);
       }
 #pragma unroll 1
       for (int index = blockIdx.x; index < shape.units; index += gridDim.x) {
-        const Unit unit = unit_at(args_, phase.step, shape, index);
+        const Unit unit = find_unit(args_, state_.first, phase.step, shape, index);
         if (phase.apply) {
           apply(unit);
         } else {
@@ -220,7 +267,7 @@ class StreamWarps {
     float mean[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      const int group = min(channel + j, args_.k - 1) / (args_.k / args_.num_groups);
+      const int group = args_.group_channels.divide(min(channel + j, args_.k - 1));
       mean[j] = __ldg(&args_.table[unit.sample * args_.num_groups + group].x);
     }
     ThreadSums<Traits> sums;
@@ -237,7 +284,7 @@ class StreamWarps {
       }
     }
     // Before its half of `part` is written again, the step before last must have been merged.
-    if (step >= 2) wait_ready(ready_steps_, step - 1);
+    if (step >= 2) wait_ready(&state_.ready_steps, step - 1);
     const std::int64_t record = std::int64_t{step % 2} * args_.part_units + index;
     sums.merge(args_, place_, merge_, min(args_.block_channels, args_.k - unit.channel),
                args_.part + record * args_.block_channels * kPartFields);
@@ -270,21 +317,25 @@ class StreamWarps {
   const Place<Traits> place_;
   StageRing<Traits> ring_;
   MergeMemory<Traits>& merge_;
-  const int* ready_steps_;
+  const BlockState& state_;
 };
 
 template <class Traits>
 __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocksPerMultiprocessor)
     group_norm_backward(const __grid_constant__ typename Traits::Args args) {
-  extern __shared__ __align__(16) char memory[];  // ring, MergeMemory, ready_steps
+  extern __shared__ __align__(16) char memory[];  // ring, MergeMemory, BlockState
   auto& merge = *reinterpret_cast<MergeMemory<Traits>*>(memory + Traits::kStages * Traits::kStageBytes);
-  int* const ready_steps = reinterpret_cast<int*>(memory + kBackwardSharedBytes<Traits> - 16);
-  if (threadIdx.x == 0) *ready_steps = 0;
+  auto& state = *reinterpret_cast<BlockState*>(memory + kBackwardSharedBytes<Traits> - sizeof(BlockState));
+  if (threadIdx.x == 0) {
+    state.first.whole = unit_at(args, step_shape(args, 0), blockIdx.x);
+    state.first.last = unit_at(args, step_shape(args, args.num_steps - 1), blockIdx.x);
+    state.ready_steps = 0;
+  }
   __syncthreads();
   if (threadIdx.x < kStreamThreads) {
-    StreamWarps<Traits>(args, memory, merge, ready_steps).run();
+    StreamWarps<Traits>(args, memory, merge, state).run();
   } else {
-    MergeWarp<Traits>(args, ready_steps).run();
+    MergeWarp<Traits>(args, &state.ready_steps).run();
   }
 }
 

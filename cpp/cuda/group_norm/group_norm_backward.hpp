@@ -27,15 +27,15 @@ enum class GradOperand : std::uint8_t {
 };
 
 struct GroupNormBackwardParams {
-  std::int64_t n = 0;           // samples
-  std::int64_t k = 0;           // channels
-  std::int64_t positions = 0;   // Z*P*Q, below 2^30
-  std::int64_t num_groups = 1;  // divides k
+  std::int64_t n = 0;             // samples
+  std::int64_t k = 0;             // channels
+  std::int64_t positions = 0;     // Z*P*Q, below 2^30
+  std::int64_t num_groups = 1;    // divides k
   DType dtype = DType::kFloat32;  // of grad_y, gamma and their gradients: float32, bfloat16 or float16
   Layout grad_y_layout = Layout::kNCDHW;
   const void* grad_y = nullptr;  // [N,K,Z,P,Q] or [N,Z,P,Q,K] dtype, dense, any alignment
   const void* a = nullptr;       // [N,Z,P,Q,a_pitch] dtype, or uint16 with steps; 16-byte aligned
-  std::int64_t a_pitch = 0;      // elements of a position's row, a multiple of 8; what lies behind K is not used
+  std::int64_t a_pitch = 0;  // elements of a position's row, a multiple of 8; what lies behind K is not used
   // Where given, a holds 16 bits each that stand for float32: bits * 2^step, or NaN where step is -128.
   const std::int8_t* steps = nullptr;       // [N,moments,a_pitch], 4-byte aligned, or null
   const std::int32_t* moment_of = nullptr;  // [Z*P*Q] whose steps a position has; with steps
@@ -44,16 +44,17 @@ struct GroupNormBackwardParams {
   const void* gamma = nullptr;              // [K] dtype, or null for 1
 
   GradOperand operand = GradOperand::kOwn;
-  void* grad_c = nullptr;            // [N,Z,P,Q,grad_c_pitch] operand, zeros behind K; or null: sums only
-  std::int64_t grad_c_pitch = 0;     // at least k, a multiple of 8; grad_c is 16-byte aligned
-  std::int32_t* unscale = nullptr;   // [1] written: grad_c = operand * 2^unscale, in [-163, 113]; kScaledFloat16
-  void* grad_gamma = nullptr;        // [K] dtype, or null
-  void* grad_beta = nullptr;         // [K] dtype, or null
-  void* grad_bias = nullptr;         // [K] dtype, or null
+  void* grad_c = nullptr;         // [N,Z,P,Q,grad_c_pitch] operand, zeros behind K; or null: sums only
+  std::int64_t grad_c_pitch = 0;  // at least k, a multiple of 8; grad_c is 16-byte aligned
+  std::int32_t* unscale =
+      nullptr;                 // [1] written: grad_c = operand * 2^unscale, in [-163, 113]; kScaledFloat16
+  void* grad_gamma = nullptr;  // [K] dtype, or null
+  void* grad_beta = nullptr;   // [K] dtype, or null
+  void* grad_bias = nullptr;   // [K] dtype, or null
 
-  void* scratch = nullptr;         // group_norm_backward_scratch_bytes, 256-byte aligned
-  bool counters_cleared = false;   // the first group_norm_backward_counter_bytes of scratch are 0 already
-  int sm_count = 0;                // multiprocessors of the device
+  void* scratch = nullptr;        // group_norm_backward_scratch_bytes, 256-byte aligned
+  bool counters_cleared = false;  // the first group_norm_backward_counter_bytes of scratch are 0 already
+  int sm_count = 0;               // multiprocessors of the device
 };
 
 /// Bytes at the beginning of scratch that must be 0 when the kernel begins.

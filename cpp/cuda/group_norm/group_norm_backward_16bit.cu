@@ -5,7 +5,8 @@
 
 namespace upconv3d::cuda {
 
-template void launch_backward<__nv_bfloat16, __nv_bfloat16, __nv_bfloat16>(const GroupNormBackwardParams&, cudaStream_t);
+template void launch_backward<__nv_bfloat16, __nv_bfloat16, __nv_bfloat16>(const GroupNormBackwardParams&,
+                                                                           cudaStream_t);
 template void launch_backward<__half, __half, __half>(const GroupNormBackwardParams&, cudaStream_t);
 
 }  // namespace upconv3d::cuda
