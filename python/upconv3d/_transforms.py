@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 
 from ._autograd import _backward, _setup_context
 
@@ -36,9 +37,10 @@ def _fold(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
 
 def _unfold(result: Tensor, of: Tensor, dim: int | None, batch_size: int) -> Tensor:
     """The inverse on a result that has the samples of `of`, which was folded along `dim`."""
-    samples_apart = of.dim() - (dim is not None) == 5
-    samples = result.shape[0] // batch_size
-    return result.view(batch_size, samples, *result.shape[1:]) if samples_apart else result
+    sizes = list(of.shape)
+    if dim is not None:
+        del sizes[dim]
+    return result.view(batch_size, sizes[0], *result.shape[1:]) if len(sizes) == 5 else result
 
 
 def _slice(arguments: Sequence[Any], dims: Sequence[Any], index: int) -> list[Any]:
@@ -55,7 +57,7 @@ def _batch_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tupl
     others_batched = any(
         isinstance(value, Tensor) and dim is not None for value, dim in zip(others, in_dims[1:], strict=True)
     )
-    if others_batched or info.batch_size == 0:
+    if others_batched:
         slices = [_forward_op(*_slice(arguments, in_dims, index)) for index in range(info.batch_size)]
         return torch.stack(slices), 0
     y = _forward_op(_fold(input, in_dims[0], info.batch_size), *others)
@@ -71,7 +73,7 @@ def _batch_backward(
     others_batched = any(
         isinstance(value, Tensor) and dim is not None for value, dim in zip(others, in_dims[2:], strict=True)
     )
-    if others_batched or any(mask[1:]) or not mask[0] or info.batch_size == 0:
+    if others_batched or any(mask[1:]) or not mask[0]:
         slices = [_backward_op(*_slice(arguments, in_dims, index)) for index in range(info.batch_size)]
         return tuple(torch.stack(gradients) for gradients in zip(*slices, strict=True)), (0,) * 5
     folded = (
@@ -83,7 +85,7 @@ def _batch_backward(
 
 
 class TransformedBlock(torch.autograd.Function):
-    """The block as torch.func's transforms see it; arguments are those of the operator's schema.
+    """The block as torch.func's grad, vjp and jacrev see it; arguments are those of the operator's schema.
 
     generate_vmap_rule makes vmap run these methods on batched tensors, and so the rules above.
     """
@@ -104,6 +106,12 @@ class TransformedBlock(torch.autograd.Function):
             "upconv3d: forward-mode AD (jvp, jacfwd, hessian) is not implemented. Remedy: reverse mode "
             "(jacrev of jacrev for a Hessian), or PyTorch's three calls."
         )
+
+
+def differentiated() -> bool:
+    """Whether one of the transforms around the caller is grad, vjp, jvp or what is made of them."""
+    kinds = (TransformType.Grad, TransformType.Jvp)
+    return any(level.key() in kinds for level in get_interpreter_stack() or ())
 
 
 def transformed_block(*arguments: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from ._autograd import record_block
-from ._transforms import transformed_block
+from ._transforms import differentiated, transformed_block
 
 IntOrTriple = int | Sequence[int]
 
@@ -282,16 +282,20 @@ def conv_transpose3d_relu_group_norm(
         tracing = _tracing()
         recording = _grad_enabled() and _any_requires_grad(*tensors)
         # Autograd of a custom operator runs in Python, which takes tens of microseconds, some of them where
-        # there is nothing to record. It has to run where others than autograd want to see the operator
-        # (tracers, and __torch_function__ of the caller's), and where autocast's casts are recorded too.
+        # there is nothing to record. It has to run where requires_grad does not say what is recorded
+        # (torch.func's transforms), where others than autograd want to see the operator (tracers, and
+        # __torch_function__ of the caller's), and where autocast's casts are to be recorded too.
         whole = (
-            _compiling() or _has_torch_function(tensors) or (recording and (_autocast_enabled() or tracing))
+            transforms
+            or _compiling()
+            or _has_torch_function(tensors)
+            or (recording and (_autocast_enabled() or tracing))
         )
     dims = input.dim()
     # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.
     if not tracing and (dims == 4 or (dims == 5 and input.size(0) == 1)):
         _check_values_per_group(input, weight, stride, padding, output_padding, groups, dilation, num_groups)
-    if recording and not whole and not transforms:
+    if recording and not whole:
         numbers = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
         recorded: Tensor = record_block(*tensors, numbers)
         return recorded
@@ -310,7 +314,7 @@ def conv_transpose3d_relu_group_norm(
         eps,
         precision,
     )
-    if transforms:
+    if transforms and differentiated():
         return transformed_block(*arguments)
     if whole:
         y: Tensor = _op(*arguments)
