@@ -39,6 +39,18 @@ set(UPCONV3D_CONV_INSTANCES
   "80 f16  3 f32   64 128"
 )
 
+# Variants of conv_transpose_grad_w_sm90, the gradient of the weight: operand, and the tile's rows and columns. Two
+# consumer warpgroups share the columns of 128 rows; of 64 rows each takes half of the columns.
+set(UPCONV3D_GRAD_W_INSTANCES
+  # operand rows columns
+  "bf16 128 256"
+  "bf16 128 192"
+  "bf16  64 512"
+  "f16  128 256"
+  "f16  128 192"
+  "f16   64 512"
+)
+
 # What the names of the list are in CUTLASS (90), in CUDA (80), in core/problem.hpp (as y), and in bits.
 set(_cutlass_bf16 cutlass::bfloat16_t)
 set(_cutlass_f16 cutlass::half_t)
@@ -177,4 +189,69 @@ namespace upconv3d::cuda {
 
 }  // namespace upconv3d::cuda
 ")
+endfunction()
+
+# upconv3d_generate_grad_w_instances(<folder> <compiled> <core_sources_var> <cuda_var>)
+# The same for UPCONV3D_GRAD_W_INSTANCES: the table grad_w_instances and the finder of its launchers.
+function(upconv3d_generate_grad_w_instances folder compiled core_sources_var cuda_var)
+  set(stem conv_transpose_grad_w_sm90)
+  set(rows "")
+  set(declarations "")
+  set(branches "")
+  set(cuda_sources "")
+  foreach(line IN LISTS UPCONV3D_GRAD_W_INSTANCES)
+    separate_arguments(fields UNIX_COMMAND "${line}")
+    list(GET fields 0 operand)
+    list(GET fields 1 tile_rows)
+    list(GET fields 2 tile_columns)
+    set(name "${stem}_${operand}_${tile_rows}x${tile_columns}")
+    math(EXPR row_chunks "${tile_rows} / 64")
+    math(EXPR column_chunks "${tile_columns} / 64")
+    set(template_arguments "${_cutlass_${operand}}, ${row_chunks}, ${column_chunks}")
+    if(compiled)
+      set(compiled_literal true)
+    else()
+      set(compiled_literal false)
+    endif()
+    string(APPEND rows
+      "      {.name = \"${name}\", .operand = ${_core_${operand}}, .row_chunks = ${row_chunks}, .column_chunks = ${column_chunks}, .compiled = ${compiled_literal}},\n")
+    file(CONFIGURE OUTPUT "${folder}/${name}.cu" @ONLY CONTENT
+"// SPDX-License-Identifier: Apache-2.0
+// Generated from cpp/instances.cmake.
+#include \"cuda/conv_transpose/@stem@.cuh\"
+
+namespace upconv3d::cuda {
+
+void launch_@name@(const GradWParams& params, cudaStream_t stream) {
+  launch_@stem@<@template_arguments@>(params, stream);
+}
+
+}  // namespace upconv3d::cuda
+")
+    if(compiled)
+      string(APPEND declarations "void launch_${name}(const GradWParams& params, cudaStream_t stream);\n")
+      string(APPEND branches "  if (wanted == \"${name}\") return &launch_${name};\n")
+      list(APPEND cuda_sources "${folder}/${name}.cu")
+    endif()
+  endforeach()
+
+  file(CONFIGURE OUTPUT "${folder}/grad_w_instances.cpp" @ONLY CONTENT
+"// SPDX-License-Identifier: Apache-2.0
+// Generated from cpp/instances.cmake.
+#include \"core/grad_w_plan.hpp\"
+
+namespace upconv3d {
+
+const std::vector<GradWInstance>& grad_w_instances() {
+  static const std::vector<GradWInstance> instances = {
+@rows@  };
+  return instances;
+}
+
+}  // namespace upconv3d
+")
+  upconv3d_generate_finder("${folder}/find_grad_w_launcher.cpp" conv_transpose_grad_w_sm90.hpp
+    GradWLauncher find_grad_w_launcher "arch 90a" "${declarations}" "${branches}")
+  set(${core_sources_var} "${folder}/grad_w_instances.cpp" PARENT_SCOPE)
+  set(${cuda_var} "${cuda_sources}" PARENT_SCOPE)
 endfunction()

@@ -130,9 +130,9 @@ def bench_line(row: dict[str, Any]) -> str:
     return "BENCH " + " ".join(f"{key}={text(row[key])}" for key in LINE.split())
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(description: str | None = __doc__) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--shapes", default="", metavar="REGEX", help="names to run (default: all)")
     parser.add_argument("--shapes-file", type=Path, default=SHAPES_FILE, help=argparse.SUPPRESS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a result file of bench.py into the README's table, and keeps the two equal.
+"""Turns a result file of bench.py or bench_training.py into the README's table, and keeps the two equal.
 
     python perf/report.py RESULT.json             prints the Markdown of the shapes tagged readme
     python perf/report.py --all RESULT.json       of every shape
@@ -32,10 +32,14 @@ BLOCK = re.compile(
 LAYOUT_NAMES = {"ncdhw": "NCDHW", "ndhwc": "channels_last_3d"}
 COLUMNS = [
     ("time, ms", "ms", "{:.3f}"),
+    ("forward, ms", "forward_ms", "{:.3f}"),
     ("x floor", "x_floor", "{:.2f}"),
     ("x eager", "x_eager", "{:.2f}"),
     ("x torch.compile", "x_compile", "{:.2f}"),
     ("x convolution alone", "x_conv", "{:.2f}"),
+    ("memory, MB", "memory_mb", "{:.0f}"),
+    ("x eager's memory", "x_memory", "{:.2f}"),
+    ("worst gradient's error / eager's", "err_ratio", "{:.2f}"),
     ("TFLOP/s", "tflops", "{:.3g}"),
     ("GB/s", "gbs", "{:.3g}"),
     ("rms error", "err_rms", "{:.1e}"),
@@ -51,10 +55,12 @@ def report(result: dict[str, Any], shapes: dict[str, Shape], tag: str | None = "
         raise SystemExit(
             f"report: the result has no shape tagged {tag!r}; give --all, or run bench.py on those"
         )
-    columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in rows)]
+    columns = [column for column in COLUMNS if any(row.get(column[1]) is not None for row in rows)]
+    with_plan = "plan" in rows[0]
     lines = [f"Measured {environment_line(env)}, by", "", "```console", env["command"], "```", ""]
-    lines.append("| shape | input | " + " | ".join(title for title, _, _ in columns) + " | plan |")
-    lines.append("|---|---|" + "---:|" * len(columns) + "---|")
+    titles = [title for title, _, _ in columns] + (["plan"] if with_plan else [])
+    lines.append("| shape | input | " + " | ".join(titles) + " |")
+    lines.append("|---|---|" + "---:|" * len(columns) + ("---|" if with_plan else ""))
     for row in rows:
         if row["check"] != "ok":
             raise SystemExit(
@@ -65,8 +71,8 @@ def report(result: dict[str, Any], shapes: dict[str, Shape], tag: str | None = "
             f"`{row['name']}` {shapes[row['name']].describe()}",
             f"{kind} {LAYOUT_NAMES[row['layout']]}",
         ]
-        cells += ["-" if row[key] is None else form.format(row[key]) for _, key, form in columns]
-        lines.append("| " + " | ".join([*cells, row["plan"]]) + " |")
+        cells += ["-" if row.get(key) is None else form.format(row[key]) for _, key, form in columns]
+        lines.append("| " + " | ".join(cells + ([row["plan"]] if with_plan else [])) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -70,7 +70,8 @@ py::dict explain(const py::dict& dict) {
   } else {
     device = query_device(arguments.input.device);
   }
-  const Plan plan = make_plan(problem, device, instances_for(assume_compiled));
+  const bool for_training = dict.contains("training") && dict["training"].cast<bool>();
+  const Plan plan = make_plan(problem, device, instances_for(assume_compiled), for_training);
   print_plan_if_asked(problem, plan);
   py::dict result;
   result["problem"] = to_dict(problem);

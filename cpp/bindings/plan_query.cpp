@@ -61,8 +61,10 @@ Device query_device(const std::string& device) {
                                     ". Move the tensors to \"cpu\" or \"cuda\"."));
 }
 
-Plan make_plan(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances) {
-  Plan plan = select_plan(problem, device, instances);
+Plan make_plan(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances,
+               bool for_training) {
+  Plan plan = for_training ? select_training_plan(problem, device, instances)
+                           : select_plan(problem, device, instances);
 #if UPCONV3D_WITH_CUDA
   if (device.is_cuda) cuda::complete_plan(problem, device, plan);
 #endif

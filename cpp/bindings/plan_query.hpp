@@ -18,9 +18,10 @@ const std::string& forced_plan();
 /// \throws std::runtime_error where this build has no CUDA, no kernels for that GPU, or no driver is found.
 Device query_device(const std::string& device);
 
-/// select_plan, with everything filled in that this build can know (workspace bytes need its CUDA part).
-Plan make_plan(const Problem& problem, const Device& device,
-               const std::vector<ConvInstance>& instances = conv_instances());
+/// select_plan or, for a forward pass that a backward pass will follow, select_training_plan; with everything
+/// filled in that this build can know (workspace bytes need its CUDA part).
+Plan make_plan(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances,
+               bool for_training);
 
 /// Prints problem and plan to stderr where the environment says UPCONV3D_PRINT_PLAN=1 at this moment.
 void print_plan_if_asked(const Problem& problem, const Plan& plan);

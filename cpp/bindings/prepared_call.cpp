@@ -13,6 +13,9 @@
 
 #include "bindings/plan_query.hpp"
 #include "core/arguments.hpp"
+#if UPCONV3D_WITH_CUDA
+#include "cuda/activation_memory.hpp"
+#endif
 
 namespace upconv3d::bindings {
 namespace {
@@ -22,7 +25,7 @@ namespace {
 constexpr std::int64_t kMaxRank = 5;
 
 // Per tensor one word of kinds, sizes and strides; four lists of three; groups, num_groups, eps, precision
-// and host threads.
+// with training, and host threads.
 constexpr std::size_t kMaxWords = 5 * (1 + 2 * kMaxRank) + 4 * 3 + 5;
 
 // An entry takes 1 to 2 KB. Where more calls differ than fit, as with shapes that never repeat, all are
@@ -95,7 +98,7 @@ std::optional<CallKey> key_of(const OpArguments& a) {
   key.append(a.groups);
   key.append(a.num_groups);
   key.append(std::bit_cast<std::int64_t>(a.eps));
-  key.append(a.precision == "tf32" ? 1 : 0);
+  key.append((a.precision == "tf32" ? 1 : 0) + (a.for_training ? 2 : 0));
   // Of what a plan reads of its device, only the host's threads can change while the process runs.
   key.append(torch::stable::get_num_threads());
   return key;
@@ -123,7 +126,10 @@ std::shared_ptr<const PreparedCall> checked_and_planned(const OpArguments& a) {
   auto call = std::make_shared<PreparedCall>();
   call->problem = make_problem(arguments);
   call->device = query_device(arguments.input.device);
-  call->plan = make_plan(call->problem, call->device);
+  call->plan = make_plan(call->problem, call->device, conv_instances(), a.for_training);
+#if UPCONV3D_WITH_CUDA
+  call->saved_bytes = cuda::saved_bytes(call->problem, call->plan);
+#endif
   const Extent3 out = call->problem.out();
   call->y_sizes = {call->problem.n, call->problem.k, out[0], out[1], out[2]};
   call->y_strides = dense_strides(call->y_sizes, call->problem.y_layout);
@@ -152,6 +158,14 @@ class RememberedCalls {
 };
 
 }  // namespace
+
+const BackwardPlan& BackwardPlans::find(const Problem& problem, const Device& device,
+                                        const GradientMask& wanted) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto& plan = plans_[(wanted.x ? 1 : 0) + (wanted.w ? 2 : 0)];
+  if (!plan) plan = std::make_unique<const BackwardPlan>(select_backward_plan(problem, device, wanted));
+  return *plan;
+}
 
 std::shared_ptr<const PreparedCall> prepare_call(const OpArguments& arguments) {
   static RememberedCalls remembered;

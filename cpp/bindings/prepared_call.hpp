@@ -8,11 +8,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "bindings/torch_calls.hpp"
+#include "core/backward_plan.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 
@@ -33,6 +35,17 @@ struct OpArguments {
   std::int64_t num_groups;
   double eps;  // activation units squared
   const std::string& precision;
+  bool for_training = false;  // whether what a backward pass reads is to be kept
+};
+
+/// The backward plans of one call, by the gradients that were asked for. Safe to use from several threads.
+class BackwardPlans {
+ public:
+  const BackwardPlan& find(const Problem& problem, const Device& device, const GradientMask& wanted);
+
+ private:
+  std::mutex mutex_;
+  std::unique_ptr<const BackwardPlan> plans_[4];  // of x, and of weight; the others do not matter
 };
 
 /// What follows from the metadata of the arguments, whatever their values.
@@ -40,6 +53,8 @@ struct PreparedCall {
   Problem problem;
   Device device;
   Plan plan;
+  std::int64_t saved_bytes = 0;  // what the plan keeps for a backward pass
+  std::shared_ptr<BackwardPlans> backward_plans = std::make_shared<BackwardPlans>();
   std::vector<std::int64_t> y_sizes;    // [N,K,Z,P,Q]
   std::vector<std::int64_t> y_strides;  // in elements, as many
 };

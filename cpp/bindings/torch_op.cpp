@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// torch.ops.upconv3d.conv_transpose3d_relu_group_norm: schema and implementations for CPU and CUDA.
-/// Fake kernel and autograd are registered in Python.
+/// torch.ops.upconv3d.conv_transpose3d_relu_group_norm: schema and implementations for CPU and CUDA. And
+/// _for_training, the same with what a backward pass reads of it, an opaque piece of memory: empty where the
+/// plan keeps nothing. Fake kernels and autograd are registered in Python.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -10,6 +11,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "bindings/plan_query.hpp"
@@ -125,11 +127,13 @@ cuda::ForwardTensors forward_tensors(const BlockTensors& t, const Tensor& y, con
   return f;
 }
 
-Tensor run_implicit_gemm(const PreparedCall& call, const BlockTensors& t, std::int32_t index) {
+Tensor run_implicit_gemm(const PreparedCall& call, const BlockTensors& t, const Tensor* saved,
+                         std::int32_t index) {
   const Tensor x = contiguous_in(t.x, call.problem.x_layout);
   const Tensor y = empty_strided_like(x, call.y_sizes, call.y_strides);
   const Tensor workspace = empty_bytes_like(x, call.plan.workspace_bytes);
   cuda::ForwardTensors f = forward_tensors(t, y, workspace);
+  if (saved) f.saved = saved->mutable_data_ptr();
   f.x = x.const_data_ptr();
   f.w = t.w.const_data_ptr();
   for (int axis = 0; axis < 5; ++axis) f.w_strides[axis] = t.w.stride(axis);
@@ -161,16 +165,32 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, std::in
 }
 #endif
 
-Tensor run_plan(const PreparedCall& call, const BlockTensors& t) {
+/// \param saved [call.saved_bytes] uint8, or null where that is 0
+Tensor run_plan(const PreparedCall& call, const BlockTensors& t, [[maybe_unused]] const Tensor* saved) {
 #if UPCONV3D_WITH_CUDA
   if (call.device.is_cuda) {
     const std::int32_t index = t.x.get_device_index();
     const torch::stable::accelerator::DeviceGuard guard(index);
     return call.plan.algorithm == Algorithm::kCudaLibrary ? run_cuda_library(call, t, index)
-                                                          : run_implicit_gemm(call, t, index);
+                                                          : run_implicit_gemm(call, t, saved, index);
   }
 #endif
   return run_cpu(call, t);
+}
+
+/// \param saved set where the plan keeps something for a backward pass; null where arguments do not ask for
+/// it
+Tensor run_call(const OpArguments& a, std::optional<Tensor>* saved) {
+  const auto call = prepare_call(a);
+  print_plan_if_asked(call->problem, call->plan);
+  if (saved && call->saved_bytes > 0) *saved = empty_bytes_like(a.input, call->saved_bytes);
+  const Tensor y = call->problem.n == 0
+                       ? empty_strided_like(a.input, call->y_sizes, call->y_strides)
+                       : run_plan(*call,
+                                  {batched(a.input), a.weight, contiguous_vector(a.bias),
+                                   contiguous_vector(a.norm_weight), contiguous_vector(a.norm_bias)},
+                                  saved && *saved ? &**saved : nullptr);
+  return a.input.dim() == 5 ? y : unbatched(y);
 }
 
 Tensor conv_transpose3d_relu_group_norm(const Tensor& input, const Tensor& weight,
@@ -181,30 +201,42 @@ Tensor conv_transpose3d_relu_group_norm(const Tensor& input, const Tensor& weigh
                                         const std::optional<Tensor>& norm_bias, double eps,
                                         StringHandle precision_handle) {
   const std::string precision = take_string(precision_handle);
-  const auto call = prepare_call({input, weight, bias, norm_weight, norm_bias, stride, padding,
-                                  output_padding, dilation, groups, num_groups, eps, precision});
-  print_plan_if_asked(call->problem, call->plan);
-  const Tensor y = call->problem.n == 0
-                       ? empty_strided_like(input, call->y_sizes, call->y_strides)
-                       : run_plan(*call, {batched(input), weight, contiguous_vector(bias),
-                                          contiguous_vector(norm_weight), contiguous_vector(norm_bias)});
-  return input.dim() == 5 ? y : unbatched(y);
+  return run_call({input, weight, bias, norm_weight, norm_bias, stride, padding, output_padding, dilation,
+                   groups, num_groups, eps, precision},
+                  nullptr);
+}
+
+/// The block, and what the backward operator takes as `saved`: [bytes] uint8.
+std::tuple<Tensor, Tensor> conv_transpose3d_relu_group_norm_for_training(
+    const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const Ints& stride,
+    const Ints& padding, const Ints& output_padding, std::int64_t groups, const Ints& dilation,
+    std::int64_t num_groups, const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+    double eps, StringHandle precision_handle) {
+  const std::string precision = take_string(precision_handle);
+  std::optional<Tensor> saved;
+  const Tensor y = run_call({input, weight, bias, norm_weight, norm_bias, stride, padding, output_padding,
+                             dilation, groups, num_groups, eps, precision, true},
+                            &saved);
+  return {y, saved ? *saved : empty_bytes_like(input, 0)};
 }
 
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("conv_transpose3d_relu_group_norm", TORCH_BOX(&conv_transpose3d_relu_group_norm));
+  library.impl("conv_transpose3d_relu_group_norm_for_training",
+               TORCH_BOX(&conv_transpose3d_relu_group_norm_for_training));
 }
 
 }  // namespace
 }  // namespace upconv3d::bindings
 
 STABLE_TORCH_LIBRARY(upconv3d, library) {
-  library.def(
-      "conv_transpose3d_relu_group_norm(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] "
-      "padding, "
-      "int[] output_padding, int groups, int[] dilation, int num_groups, Tensor? norm_weight, Tensor? "
-      "norm_bias, "
-      "float eps, str precision) -> Tensor");
+  const std::string arguments =
+      "(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] output_padding, "
+      "int groups, int[] dilation, int num_groups, Tensor? norm_weight, Tensor? norm_bias, float eps, "
+      "str precision)";
+  const std::string block = "conv_transpose3d_relu_group_norm";
+  library.def((block + arguments + " -> Tensor").c_str());
+  library.def((block + "_for_training" + arguments + " -> (Tensor y, Tensor saved)").c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(upconv3d, CPU, library) {

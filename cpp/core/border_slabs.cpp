@@ -13,6 +13,7 @@ namespace {
 /// One axis of a slab.
 struct Band {
   std::int64_t origin, extent, step;
+  std::int64_t stride;
   std::int64_t window, dilation;
   std::int64_t tap, tap_step, taps;
 };
@@ -23,7 +24,7 @@ Band part_of(const Band& band, std::int64_t first, std::int64_t extent, std::int
   Band part = band;
   part.origin += first * band.step;
   part.extent = extent;
-  part.window += first + tap_begin * band.dilation;
+  part.window += first * band.stride + tap_begin * band.dilation;
   part.tap -= tap_begin * band.tap_step;
   part.taps = std::max<std::int64_t>(tap_end - tap_begin, 0);
   return part;
@@ -37,16 +38,28 @@ std::pair<std::int64_t, std::int64_t> taps_inside(const Band& band, std::int64_t
   return {std::min(begin, band.taps), std::min(end, band.taps)};
 }
 
-/// The phases of one axis: output coordinates of equal remainder modulo the stride.
+/// `band` without the taps that read the volume for none of its positions.
+Band reached_part(const Band& band, std::int64_t in) {
+  const std::int64_t last = band.window + (band.extent - 1) * band.stride;
+  const auto [begin, end] = taps_inside(band, band.window, last, in);
+  return part_of(band, 0, band.extent, begin, end);
+}
+
+/// The phases of one axis: output coordinates of equal remainder modulo the stride. Of a plain convolution
+/// all of them.
 std::vector<Band> phases_of(const Problem& problem, int axis) {
   const std::int64_t stride = problem.stride[axis], dilation = problem.dilation[axis];
   const std::int64_t in = problem.in[axis], out = problem.out()[axis];
+  if (problem.operation == Operation::kConv) {
+    const Band all{0, out, 1, stride, -problem.padding[axis], dilation, 0, -1, problem.kernel[axis]};
+    return {reached_part(all, in)};
+  }
   // Tap t reaches output i*stride - padding + t*dilation: every tap_step-th tap reaches the same phase.
   const std::int64_t tap_step = stride / std::gcd(stride, dilation);
   std::vector<Band> phases;
   for (std::int64_t origin = 0; origin < std::min(stride, out); ++origin) {
-    Band phase{origin, ceil_div(out - origin, stride), stride, 0, tap_step * dilation / stride, 0, tap_step,
-               0};
+    Band phase{
+        origin, ceil_div(out - origin, stride), stride, 1, 0, tap_step * dilation / stride, 0, tap_step, 0};
     for (std::int64_t tap = 0; tap < problem.kernel[axis]; ++tap) {
       const std::int64_t reach = origin + problem.padding[axis] - tap * dilation;
       if (reach % stride != 0) continue;
@@ -54,8 +67,7 @@ std::vector<Band> phases_of(const Problem& problem, int axis) {
       phase.window = reach / stride;
       ++phase.taps;
     }
-    const auto [begin, end] = taps_inside(phase, phase.window, phase.window + phase.extent - 1, in);
-    phases.push_back(part_of(phase, 0, phase.extent, begin, end));
+    phases.push_back(reached_part(phase, in));
   }
   return phases;
 }
@@ -65,12 +77,13 @@ std::vector<Band> bands_of(const Band& phase, std::int64_t in) {
   std::vector<Band> bands;
   std::pair<std::int64_t, std::int64_t> previous{-1, -1};
   for (std::int64_t i = 0; i < phase.extent;) {
-    const std::int64_t window = phase.window + i;
+    const std::int64_t window = phase.window + i * phase.stride;
     auto taps = taps_inside(phase, window, window, in);
     if (taps.first >= taps.second) taps = {0, 0};
     // A window inside the volume keeps all taps until its last one meets the far border.
     const bool inside = phase.taps > 0 && window >= 0 && taps.second == phase.taps;
-    const std::int64_t reach = inside ? in - (phase.taps - 1) * phase.dilation - window : 1;
+    const std::int64_t reach =
+        inside ? (in - 1 - (phase.taps - 1) * phase.dilation - window) / phase.stride + 1 : 1;
     const std::int64_t extent = std::clamp<std::int64_t>(reach, 1, phase.extent - i);
     if (taps == previous) {
       bands.back().extent += extent;
@@ -84,7 +97,7 @@ std::vector<Band> bands_of(const Band& phase, std::int64_t in) {
 }
 
 Band axis_of(const Slab& slab, int axis) {
-  return {slab.origin[axis],   slab.extent[axis], slab.step[axis],     slab.window[axis],
+  return {slab.origin[axis],   slab.extent[axis], slab.step[axis],     slab.stride[axis], slab.window[axis],
           slab.dilation[axis], slab.tap[axis],    slab.tap_step[axis], slab.taps[axis]};
 }
 
@@ -92,6 +105,7 @@ Slab with_axis(Slab slab, int axis, const Band& band) {
   slab.origin[axis] = band.origin;
   slab.extent[axis] = band.extent;
   slab.step[axis] = band.step;
+  slab.stride[axis] = band.stride;
   slab.window[axis] = band.window;
   slab.dilation[axis] = band.dilation;
   slab.tap[axis] = band.tap;
@@ -149,27 +163,33 @@ std::vector<Slab> tap_sharing_slabs(const Problem& problem) {
 }
 
 bool shares_x_loads(const Problem& problem, const Slab& slab) {
+  constexpr Extent3 kOnes = {1, 1, 1};
   const std::int64_t taps = slab.taps[1];
-  return slab.step == Extent3{1, 1, 1} && slab.dilation == Extent3{1, 1, 1} && problem.padding[1] == 0 &&
+  const bool planes_join = problem.operation == Operation::kConv
+                               ? slab.extent[1] * slab.extent[2] % kSharedPlaneUnit == 0
+                               : problem.padding[1] == 0;
+  return slab.step == kOnes && slab.stride == kOnes && slab.dilation == kOnes && planes_join &&
          slab.extent[1] == problem.out()[1] && taps == problem.kernel[1] && taps > 1 &&
          slab.extent[2] % kSharedRowUnit == 0 && (taps - 1) * slab.extent[2] <= kMaxSharedRows;
 }
 
-InputBox input_box(const Problem& problem, const Slab& slab) {
+InputBox input_box(const Problem& problem, const Slab& slab, bool shares_taps) {
   InputBox box;
   const bool reached = slab.tap_count() > 0;
   for (int axis = 0; axis < 3; ++axis) {
+    const std::int64_t reach = (slab.extent[axis] - 1) * slab.stride[axis];  // of the windows
     if (!reached) {
-      box.extent[axis] = std::min(problem.in[axis], slab.extent[axis]);
-      box.upper[axis] = slab.extent[axis] - box.extent[axis];
+      box.extent[axis] = std::min(problem.in[axis], reach + 1);
+      box.upper[axis] = reach + 1 - box.extent[axis];
       continue;
     }
     const std::int64_t first = slab.window[axis];
-    const std::int64_t last = first + slab.extent[axis] - 1 + (slab.taps[axis] - 1) * slab.dilation[axis];
+    const std::int64_t taps_reach = (slab.taps[axis] - 1) * slab.dilation[axis];
     box.origin[axis] = std::max<std::int64_t>(first, 0);
-    box.extent[axis] = std::min(last, problem.in[axis] - 1) - box.origin[axis] + 1;
+    box.extent[axis] = std::min(first + reach + taps_reach, problem.in[axis] - 1) - box.origin[axis] + 1;
     box.lower[axis] = first - box.origin[axis];
-    box.upper[axis] = box.lower[axis] + slab.extent[axis] - box.extent[axis];
+    box.upper[axis] = box.lower[axis] + reach + 1 - box.extent[axis];
+    if (shares_taps && axis == 1 && problem.operation == Operation::kConv) box.upper[axis] += taps_reach;
   }
   return box;
 }

@@ -7,6 +7,8 @@
 /// kernel, and neighbours among them read neighbouring inputs. Near a border, some taps read nothing but
 /// padding. A slab is a box of positions of one phase that all use the same taps along the axes that were
 /// split, so that the others need not be multiplied at all.
+///
+/// A plain convolution has one phase, of all positions; they read inputs that lie the stride apart.
 #pragma once
 
 #include <cstdint>
@@ -18,16 +20,17 @@
 namespace upconv3d {
 
 /// A box of output positions of one sample and the taps it needs. Along each axis, position i of the slab is
-/// output origin + i*step, and its m-th tap multiplies input window + i + m*dilation by w's tap - m*tap_step:
-/// taps come flipped, as inputs rise.
+/// output origin + i*step, and its m-th tap multiplies input window + i*stride + m*dilation by w's
+/// tap - m*tap_step: of a transposed convolution, taps come flipped, as inputs rise, and stride is 1.
 struct Slab {
   Extent3 origin{};           // first z,p,q
   Extent3 extent{};           // positions along z,p,q
-  Extent3 step{1, 1, 1};      // from one position to the next: the stride
+  Extent3 step{1, 1, 1};      // from one position to the next: the stride of a transposed convolution
+  Extent3 stride{1, 1, 1};    // from one position's input to the next's: the stride of a plain convolution
   Extent3 window{};           // input that position 0's first tap reads; may lie outside the volume
   Extent3 dilation{1, 1, 1};  // from one tap's input to the next's
   Extent3 tap{};              // the first tap, an index into the kernel
-  Extent3 tap_step{1, 1, 1};  // from one tap to the next, which is smaller
+  Extent3 tap_step{1, 1, 1};  // from one tap to the next, which is smaller; -1 in a plain convolution
   Extent3 taps{};             // taps along each axis; 0 where no tap reaches any position
 
   std::int64_t positions() const { return volume(extent); }
@@ -45,6 +48,7 @@ std::vector<Slab> border_slabs(const Problem& problem, int split_axes);
 /// Slabs for loads of x that serve all taps along the height: rows of a multiple of 8 positions wherever the
 /// width allows, the whole height, borders cut off along the depth alone. Sorted as border_slabs' are. For
 /// stride 1 and dilation 1.
+inline constexpr std::int64_t kSharedPlaneUnit = 256;  // plain convolutions: positions of the largest tile
 inline constexpr std::int64_t kSharedRowUnit = 8;
 inline constexpr std::int64_t kMaxSharedRows = 128;  // two x tiles of the largest kind and three of w fit
 std::vector<Slab> tap_sharing_slabs(const Problem& problem);
@@ -52,7 +56,7 @@ std::vector<Slab> tap_sharing_slabs(const Problem& problem);
 /// Whether one load of x can serve all of a slab's taps along the height: position j's input for tap r is
 /// position j + r*width's for tap 0, in the order of the slab's positions. Within a plane that is so by
 /// itself; across its end it holds if both lie outside the volume, which takes the whole height and no
-/// padding along it.
+/// padding along it. In a plain convolution they would lie inside: there, tiles must end where planes do.
 bool shares_x_loads(const Problem& problem, const Slab& slab);
 
 /// The part of x that a slab reads, and where its windows lie relative to that: what an im2col descriptor
@@ -63,7 +67,11 @@ struct InputBox {
   Extent3 lower{};   // first position's window, relative to the box; at most 0
   Extent3 upper{};   // last position's window, relative to the box's last input
 };
-InputBox input_box(const Problem& problem, const Slab& slab);
+///
+/// \param shares_taps the box of loads that serve all taps along the height. In a plain convolution its
+/// windows
+///                    go on below the last position's, down to that one's last tap.
+InputBox input_box(const Problem& problem, const Slab& slab, bool shares_taps = false);
 
 /// The SM90 kernel's counters of tiles and positions are 32-bit; the margin is room for one step beyond the
 /// last tile.

@@ -77,6 +77,8 @@ struct Plan {
   bool pack_x = false;                   // x is copied into operand form first (layout, dtype, channels or
                                          // alignment)
   bool activation_in_y = false;          // relu(conv) is stored in y's memory and normalized in place
+  bool normalizes = false;               // SM90: the convolution's kernel normalizes too
+  bool keeps_activation = false;         // SM90: relu(conv) and its moments are kept for the backward pass
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
   int split_axes = 0;                    // axes along which our kernels cut borders off (border_slabs)
   bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)
@@ -97,6 +99,11 @@ struct Plan {
 /// elements for any plan to index among them; or where device.forced_plan is unknown or cannot run.
 Plan select_plan(const Problem& problem, const Device& device,
                  const std::vector<ConvInstance>& instances = conv_instances());
+
+/// The plan of a forward pass that a backward pass will follow: as select_plan's, but where that is the SM90
+/// plan, relu(conv) is stored beside y and kept.
+Plan select_training_plan(const Problem& problem, const Device& device,
+                          const std::vector<ConvInstance>& instances = conv_instances());
 
 /// Whether relu(conv) is stored in 16 bits with a step per channel and partial moment, not as
 /// plan.activation.

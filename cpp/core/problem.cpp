@@ -161,6 +161,13 @@ std::int64_t size_of(DType dtype) {
 Extent3 Problem::out() const {
   Extent3 e{};
   for (int axis = 0; axis < 3; ++axis) {
+    if (operation == Operation::kConv) {
+      e[axis] =
+          (in[axis] - 1 + 2 * padding[axis] - dilation[axis] * (kernel[axis] - 1) - output_padding[axis]) /
+              stride[axis] +
+          1;
+      continue;
+    }
     e[axis] = (in[axis] - 1) * stride[axis] - 2 * padding[axis] + dilation[axis] * (kernel[axis] - 1) +
               output_padding[axis] + 1;
   }
@@ -170,8 +177,12 @@ Extent3 Problem::out() const {
 double Problem::useful_flops() const {
   const Extent3 o = out();
   double flops = 2.0 * static_cast<double>(n) * static_cast<double>(c / groups) * static_cast<double>(k);
+  // The pairs of a plain convolution are those of the transposed one whose gradient it is.
+  const bool is_plain = operation == Operation::kConv;
+  const Extent3& from = is_plain ? o : in;
+  const Extent3& to = is_plain ? in : o;
   for (int axis = 0; axis < 3; ++axis) {
-    flops *= axis_hits(in[axis], kernel[axis], stride[axis], padding[axis], dilation[axis], o[axis]);
+    flops *= axis_hits(from[axis], kernel[axis], stride[axis], padding[axis], dilation[axis], to[axis]);
   }
   return flops;
 }
@@ -194,11 +205,12 @@ void validate(const Problem& problem) {
 }
 
 std::string describe(const Problem& p) {
-  std::string text = concat(
-      "N=", p.n, " C=", p.c, " K=", p.k, " in=", extent_text(p.in), " kernel=", extent_text(p.kernel),
-      " stride=", extent_text(p.stride), " padding=", extent_text(p.padding),
-      " output_padding=", extent_text(p.output_padding), " dilation=", extent_text(p.dilation),
-      " groups=", p.groups, " num_groups=", p.num_groups, " out=", extent_text(p.out()), ' ', name(p.dtype));
+  std::string text =
+      concat(p.operation == Operation::kConv ? "plain convolution " : "", "N=", p.n, " C=", p.c, " K=", p.k,
+             " in=", extent_text(p.in), " kernel=", extent_text(p.kernel), " stride=", extent_text(p.stride),
+             " padding=", extent_text(p.padding), " output_padding=", extent_text(p.output_padding),
+             " dilation=", extent_text(p.dilation), " groups=", p.groups, " num_groups=", p.num_groups,
+             " out=", extent_text(p.out()), ' ', name(p.dtype));
   if (p.dtype == DType::kFloat32) text += concat(' ', name(p.precision));
   return text + concat(" x:", name(p.x_layout), " y:", name(p.y_layout), p.has_bias ? " bias" : " no bias");
 }

@@ -24,6 +24,9 @@ enum class Layout : std::uint8_t { kNCDHW, kNDHWC };
 /// Concerns float32 input only: kIEEE gives float32's error, kTF32 at most TF32's (10-bit mantissa operands).
 enum class Precision : std::uint8_t { kIEEE, kTF32 };
 
+/// kConv is the plain convolution that a transposed one's gradient at its input is (core/grad_x_plan.hpp).
+enum class Operation : std::uint8_t { kConvTranspose, kConv };
+
 /// One value per spatial axis, outermost (depth) first: D,H,W or T,R,S or Z,P,Q.
 using Extent3 = std::array<std::int64_t, 3>;
 
@@ -58,8 +61,10 @@ struct Problem {
   Layout y_layout = Layout::kNCDHW;
   bool x_aligned = true;  // x starts on a 16-byte boundary, as TMA requires
   bool has_bias = false;
+  Operation operation = Operation::kConvTranspose;
 
-  /// Z,P,Q: (in-1)*stride - 2*padding + dilation*(kernel-1) + output_padding + 1, per axis.
+  /// Z,P,Q: (in-1)*stride - 2*padding + dilation*(kernel-1) + output_padding + 1, per axis. kConv: the in
+  /// that this gives; output_padding inputs at the end are then none that an output's last tap needs.
   Extent3 out() const;
 
   /// Output positions of one sample, Z*P*Q.

@@ -67,9 +67,9 @@ bool prefers_sm80(const Device& device) {
   return device.compute_capability != kHopper;
 }
 
-}  // namespace
-
-Plan select_plan(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances) {
+/// \param keeps_activation whether a backward pass will want relu(conv)
+Plan choose(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances,
+            bool keeps_activation) {
   validate(problem);
   if (!device.is_cuda) return cpu_library_plan(problem, device);
   const std::string& forced = device.forced_plan;
@@ -81,6 +81,11 @@ Plan select_plan(const Problem& problem, const Device& device, const std::vector
     if (!forced.empty()) require_no_obstacle(problem, forced, obstacle);
     if (instance) {
       Plan plan = sm90_plan(problem, device, *instance);
+      if (keeps_activation) {
+        plan.keeps_activation = true;
+        plan.activation_in_y = false;
+        return plan;
+      }
       const std::string twice_obstacle = consider_twice(problem, device, instances, plan);
       if (forced == "twice") require_no_obstacle(problem, forced, twice_obstacle);
       return plan;
@@ -94,6 +99,17 @@ Plan select_plan(const Problem& problem, const Device& device, const std::vector
     reason += concat("; not the SM80 kernel: ", obstacle);
   }
   return cuda_library_plan(problem, reason);
+}
+
+}  // namespace
+
+Plan select_plan(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances) {
+  return choose(problem, device, instances, false);
+}
+
+Plan select_training_plan(const Problem& problem, const Device& device,
+                          const std::vector<ConvInstance>& instances) {
+  return choose(problem, device, instances, true);
 }
 
 }  // namespace upconv3d

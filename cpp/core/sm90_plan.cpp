@@ -19,14 +19,15 @@ namespace {
 constexpr std::int64_t kIm2colMinCorner = -16;
 constexpr std::int64_t kIm2colMaxCorner = 15;
 constexpr std::int64_t kIm2colMaxOffset = 30;
+constexpr std::int64_t kIm2colMaxStride = 8;
 
 /// Whether TMA im2col can describe what the slabs read.
-bool within_im2col(const Problem& p, const std::vector<Slab>& slabs) {
+bool within_im2col(const Problem& p, const std::vector<Slab>& slabs, bool share_taps = false) {
   return std::all_of(slabs.begin(), slabs.end(), [&](const Slab& slab) {
-    const InputBox box = input_box(p, slab);
+    const InputBox box = input_box(p, slab, share_taps && shares_x_loads(p, slab));
     for (int axis = 0; axis < 3; ++axis) {
-      if (box.lower[axis] < kIm2colMinCorner || box.upper[axis] < kIm2colMinCorner ||
-          box.upper[axis] > kIm2colMaxCorner ||
+      if (slab.stride[axis] > kIm2colMaxStride || box.lower[axis] < kIm2colMinCorner ||
+          box.upper[axis] < kIm2colMinCorner || box.upper[axis] > kIm2colMaxCorner ||
           (slab.taps[axis] - 1) * slab.dilation[axis] > kIm2colMaxOffset) {
         return false;
       }
@@ -53,6 +54,7 @@ Family family_of(const Problem& p) {
   if (p.dtype == DType::kBFloat16) return {DType::kBFloat16, 1, DType::kBFloat16, 16};
   if (p.dtype == DType::kFloat16) return {DType::kFloat16, 1, DType::kFloat16, 16};
   if (p.precision == Precision::kIEEE) return {DType::kFloat16, 3, DType::kFloat32, 32};
+  if (p.operation == Operation::kConv) return {DType::kFloat16, 1, DType::kFloat32, 32};
   // 16 bit with a step per channel and tile, unless the kernel that normalizes y as it lies has to: that one
   // knows no tiles.
   const bool knows_tiles = p.y_layout == Layout::kNCDHW || normalizes_in_place(p);
@@ -113,7 +115,7 @@ std::string sm90_shape_obstacle(const Problem& p) {
   }
   const std::int64_t phases = saturating_product(std::min(p.stride[0], out[0]), std::min(p.stride[1], out[1]),
                                                  std::min(p.stride[2], out[2]));
-  if (phases > kMaxSlabs) {
+  if (p.operation == Operation::kConvTranspose && phases > kMaxSlabs) {
     return concat("stride ", triple_text(p.stride), " makes ", phases, " phases, more than the ", kMaxSlabs,
                   " of one launch");
   }
@@ -122,7 +124,7 @@ std::string sm90_shape_obstacle(const Problem& p) {
         "kernel ", extent_text(p.kernel), " with stride ", triple_text(p.stride), ", padding ",
         triple_text(p.padding), " and dilation ", triple_text(p.dilation),
         " is beyond TMA's im2col limits (windows reach at most 16 beyond the volume, taps at most 30 "
-        "inputs apart)");
+        "inputs apart, a plain convolution's stride at most 8)");
   }
   if (saturating_product(p.n, p.num_groups) > kMaxSm90Count) {
     return concat("samples x norm groups, ", p.n, " x ", p.num_groups,
@@ -191,13 +193,8 @@ double estimated_cycles(const Problem& p, const ConvInstance& instance, const st
   return cycles;
 }
 
-/// How the output is cut into slabs.
-struct Cut {
-  int split_axes = 0;
-  bool share_taps = false;
-};
+}  // namespace
 
-/// The cut with the least estimated time; one slab unless that gains.
 Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count) {
   // Descriptors of many slabs cost host time and launch parameters: a gain within the estimate's error, or a
   // convolution that takes less than about 30 us, is not worth them.
@@ -208,8 +205,10 @@ Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count) {
   if (best_cycles < kWorthwhileCycles) return best;
   best_cycles *= kWorthwhileGain;
   const auto consider = [&](const Cut& cut, const std::vector<Slab>& slabs, double worthwhile_gain) {
-    if (slabs.size() == 1 || slabs.size() > static_cast<std::size_t>(kMaxSlabs)) return;
-    if (!within_im2col(p, slabs)) return;
+    // A plain convolution's loads serve several taps in one slab too.
+    if (slabs.size() == 1 && p.operation == Operation::kConvTranspose) return;
+    if (slabs.size() > static_cast<std::size_t>(kMaxSlabs)) return;
+    if (!within_im2col(p, slabs, cut.share_taps)) return;
     const double cycles = estimated_cycles(p, instance, slabs, cut.share_taps, sm_count);
     if (cycles < best_cycles * worthwhile_gain) {
       best = cut;
@@ -227,6 +226,8 @@ Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count) {
   }
   return best;
 }
+
+namespace {
 
 /// The compiled variant of the problem's family with the least estimated time; the first listed wins a tie.
 std::optional<ConvInstance> cheapest_instance(const Problem& p, const Device& device,
@@ -279,16 +280,23 @@ double tensor_ms(const Problem& p, std::int64_t channels, double positions, std:
   return static_cast<double>(p.n * channels * bytes) * positions / kBytesPerMs;
 }
 
+}  // namespace
+
+double estimated_multiply_ms(const Problem& p, const ConvInstance& instance, const Cut& cut, int sm_count) {
+  const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
+  return estimated_cycles(p, instance, slabs, cut.share_taps, sm_count) / kCyclesPerMs;
+}
+
+namespace {
+
 /// Estimated time of a stored plan: x is read and relu(conv) written beside the multiplication; then
 /// relu(conv) is read and y written.
 double estimated_stored_ms(const Problem& p, const ConvInstance& instance, const Cut& cut, int sm_count) {
-  const double cycles =
-      estimated_cycles(p, instance, plan_slabs(p, cut.split_axes, cut.share_taps), cut.share_taps, sm_count);
+  const double multiply = estimated_multiply_ms(p, instance, cut, sm_count);
   const double positions = static_cast<double>(p.positions());
   const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(instance.operand));
   const double stored = tensor_ms(p, p.k, positions, instance.stored_bits / 8);
-  return std::max(cycles / kCyclesPerMs, x + stored) + stored +
-         tensor_ms(p, p.k, positions, size_of(p.dtype));
+  return std::max(multiply, x + stored) + stored + tensor_ms(p, p.k, positions, size_of(p.dtype));
 }
 
 /// Estimated time of the convolution computed twice: the same multiplication with nothing to write, then with
@@ -388,7 +396,8 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   plan.activation = instance.output;
   plan.pack_x =
       p.x_layout != Layout::kNDHWC || p.dtype == DType::kFloat32 || !p.x_aligned || !has_operand_channels(p);
-  plan.activation_in_y = normalizes_in_place(p);
+  plan.normalizes = normalizes_in_place(p);
+  plan.activation_in_y = plan.normalizes;
   plan.channels = channels_text(p);
   plan.tile_positions = moment_positions(instance);
   const Cut cut = cheapest_cut(p, instance, device.sm_count);
@@ -406,7 +415,7 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
     plan.stages = {"pack_operands"};
   }
   plan.stages.push_back(instance.name);
-  if (!plan.activation_in_y) plan.stages.push_back("group_norm_normalize");
+  if (!plan.normalizes) plan.stages.push_back("group_norm_normalize");
   return plan;
 }
 

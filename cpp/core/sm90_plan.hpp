@@ -19,6 +19,19 @@ inline constexpr int kHopper = 90;  // compute capability, major*10 + minor
 std::string sm90_obstacle(const Problem& problem, const Device& device,
                           const std::vector<ConvInstance>& instances, std::optional<ConvInstance>& instance);
 
+/// How the output is cut into slabs: plan_slabs.
+struct Cut {
+  int split_axes = 0;
+  bool share_taps = false;
+};
+
+/// The cut with the least estimated time; one slab unless that gains.
+Cut cheapest_cut(const Problem& problem, const ConvInstance& instance, int sm_count);
+
+/// Estimated time of the multiplication alone, cut like that.
+double estimated_multiply_ms(const Problem& problem, const ConvInstance& instance, const Cut& cut,
+                             int sm_count);
+
 /// The plan that runs `instance`, where there is no obstacle: relu(conv) is stored, then normalized.
 Plan sm90_plan(const Problem& problem, const Device& device, const ConvInstance& instance);
 

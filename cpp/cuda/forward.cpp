@@ -6,6 +6,7 @@
 
 #include "core/channels.hpp"
 #include "core/twice_layout.hpp"
+#include "cuda/activation_memory.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/forward_sm80.hpp"
 #include "cuda/group_norm/group_norm.hpp"
@@ -28,35 +29,30 @@ std::int64_t stat_size(const Problem& problem) {
 struct Sm90Workspace {
   Carver carver;
   PackedOperands operands;
-  void* a;      // [N,Z,P,Q,padded_channels(K)] of stored_bits, where it does not lie in y
-  void* part;   // [N,tiles,K/granule,2] float
-  void* table;  // [N,G,4] float, or [3,N,K] where normalizing is a stage of its own; twice: [N,G,segments,4]
-  void* steps;  // [N,tiles,padded_channels(K)] int8, where relu(conv) is stored in fewer bits than y
-  void* counters;  // [counter_count] int32
+  float* part;             // [N,tiles,K/granule,2]
+  float* channel_table;    // [3,N,K], where normalizing is a stage of its own
+  std::int32_t* counters;  // [counter_count]
   std::int64_t counter_bytes;
-  void* moment_of;  // [Z*P*Q] int32, where relu(conv) with steps does not lie in y
+  std::int64_t activation_offset;  // of ActivationMemory, where it is not kept
   std::int64_t bytes;
 
   Sm90Workspace(const Problem& problem, const Plan& plan, void* base)
       : carver(base), operands(problem, plan, carver) {
-    const std::int64_t channels = padded_channels(problem.k);
     const int granule_shift = plan.twice ? twice_granule_shift(problem) : moment_granule_shift(problem);
-    part = carver.take(problem.n * plan.tiles * (problem.k >> granule_shift) * 2 *
-                       static_cast<std::int64_t>(sizeof(float)));
-    const std::int64_t table_floats =
-        plan.twice ? twice_table_floats(problem, plan.tiles)
-                   : (plan.activation_in_y ? 4 * problem.num_groups : 3 * problem.k) * problem.n;
-    table = carver.take(table_floats * static_cast<std::int64_t>(sizeof(float)));
-    a = carver.take(plan.activation_in_y
-                        ? 0
-                        : problem.n * channels * problem.positions() * plan.instance->stored_bits / 8);
-    steps = carver.take(stores_steps(plan) ? problem.n * plan.tiles * channels : 0);
-    moment_of = carver.take(stores_steps(plan) && !plan.activation_in_y
-                                ? problem.positions() * static_cast<std::int64_t>(sizeof(std::int32_t))
-                                : 0);
+    part = carver.take<float>(problem.n * plan.tiles * (problem.k >> granule_shift) * 2);
+    channel_table = carver.take<float>(plan.normalizes ? 0 : 3 * problem.k * problem.n);
     counter_bytes = counter_count(problem) * static_cast<std::int64_t>(sizeof(std::int32_t));
-    counters = carver.take(counter_bytes);
+    counters = carver.take<std::int32_t>(counter_count(problem));
+    activation_offset = carver.used();
+    if (!plan.keeps_activation) const ActivationMemory counted(problem, plan, carver);
     bytes = carver.used();
+  }
+
+  /// relu(conv) in this workspace, or in what is kept of the call.
+  ActivationMemory activation(const Problem& problem, const Plan& plan, const ForwardTensors& tensors) const {
+    Carver memory(plan.keeps_activation ? tensors.saved
+                                        : static_cast<char*>(tensors.workspace) + activation_offset);
+    return ActivationMemory(problem, plan, memory);
   }
 };
 
@@ -82,6 +78,7 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
               cudaStream_t stream) {
   const Sm90Workspace workspace(problem, plan, tensors.workspace);
   const PackedOperands& operands = workspace.operands;
+  const ActivationMemory activation = workspace.activation(problem, plan, tensors);
   const OperandScales scales =
       operands.pack(problem, plan, tensors, {workspace.counters, workspace.counter_bytes}, stream);
 
@@ -97,13 +94,14 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   conv.unscale_column = scales.unscale_column;
   conv.gamma = tensors.gamma;
   conv.beta = tensors.beta;
-  conv.a = plan.activation_in_y ? tensors.y : workspace.a;
-  conv.part = static_cast<float*>(workspace.part);
-  float* const table = static_cast<float*>(workspace.table);
-  (plan.activation_in_y ? conv.table : conv.channel_table) = table;
-  conv.steps = static_cast<std::int8_t*>(workspace.steps);
-  conv.moment_of = static_cast<std::int32_t*>(workspace.moment_of);
-  conv.counters = static_cast<std::int32_t*>(workspace.counters);
+  conv.a = plan.activation_in_y ? tensors.y : activation.a;
+  conv.y = plan.normalizes && !plan.activation_in_y ? tensors.y : nullptr;
+  conv.part = workspace.part;
+  conv.table = activation.table;
+  conv.channel_table = workspace.channel_table;
+  conv.steps = activation.steps;
+  conv.moment_of = activation.moment_of;
+  conv.counters = workspace.counters;
   conv.split_axes = plan.split_axes;
   conv.share_taps = plan.share_taps;
   conv.window_tiles = plan.window_tiles;
@@ -112,7 +110,7 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
     const StageRange range("upconv3d::conv_transpose_relu_group_norm");
     find_conv_transpose_launcher(plan.instance->name)(conv, stream);
   }
-  if (plan.activation_in_y) return;
+  if (plan.normalizes) return;
 
   NormalizeParams normalize;
   normalize.shape = group_norm_shape(problem, plan);
@@ -120,9 +118,9 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   normalize.y_dtype = problem.dtype;
   normalize.a_layout = plan.conv_layout;
   normalize.y_layout = problem.y_layout;
-  normalize.a = workspace.a;
+  normalize.a = activation.a;
   normalize.a_pitch = padded_channels(problem.k);
-  normalize.table = table;
+  normalize.table = workspace.channel_table;
   normalize.y = tensors.y;
   normalize.steps = conv.steps;
   normalize.moment_of = conv.moment_of;

@@ -22,6 +22,7 @@ struct ForwardTensors {
   const void* beta = nullptr;      // [K] dtype, or null
   void* y = nullptr;               // [N,K,Z,P,Q] or [N,Z,P,Q,K] dtype, problem.y_layout
   void* workspace = nullptr;       // plan.workspace_bytes, 256-byte aligned
+  void* saved = nullptr;  // saved_bytes(problem, plan), 256-byte aligned, written (activation_memory.hpp)
 };
 
 /// Launches every stage of a completed plan. Asynchronous; N = 0 launches nothing.

@@ -17,6 +17,11 @@ class Carver {
     used_ += (bytes + 255) / 256 * 256;
     return part;
   }
+  /// `count` elements of T.
+  template <class T>
+  T* take(std::int64_t count) {
+    return static_cast<T*>(take(count * static_cast<std::int64_t>(sizeof(T))));
+  }
   std::int64_t used() const { return used_; }
 
  private:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backward of the block, from PyTorch's own operators, and the block under autocast.
-
-The forward keeps its inputs only. The backward computes conv, ReLU and the statistics again, then
+"""Backward of the block, and the block under autocast.
 
     grad_a      = native_group_norm_backward(grad_y, a, mean, rstd, gamma),      a = relu(c)
     grad_c      = grad_a where a > 0
     grad_x, ... = convolution_backward(grad_c, x, w)
+
+Where the forward ran the SM90 plan, our kernels compute this from a and its moments, which the forward kept,
+or which the backward computes again (`recompute`, and under torch.compile). Elsewhere it is written in
+PyTorch's operators, which compute c again from the inputs.
 
 It is one operator of its own, upconv3d::conv_transpose3d_relu_group_norm_backward, so that torch.compile runs
 it as it stands, with the precision that was asked for. With create_graph=True the same gradient is written in
@@ -19,10 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import _C
+from ._facts import block_facts
 from ._geometry import batched, memory_format_of
 
 _aten = torch.ops.aten
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
+_training_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_for_training.default
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 
 
@@ -164,6 +169,40 @@ def _differentiable_backward(
     return [*_convolution_backward(grad_c, x, weight, args, mask[:3]), grad_norm_weight, grad_norm_bias]
 
 
+def _keep_again(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, args: BlockArguments
+) -> Tensor | None:
+    """What a forward that is not recomputed keeps; None where its plan keeps nothing."""
+    arguments = (x, weight, bias, *args[:6], norm_weight, None, args.eps, args.precision)
+    if not _C.explain(block_facts(*arguments) | {"training": True})["plan"]["keeps_activation"]:
+        return None
+    saved: Tensor = _training_op(*arguments)[1]
+    return saved
+
+
+def _fused_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    args: BlockArguments,
+    mask: Sequence[bool],
+    saved: Tensor,
+) -> list[Tensor | None]:
+    """_native_backward by our kernels, from what the forward kept.
+
+    Where they cannot compute the convolution's gradients, they end with grad_c.
+    """
+    bits = sum(1 << i for i, wanted in enumerate(mask) if wanted)
+    *gradients, grad_c = torch.ops.upconv3d.fused_backward.default(
+        grad_y, x, weight, bias, *args[:6], norm_weight, args.eps, args.precision, saved, bits
+    )
+    if grad_c.numel() > 0:
+        gradients[:2] = _convolution_backward(grad_c, x, weight, args, [mask[0], mask[1], False])[:2]
+    return list(gradients)
+
+
 def _backward_kernel(
     grad_y: Tensor,
     input: Tensor,
@@ -179,11 +218,21 @@ def _backward_kernel(
     eps: float,
     precision: str,
     output_mask: Sequence[bool],
+    saved: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The backward operator: each gradient in the sizes and the memory format of what it belongs to."""
+    """The backward operator: each gradient in the sizes and the memory format of what it belongs to.
+
+    saved: what the forward kept; empty where that is nothing; None where it is to be computed again.
+    """
     args = BlockArguments(stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
     x = batched(input)
-    gradients = _native_backward(batched(grad_y), x, weight, bias, norm_weight, args, output_mask)
+    block = (x, weight, bias, norm_weight, args)
+    if saved is None and x.is_cuda and x.numel() > 0 and any(output_mask):
+        saved = _keep_again(*block)
+    if saved is not None and saved.numel() > 0:
+        gradients = _fused_backward(batched(grad_y), *block, output_mask, saved)
+    else:
+        gradients = _native_backward(batched(grad_y), *block, output_mask)
     outputs = []
     for gradient, owner in zip(gradients, (x, weight), strict=False):
         if gradient is not None:
@@ -201,13 +250,13 @@ def _backward_kernel(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     input, weight, bias, stride, padding, output_padding, groups, dilation = inputs[:8]
     num_groups, norm_weight, _, eps, precision = inputs[8:]
-    ctx.save_for_backward(input, weight, bias, norm_weight)
+    ctx.save_for_backward(input, weight, bias, norm_weight, None)
     ctx.block = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
 
 
 def _gradients(ctx: Any, grad_y: Tensor, mask: Sequence[bool]) -> Iterator[Tensor | None]:
     """Gradients of input, weight, bias, norm_weight and norm_bias; None where `mask` asks for none."""
-    input, weight, bias, norm_weight = ctx.saved_tensors
+    input, weight, bias, norm_weight, saved = ctx.saved_tensors
     args = BlockArguments(*ctx.block)
     if torch.is_grad_enabled():
         gradients = _differentiable_backward(
@@ -218,7 +267,7 @@ def _gradients(ctx: Any, grad_y: Tensor, mask: Sequence[bool]) -> Iterator[Tenso
     else:
         op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_backward.default
         gradients = list(
-            op(grad_y, input, weight, bias, *args[:6], norm_weight, args.eps, args.precision, mask)
+            op(grad_y, input, weight, bias, *args[:6], norm_weight, args.eps, args.precision, mask, saved)
         )
     return (gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True))
 
@@ -246,32 +295,39 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
         norm_weight: Tensor | None,
         norm_bias: Tensor | None,
         block: tuple[Any, ...],
+        recompute: bool,
     ) -> Tensor:
         """`block` holds the fields of BlockArguments; the named tuple itself costs a tenth of this node."""
         stride, padding, output_padding, groups, dilation, num_groups, eps, precision = block
+        arguments = (
+            input,
+            weight,
+            bias,
+            stride,
+            padding,
+            output_padding,
+            groups,
+            dilation,
+            num_groups,
+            norm_weight,
+            norm_bias,
+            eps,
+            precision,
+        )
+        y: Tensor
+        saved: Tensor | None = None
         with torch._C._AutoDispatchBelowAutograd():
-            y: Tensor = _forward_op(
-                input,
-                weight,
-                bias,
-                stride,
-                padding,
-                output_padding,
-                groups,
-                dilation,
-                num_groups,
-                norm_weight,
-                norm_bias,
-                eps,
-                precision,
-            )
-        ctx.save_for_backward(input, weight, bias, norm_weight)
+            if recompute or not input.is_cuda:
+                y = _forward_op(*arguments)
+            else:
+                y, saved = _training_op(*arguments)
+        ctx.save_for_backward(input, weight, bias, norm_weight, saved)
         ctx.block = block
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_gradients(ctx, grad_y, ctx.needs_input_grad[:5]), None)
+        return (*_gradients(ctx, grad_y, ctx.needs_input_grad[:5]), None, None)
 
 
 # Function.apply without what it does for torch.func's transforms, under which this node is not used.
@@ -319,7 +375,7 @@ def register() -> None:
         "conv_transpose3d_relu_group_norm_backward(Tensor grad_y, Tensor input, Tensor weight, Tensor? bias, "
         "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation, "
         "SymInt num_groups, "
-        "Tensor? norm_weight, float eps, str precision, bool[] output_mask) "
+        "Tensor? norm_weight, float eps, str precision, bool[] output_mask, Tensor? saved=None) "
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     )
     for key in ("CPU", "CUDA"):

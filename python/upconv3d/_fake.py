@@ -2,6 +2,7 @@
 """Fake kernels: exact sizes and strides of what the operators return, without data (meta, torch.compile)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,11 @@ def _forward(
     return y.squeeze(0) if input.dim() == 4 else y
 
 
+def _for_training(input: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    # How much a plan keeps is known on its device only, and of no consequence to who passes it on.
+    return _forward(input, *arguments), input.new_empty(0, dtype=torch.uint8)
+
+
 def _backward(
     grad_y: Tensor,
     input: Tensor,
@@ -52,6 +58,7 @@ def _backward(
     eps: float,
     precision: str,
     output_mask: Sequence[bool],
+    saved: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     channels = weight.shape[1] * groups
     vectors = [input.new_empty(channels if wanted else 0) for wanted in output_mask[2:]]
@@ -67,4 +74,5 @@ def _backward(
 def register() -> None:
     """Ties the fake kernels to their operators; called once, by the package."""
     torch.library.register_fake("upconv3d::conv_transpose3d_relu_group_norm", _forward)
+    torch.library.register_fake("upconv3d::conv_transpose3d_relu_group_norm_for_training", _for_training)
     torch.library.register_fake("upconv3d::conv_transpose3d_relu_group_norm_backward", _backward)

@@ -15,6 +15,8 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 
 from ._autograd import _backward, _setup_context
 
+_MASK = 13  # the backward operator's output_mask among its arguments; `saved` follows, or not
+
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
 
 
@@ -69,7 +71,7 @@ def _batch_backward(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """vmap's rule for the backward operator. Gradients of weights are sums over the samples of one slice."""
     grad_y, input, *others = arguments
-    mask = arguments[-1]
+    mask = arguments[_MASK]
     others_batched = any(
         isinstance(value, Tensor) and dim is not None for value, dim in zip(others, in_dims[2:], strict=True)
     )

@@ -25,6 +25,7 @@ class Plan:
             16 bits with a step, as the plan's text says.
         pack_x: whether input is copied into operand form first.
         activation_in_y: whether relu(conv) is stored in the result's memory and normalized in place.
+        keeps_activation: whether relu(conv) and its moments are kept for the backward pass.
         split_axes: axes, depth first, along which the kernel treats borders apart, to skip taps that would
             read only padding.
         share_taps: whether one load of input serves all taps along the height, with borders cut off along the
@@ -52,6 +53,7 @@ class Plan:
     activation: str
     pack_x: bool
     activation_in_y: bool
+    keeps_activation: bool
     tile_positions: int
     split_axes: int
     share_taps: bool
@@ -83,6 +85,7 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         activation=plan["activation"],
         pack_x=plan["pack_x"],
         activation_in_y=plan["activation_in_y"],
+        keeps_activation=plan["keeps_activation"],
         tile_positions=plan["tile_positions"],
         split_axes=plan["split_axes"],
         share_taps=plan["share_taps"],
@@ -115,11 +118,13 @@ def explain(
     norm_bias: Tensor | None = None,
     eps: float = 1e-5,
     precision: str | None = None,
+    training: bool = False,
 ) -> Plan:
     """The plan that conv_transpose3d_relu_group_norm would run for the same arguments; computes nothing.
 
     Args and Raises: those of conv_transpose3d_relu_group_norm; only sizes, strides, dtypes, devices and the
-    alignment of input are read.
+    alignment of input are read. training: whether the plan is to be that of a call whose gradients
+    are wanted.
     """
     check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
     facts = block_facts(
@@ -137,7 +142,7 @@ def explain(
         eps,
         resolve_precision(input, precision),
     )
-    return plan_from_dict(_C.explain(facts))
+    return plan_from_dict(_C.explain(facts | {"training": training}))
 
 
 def build_config() -> dict[str, Any]:

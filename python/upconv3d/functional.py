@@ -217,6 +217,7 @@ def conv_transpose3d_relu_group_norm(
     norm_bias: Tensor | None = None,
     eps: float = 1e-5,
     precision: str | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """group_norm(relu(conv_transpose3d(input, weight, bias)), num_groups) as one differentiable op.
 
@@ -233,6 +234,9 @@ def conv_transpose3d_relu_group_norm(
         precision: concerns float32 input on CUDA. "ieee": float32's error; "tf32": at most TF32's error
             (operands of a 10-bit mantissa); None: what torch.backends.cudnn.conv.fp32_precision says at the
             call (under torch.compile: when the graph is compiled, for PyTorch has no guard on that setting).
+        recompute: concerns gradients on CUDA. False: relu(conv) is kept for the backward, in 16 bit or as
+            precision needs; True: the backward computes it again from input, which alone is kept, as it
+            always does under torch.compile. The gradients have the same bits.
 
     Returns:
         [N, K, Z, P, Q] or [K, Z, P, Q], dtype of input; Z = (D-1)*stride - 2*padding + dilation*(T-1)
@@ -263,6 +267,7 @@ def conv_transpose3d_relu_group_norm(
             norm_bias=norm_bias,
             eps=eps,
             precision=precision,
+            recompute=recompute,
         )
         return overridden
     check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
@@ -297,7 +302,7 @@ def conv_transpose3d_relu_group_norm(
         _check_values_per_group(input, weight, stride, padding, output_padding, groups, dilation, num_groups)
     if recording and not whole:
         numbers = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
-        recorded: Tensor = record_block(*tensors, numbers)
+        recorded: Tensor = record_block(*tensors, numbers, recompute)
         return recorded
     arguments = (
         input,

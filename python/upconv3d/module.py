@@ -38,7 +38,7 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation: as in
             nn.ConvTranspose3d.
         num_groups, eps, affine: as in nn.GroupNorm; eps in activation units squared.
-        precision: as in conv_transpose3d_relu_group_norm.
+        precision, recompute: as in conv_transpose3d_relu_group_norm.
         device, dtype: of the parameters.
 
     Shape: [N, C, D, H, W] to [N, K, Z, P, Q], or [C, D, H, W] to [K, Z, P, Q].
@@ -51,6 +51,7 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
 
     # The submodules have no annotation here: torch.jit.script would take it for that of an interface.
     precision: str | None
+    recompute: bool
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         precision: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         _check_precision(precision)
@@ -89,10 +91,15 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         )
         self.group_norm = nn.GroupNorm(num_groups, out_channels, eps, affine, device=device, dtype=dtype)
         self.precision = precision
+        self.recompute = recompute
 
     @classmethod
     def from_modules(
-        cls, conv_transpose: nn.ConvTranspose3d, group_norm: nn.GroupNorm, precision: str | None = None
+        cls,
+        conv_transpose: nn.ConvTranspose3d,
+        group_norm: nn.GroupNorm,
+        precision: str | None = None,
+        recompute: bool = False,
     ) -> "ConvTranspose3dReLUGroupNorm":
         """The block of two modules that exist. It holds these very modules, so their parameters are shared.
 
@@ -143,6 +150,7 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         block.conv_transpose = conv_transpose
         block.group_norm = group_norm
         block.precision = precision
+        block.recompute = recompute
         block.training = conv_transpose.training
         return block
 
@@ -183,6 +191,7 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
                 norm_bias=_parameter(norm, "bias"),
                 eps=norm.eps,
                 precision=self.precision,
+                recompute=self.recompute,
             )
         return self._scripted_forward(input, output_size)
 
@@ -229,4 +238,5 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         return y
 
     def extra_repr(self) -> str:
-        return "" if self.precision is None else f"precision={self.precision!r}"
+        said = [] if self.precision is None else [f"precision={self.precision!r}"]
+        return ", ".join([*said, "recompute=True"] if self.recompute else said)

@@ -4,13 +4,16 @@
 ///   x     [N,D,H,W,C]                 operand  read through TMA im2col; or packed by layout/pack as
 ///         [N,groups,D,H,W,channels]            channels of a group, then zeros
 ///   w     [T*R*S,K,channels]          operand  packed by layout/pack
-///   a     [N,Z,P,Q,K]                 output   relu(conv + bias), then y: normalized in place
+///   a     [N,Z,P,Q,K]                 output   relu(conv + bias), then y: normalized in place, or beside it
 ///   part  [N,moments,K/granule,2]     float    (mean, M2) of the *rounded* relu(conv)
 ///   table [N,G,4]                     float    mean, rest of the mean, 1/sqrt(var + eps)
 ///
 /// Where y is to be [N,K,Z,P,Q], or its rows are no whole 16-byte chunks, a is scratch memory of rows that
 /// are, and this kernel ends with the moments, as channel_table [3,N,K]; normalizing and transposing is then
 /// group_norm_normalize's work, which finds the steps of 16 bits through moment_of [Z,P,Q].
+///
+/// Where the launch is linear, a is the convolution alone, [N,Z,P,Q,K] or [N,K,Z,P,Q]: of a plain convolution
+/// it is the gradient at the input of a transposed one (core/grad_x_plan.hpp).
 ///
 /// An implicit GEMM whose rows are output channels (gemm_m = K) and whose columns are output positions of one
 /// sample (gemm_n = Z*P*Q), reduced over taps and input channels (gemm_k = T*R*S*C); of each convolution
@@ -35,6 +38,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -130,7 +134,7 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
         Drain<Traits>::write_moment_of(params, slab, half);
       }
       Drain<Traits>::store(params, slab, half, staging);
-      Drain<Traits>::moments(params, half, staging, steps);
+      if (!params.linear) Drain<Traits>::moments(params, half, staging, steps);
     }
     if (threadIdx.x % 32 == 0) {
       cute::tma_store_arrive();   // one group of stores per half tile, also where there are none
@@ -139,7 +143,7 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
     __syncwarp();
     if (threadIdx.x % 32 == 0) control.staging.arrive_empty(warpgroup);
     arrive_stored<1>(pending);
-    pending = params.arrivals + coord.n;
+    if (!params.linear) pending = params.arrivals + coord.n;
     staged.phase ^= 1;
   }
   arrive_stored<0>(pending);
@@ -185,7 +189,7 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     cutlass::arch::warpgroup_reg_dealloc<Traits::HELPER_REGISTERS>();
     if (threadIdx.x == 0) load_tiles(params, shared);
     if (warp == 1 || warp == 2) drain_tiles(params, shared, warp - 1);
-    if (warp == 3) {
+    if (warp == 3 && !params.linear) {
       GroupNormWorker<Traits> worker(params, control, control.items[0], true);
       params.normalizes ? worker.run(shared.items) : worker.run_finalize();
     }
@@ -206,7 +210,8 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
   const void* const x[2] = {params.x_hi, params.x_lo};
   const std::int64_t k_tiles = channel_tiles(problem, Traits::BLK_K);
   const std::int64_t x_samples = params.x_packed ? problem.n * problem.groups : problem.n;
-  const std::int64_t x_channels = params.x_packed ? operand_channels(problem) : problem.c;
+  const std::int64_t x_pitch = params.x_pitch != 0 ? params.x_pitch : problem.c;
+  const std::int64_t x_channels = params.x_packed ? operand_channels(problem) : x_pitch;
   std::int64_t tiles = 0, moments = 0;
   int shared_rows = 0;
   for (const Slab& from : slabs) {
@@ -220,12 +225,14 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
     }
     for (int split = 0; split < Traits::SPLITS; ++split) {
       slab.x[split] = encode_slab_input(problem, from, operand, x[split], x_samples, x_channels,
-                                        Traits::BLK_POS + rows, Traits::BLK_C);
+                                        Traits::BLK_POS + rows, Traits::BLK_C, slab.shared_taps > 1);
     }
     const DType element = Traits::QUANTIZED ? DType::kFloat16 : output;  // any of 16 bit
-    slab.a =
-        encode_slab_output(problem, from, element, to.pitch, params.a,
-                           kStagePositions<typename Traits::Stored>, kPanelChannels<typename Traits::Stored>);
+    using Stored = typename Traits::Stored;
+    slab.a = params.channels_first
+                 ? encode_slab_channels(problem, from, element, params.a, kPanelPositions<Stored>, 64)
+                 : encode_slab_output(problem, from, element, to.pitch, params.a, kStagePositions<Stored>,
+                                      kPanelChannels<Stored>);
     if (Traits::QUANTIZED && to.normalizes) {
       slab.item = encode_slab_output(problem, from, element, to.pitch, params.a, Traits::ITEM_POS,
                                      kPanelChannels<typename Traits::Stored>);
@@ -243,6 +250,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
       slab.corner[axis] = static_cast<int>(box.lower[axis]);
       slab.origin[axis] = static_cast<int>(from.origin[axis]);
       slab.step[axis] = static_cast<int>(from.step[axis]);
+      slab.stride[axis] = static_cast<int>(from.stride[axis]);
       slab.dilation[axis] = static_cast<int>(from.dilation[axis]);
       slab.tap[axis] = static_cast<int>(from.tap[axis]);
       slab.tap_step[axis] = static_cast<int>(from.tap_step[axis]);
@@ -285,10 +293,14 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   using Output = typename Traits::Output;
   const Problem& problem = params.problem;
   KernelParams<Traits> to{};
-  to.normalizes = params.channel_table == nullptr;
+  to.linear = params.linear;
+  to.channels_first = params.channels_first;
+  to.floor = params.linear ? -std::numeric_limits<float>::infinity() : 0.f;
+  to.normalizes = params.channel_table == nullptr && !params.linear;
+  to.in_place = to.normalizes && params.y == nullptr;
   // Unorm16 in y's memory has room for twice as many.
   const std::int64_t pitch = padded_channels(problem.k);
-  to.pitch = static_cast<int>(to.normalizes && Traits::QUANTIZED ? 2 * pitch : pitch);
+  to.pitch = static_cast<int>(to.in_place && Traits::QUANTIZED ? 2 * pitch : pitch);
   to.step_pitch = static_cast<int>(pitch);
   fill_slabs(params, operand, output, to);
   const void* const w[2] = {params.w_hi, params.w_lo};
@@ -312,8 +324,10 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   to.group_k = cutlass::FastDivmod(static_cast<int>(group_outputs(problem)));
   to.group_c = static_cast<int>(group_inputs(problem));
   to.a = static_cast<Output*>(params.a);
+  to.y = to.in_place ? to.a : static_cast<Output*>(params.y);
   to.bias = static_cast<const Output*>(params.bias);
   to.unscale_sample = params.unscale_sample;
+  to.unscale_step = params.one_unscale_sample ? 0 : 1;
   to.unscale_column = params.unscale_column;
   to.steps = params.steps;
   to.moment_of = params.moment_of;

@@ -20,20 +20,30 @@ struct ConvTransposeParams {
   Problem problem;
   const void* x_hi = nullptr;                    // [N,D,H,W,C] operand, 16-byte aligned, or packed:
   bool x_packed = false;                         // [N,groups,D,H,W,operand_channels] operand
+  std::int64_t x_pitch = 0;                      // channels of a row of x that is not packed; 0: C
   const void* x_lo = nullptr;                    // as x_hi, three products only
   const void* w_hi = nullptr;                    // [T*R*S,K,operand_channels] operand
   const void* w_lo = nullptr;                    // the same, three products only
   const void* bias = nullptr;                    // [K] dtype, or null
   const std::int32_t* unscale_sample = nullptr;  // [N] exponents, or null where operands are unscaled
   const std::int32_t* unscale_column = nullptr;  // [K] exponents, or null
-  const void* gamma = nullptr;                   // [K] dtype, or null for 1
-  const void* beta = nullptr;                    // [K] dtype, or null for 0
-  // [N,Z,P,Q,K] dtype, written: y; or where channel_table is given relu(conv + bias),
-  // [N,Z,P,Q,padded_channels(K)] of as many bits as the instance stores.
+  bool one_unscale_sample = false;               // unscale_sample is [1]: the same exponent for every sample
+  // a is the unscaled convolution and nothing else: no bias, ReLU, moments or normalization, and none of the
+  // memory that these take. Not for instances that store fewer bits than dtype has.
+  bool linear = false;
+  // Linear only: a is [N,K,Z,P,Q] dtype, rows of Z*P*Q in whole 16-byte chunks. Slabs must be whole planes
+  // and begin at such a chunk.
+  bool channels_first = false;
+  const void* gamma = nullptr;  // [K] dtype, or null for 1
+  const void* beta = nullptr;   // [K] dtype, or null for 0
+  // relu(conv + bias), where linear conv, written: [N,Z,P,Q,padded_channels(K)] of as many bits as the
+  // instance stores; where y is null, in y's memory, [N,Z,P,Q,K] dtype, and normalized in place.
   void* a = nullptr;
+  void* y = nullptr;  // [N,Z,P,Q,K] dtype, written where a is to be kept; null where channel_table is given
   // Scratch memory, 256-byte aligned; moments, granules: see Plan.
   float* part = nullptr;           // [N,moments,granules,2]: (mean, M2) of relu(conv + bias) as stored
-  float* table = nullptr;          // [N,G,4]: mean, rest of the mean, 1/sqrt(var + eps), unused
+  float* table = nullptr;          // [N,G,4]: mean, rest of the mean, 1/sqrt(var + eps), unused; may be null
+                                   // where channel_table is given
   float* channel_table = nullptr;  // [3,N,K] written: mean, scale, shift; null: this kernel normalizes
   // Instances that store fewer bits than dtype has, else null: relu(conv + bias) is bits * 2^step, or not
   // finite where the step is -128. [N,moments,padded_channels(K)] written.

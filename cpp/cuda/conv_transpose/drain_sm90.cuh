@@ -98,7 +98,7 @@ struct Drain {
     HalfTile half;
     half.n = tile.n;
     half.channel = tile.channel + warpgroup % Traits::WARPGROUPS_K * 64;
-    half.stored = params.normalizes ? stored_channel(tile.channel, half.channel) : half.channel;
+    half.stored = stored_channel(params, tile.channel, half.channel);
     half.end = channel_end(params, tile.channel);
     half.position = tile.position + warpgroup / Traits::WARPGROUPS_K * WG_POS;
     half.valid = min(WG_POS, slab.positions - half.position);
@@ -110,6 +110,10 @@ struct Drain {
   /// channels that end amid a panel the next convolution group; those are stored by threads.
   CUTLASS_DEVICE static void store(KernelParams<Traits> const& params, KernelSlab<Traits> const& slab,
                                    HalfTile const& half, char const* staging) {
+    if (params.channels_first) {
+      store_channels_first(slab, half, staging);
+      return;
+    }
     constexpr int kPositions = kStagePositions<Stored>;
     constexpr int kChannels = kPanelChannels<Stored>;
     bool const amid_panel = half.end < params.k && (half.end - half.channel) % kChannels != 0;
@@ -143,9 +147,9 @@ struct Drain {
     }
   }
 
-  /// Where a channel of the tile that begins with channel `tile` lies in its row of y, in Stored.
-  CUTLASS_DEVICE static int stored_channel(int tile, int channel) {
-    return Traits::QUANTIZED ? tile + channel : channel;
+  /// Where a channel of the tile that begins with channel `tile` lies in its row of a, in Stored.
+  CUTLASS_DEVICE static int stored_channel(KernelParams<Traits> const& params, int tile, int channel) {
+    return Traits::QUANTIZED && params.in_place ? tile + channel : channel;
   }
 
   CUTLASS_DEVICE static int pixels(KernelParams<Traits> const& params) {
@@ -214,6 +218,17 @@ struct Drain {
   }
 
  private:
+  /// TMA stores of all buffers that begin inside the slab; TMA leaves out what lies beyond it, or beyond K.
+  CUTLASS_DEVICE static void store_channels_first(KernelSlab<Traits> const& slab, HalfTile const& half,
+                                                  char const* staging) {
+    if (threadIdx.x % 32 != 0 || half.channel >= half.end) return;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int first = 0; first < half.valid; first += kPanelPositions<Stored>) {
+      cute::SM90_TMA_STORE_3D::copy(&slab.a, staging + first / kPanelPositions<Stored> * kStageBytes,
+                                    half.position + first, half.channel, half.n);
+    }
+  }
+
   CUTLASS_DEVICE static cutlass::Array<Stored, kVector> load_chunk(char const* address) {
     uint4 const word = *reinterpret_cast<uint4 const*>(address);
     return reinterpret_cast<cutlass::Array<Stored, kVector> const&>(word);

@@ -4,9 +4,9 @@
 ///
 /// Each half tile's store is followed by an arrival at its sample's counter. Once all have arrived, some warp
 /// merges the partial moments of each of the sample's groups (finalize); once all groups are in the table,
-/// the sample is normalized in place, in items that are spread over all blocks. While tiles remain to be
-/// computed, a warp only takes what is ready; after that it waits. Blocks thus wait for each other, so the
-/// launch is cooperative: all of them are on the card.
+/// the sample is normalized, as a rule in place, in items that are spread over all blocks. While tiles remain
+/// to be computed, a warp only takes what is ready; after that it waits. Blocks thus wait for each other, so
+/// the launch is cooperative: all of them are on the card.
 ///
 /// Which block and warp does a piece of this work depends on timing; its result does not.
 #pragma once
@@ -261,10 +261,10 @@ class GroupNormWorker {
     float const mean_float = float(mean);
     float4 const row_of_table =
         make_float4(mean_float, float(mean - mean_float), float(1.0 / sqrt(variance + params_.eps)), 0.f);
-    if (params_.normalizes) {
-      if (threadIdx.x % 32 == 0) params_.table[std::int64_t(sample) * params_.groups + group] = row_of_table;
-      return;
+    if (params_.table != nullptr && threadIdx.x % 32 == 0) {
+      params_.table[std::int64_t(sample) * params_.groups + group] = row_of_table;
     }
+    if (params_.normalizes) return;
     std::int64_t const plane = std::int64_t(params_.samples) * params_.k;
     int const channels = params_.group_channels.divisor;
     for (int i = threadIdx.x % 32; i < channels; i += 32) {
@@ -334,7 +334,7 @@ class GroupNormWorker {
     char* const to = buffers + slot * Traits::ITEM_BYTES;
     CUTLASS_PRAGMA_UNROLL
     for (int panel = 0; panel < Traits::BLK_K / kPanel; ++panel) {
-      int const channel = Drain<Traits>::stored_channel(item.channel, item.channel) + panel * kPanel;
+      int const channel = Drain<Traits>::stored_channel(params_, item.channel, item.channel) + panel * kPanel;
       if constexpr (Traits::QUANTIZED) {
         Slab const& slab = params_.slabs[item.slab];
         // An im2col load must begin inside the slab, also that of an item which lies beyond it whole.
@@ -376,7 +376,7 @@ class GroupNormWorker {
       count = inside ? Drain<Traits>::pixels(params_) - item.position : 0;
     }
     Output* const to =
-        params_.a + item.sample * std::int64_t(Drain<Traits>::pixels(params_)) * params_.k + channel;
+        params_.y + item.sample * std::int64_t(Drain<Traits>::pixels(params_)) * params_.k + channel;
     char const* const panel = buffer + chunk / 8 * (Traits::ITEM_POS * 128);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = lane / kChunks; first - lane / kChunks < Traits::ITEM_POS; first += kRows * kBatch) {

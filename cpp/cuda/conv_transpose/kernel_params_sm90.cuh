@@ -161,17 +161,18 @@ struct SlabGeometry {
 template <class Traits>
 struct KernelSlab : SlabGeometry {
   CUtensorMap x[Traits::SPLITS];  // hi, lo; just the input that the slab reads
-  CUtensorMap a;                  // the slab in a: boxes that are stored
-  CUtensorMap item;               // the same, boxes that are normalized; Unorm16 only
-  int corner[3];                  // first window's coordinates in x
-  int dilation[3];                // of x's coordinates, from one tap to the next
-  int tap[3];                     // first tap along T,R,S: the largest
-  int tap_step[3];                // from one tap to the next, downwards
-  int taps[3];                    // taps along T,R,S
-  int c_begin, c_end;             // k-blocks of input channels
-  int shared_taps;                // of taps[1], how many one load of x serves: all or 1
-  int first_tile;                 // of a sample's tiles
-  int first_moment;               // of a sample's partial moments
+  CUtensorMap a;       // the slab in a: boxes that are stored; tiled where channels_first, else im2col
+  CUtensorMap item;    // the same, boxes that are normalized; Unorm16 only
+  int corner[3];       // first window's coordinates in x
+  int stride[3];       // of x's coordinates, from one position to the next
+  int dilation[3];     // of x's coordinates, from one tap to the next
+  int tap[3];          // first tap along T,R,S: the largest
+  int tap_step[3];     // from one tap to the next, downwards
+  int taps[3];         // taps along T,R,S
+  int c_begin, c_end;  // k-blocks of input channels
+  int shared_taps;     // of taps[1], how many one load of x serves: all or 1
+  int first_tile;      // of a sample's tiles
+  int first_moment;    // of a sample's partial moments
 };
 
 template <class Traits>
@@ -200,10 +201,16 @@ struct KernelParams {
   int order_size;                        // places of all samples
   int tile_blocks;                       // blocks that compute tiles to the end
   RingShape rings;
-  Output* a;           // [N,Z,P,Q,pitch] Stored: relu(conv); then y, [N,Z,P,Q,K], if this kernel normalizes
-  bool normalizes;     // else group_norm_normalize does, from channel_table
-  Output const* bias;  // [K], or null
-  std::int32_t const* unscale_sample;  // [N] exponents, float32 output only
+  Output* a;                           // [N,Z,P,Q,pitch] Stored: relu(conv)
+  Output* y;                           // [N,Z,P,Q,K], which may be a's memory, if this kernel normalizes
+  bool normalizes;                     // else group_norm_normalize does, from channel_table, or nobody
+  bool in_place;                       // a lies in y
+  bool linear;                         // a is the convolution alone: no moments either
+  bool channels_first;                 // linear only: a is [N,K,Z*P*Q]
+  float floor;                         // of the activation: 0 for ReLU, -infinity where linear
+  Output const* bias;                  // [K], or null
+  std::int32_t const* unscale_sample;  // [N] exponents, or [1] with a step of 0; float32 output only
+  int unscale_step;                    // from one sample's exponent to the next's
   std::int32_t const* unscale_column;  // [K] exponents, float32 output only
   std::int8_t* steps;                  // [N,moments,step_pitch] exponents, Unorm16 only
   std::int32_t* moment_of;             // [Z*P*Q] partial moment of a position, or null; Unorm16 only
@@ -217,7 +224,7 @@ struct KernelParams {
   int groups;                          // G
   cutlass::FastDivmod group_channels;  // K/G
   cutlass::FastDivmod group_granules;  // K/G/granule
-  float4* table;                       // [N,G] (mean, rest of the mean, 1/sqrt(var+eps), unused)
+  float4* table;                       // [N,G] (mean, rest of the mean, 1/sqrt(var+eps), unused), or null
   float* channel_table;                // [3,N,K] mean, scale, shift, where this kernel does not normalize
   // Counters, zero before the launch.
   int* next_tile;  // tiles handed out beyond each block's first

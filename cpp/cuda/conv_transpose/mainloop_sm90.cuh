@@ -5,7 +5,8 @@
 ///
 /// Where a slab spans the output's whole height, no padding cuts taps off, and rows are a multiple of 8
 /// positions (a swizzle atom) long, position j's input for tap r is position j + r*width's for tap 0, also
-/// across the ends of planes: there both are beyond the volume, hence zero. One load of BLK_POS + (R-1)*width
+/// across the ends of planes: there both are beyond the volume, hence zero. (In a plain convolution it is so
+/// within planes alone, and tiles end where those do.) One load of BLK_POS + (R-1)*width
 /// positions then serves all R taps, each with a descriptor that starts r*width rows later: far less traffic
 /// from L2 and into shared memory, whose bandwidth is what bounds this loop otherwise. (The same along the
 /// width would need descriptors that start between atoms; those read shared memory at half the rate.)
@@ -51,7 +52,9 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
     int const x_sample = params.x_groups > 1 ? coord.n * params.x_groups + group : coord.n;
     int q, p;
     int const z = slab.height.divmod(p, slab.width.divmod(q, coord.position));
-    int const d = z + slab.corner[0], h = p + slab.corner[1], v = q + slab.corner[2];
+    int const d = z * slab.stride[0] + slab.corner[0];
+    int const h = p * slab.stride[1] + slab.corner[1];
+    int const v = q * slab.stride[2] + slab.corner[2];
     int const x_bytes = (Traits::BLK_POS + (slab.shared_taps - 1) * slab.width.divisor) * Traits::ROW_BYTES;
     for (int t = 0; t < slab.taps[0]; ++t) {
       for (int r_begin = 0; r_begin < slab.taps[1]; r_begin += slab.shared_taps) {
@@ -68,7 +71,7 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
               x.advance(rings.x_units);
             }
             for (int r = r_begin; r < r_begin + slab.shared_taps; ++r) {
-              // Inputs rise, taps of w fall.
+              // Inputs rise, taps of w fall; in a plain convolution they rise by a tap_step of -1.
               int const tap_t = slab.tap[0] - t * slab.tap_step[0];
               int const tap_r = slab.tap[1] - r * slab.tap_step[1];
               int const tap_s = slab.tap[2] - s * slab.tap_step[2];

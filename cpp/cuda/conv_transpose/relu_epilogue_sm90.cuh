@@ -10,6 +10,9 @@
 /// Staged half tiles, 16-byte chunks permuted so that neither side meets a bank conflict:
 ///   16 bit   [WG_POS/64] buffers of [64 positions][64 channels], chunk ^ position%8
 ///   float    [WG_POS/32] buffers of 2 panels of [32 positions][32 channels], the same
+/// Or channels first, for results that are wanted so:
+///   16 bit   [WG_POS/64] buffers of [64 channels][64 positions], chunk ^ channel%8
+///   float    [WG_POS/32] buffers of [64 channels][32 positions], the same
 /// Buffers are 8 KB with rows of 128 bytes, as TMA stores with a 128-byte swizzle want them.
 #pragma once
 
@@ -44,9 +47,18 @@ CUTLASS_DEVICE int staged_chunk(int position, int chunk) {
          ((chunk % 8) ^ (position % 8)) * 16;
 }
 
-/// ReLU that lets NaN through, as torch.relu does.
-struct ReluActivation {
-  CUTLASS_DEVICE float operator()(float v) const { return cutlass::epilogue::thread::ReLu<float>{}(v); }
+/// Positions of a buffer that is staged channels first.
+template <class Stored>
+inline constexpr int kPanelPositions = 128 / int(sizeof(Stored));
+
+/// ReLU that lets NaN through, as torch.relu does; or, with a floor of -infinity, nothing at all: an operand
+/// in place of a branch.
+struct FloorActivation {
+  float floor;
+
+  CUTLASS_DEVICE float operator()(float v) const {
+    return cutlass::epilogue::thread::ReLu<float>{}(floor, v);
+  }
 };
 
 /// 2^e for e within float's normal range, the nearest end of it otherwise.
@@ -72,6 +84,16 @@ struct StagedTile {
       stage_float<kFirst, kBlocks>(acc, staging);
     } else {
       stage_half<kFirst, kBlocks>(acc, staging);
+    }
+  }
+
+  /// All of the accumulator, channels first.
+  template <int kBlocks, class Accumulator>
+  CUTLASS_DEVICE static void stage_channels_first(Accumulator const& acc, char* staging) {
+    if constexpr (sizeof(Stored) == 4) {
+      stage_float_channels_first<kBlocks>(acc, staging);
+    } else {
+      stage_half_channels_first<kBlocks>(acc, staging);
     }
   }
 
@@ -135,9 +157,44 @@ struct StagedTile {
       }
     }
   }
+
+  template <int kBlocks, class Accumulator>
+  CUTLASS_DEVICE static void stage_half_channels_first(Accumulator const& acc, char* staging) {
+    int const lane = threadIdx.x % 32;
+    int const matrix = lane / 8, row = lane % 8;
+    int const channel = (threadIdx.x / 32) % 4 * 16 + matrix % 2 * 8 + row;
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < kBlocks; b += 2) {
+      std::uint32_t packed[4];
+      pack_matrices(acc, b, packed);
+      int const chunk = b + matrix / 2;  // of 8 positions
+      char* const address = staging + chunk / 8 * kStageBytes + channel * 128 + ((chunk % 8) ^ row) * 16;
+      cute::SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3],
+                                    *reinterpret_cast<cute::uint128_t*>(address));
+    }
+  }
+
+  template <int kBlocks, class Accumulator>
+  CUTLASS_DEVICE static void stage_float_channels_first(Accumulator const& acc, char* staging) {
+    int const pair = threadIdx.x % 4;  // of a block's positions
+    // Odd channels store the pair's second position first: those of a warp then meet all banks.
+    int const odd = accumulator_row() % 2;
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        int const channel = accumulator_row() + 8 * j;
+        int const chunk = (b % 4 * 2 + pair / 2) ^ (channel % 8);  // of 4 positions
+        char* const address = staging + b / 4 * kStageBytes + channel * 128 + chunk * 16 + pair % 2 * 8;
+        float const first = acc(2 * j + 4 * b), second = acc(1 + 2 * j + 4 * b);
+        *reinterpret_cast<float*>(address + odd * 4) = odd ? second : first;
+        *reinterpret_cast<float*>(address + 4 - odd * 4) = odd ? first : second;
+      }
+    }
+  }
 };
 
-template <class Traits, class ActivationFn = ReluActivation>
+template <class Traits, class ActivationFn = FloorActivation>
 struct ReluEpilogue {
   using Stored = typename Traits::Stored;
   static constexpr int WG_POS = Traits::WG_POS;
@@ -155,6 +212,12 @@ struct ReluEpilogue {
     activate(params, n, channel, acc);
     [[maybe_unused]] int step[2];
     if constexpr (Traits::QUANTIZED) quantize(acc, valid, step);
+    if constexpr (!Traits::QUANTIZED) {
+      if (params.channels_first) {
+        StagedTile<Stored>::template stage_channels_first<kBlocks>(acc, staging);
+        return;
+      }
+    }
     StagedTile<Stored>::template stage<0, kBlocks>(acc, staging);
     if constexpr (Traits::QUANTIZED) {
       if (threadIdx.x % 4 == 0) {
@@ -169,7 +232,7 @@ struct ReluEpilogue {
   template <class Accumulator>
   CUTLASS_DEVICE static void activate(KernelParams<Traits> const& params, int n, int channel0,
                                       Accumulator& acc) {
-    ActivationFn activation;
+    ActivationFn const activation{params.floor};
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       // Rows beyond K are computed like the last one and never stored: no branch in which warps diverge may
@@ -179,7 +242,7 @@ struct ReluEpilogue {
       // Two factors, since 2^e of a product of scales may leave float's range where the value does not.
       float scale[2] = {1.f, 1.f};
       if constexpr (sizeof(typename Traits::Output) == 4) {
-        int const exponent = params.unscale_sample[n] + params.unscale_column[channel];
+        int const exponent = params.unscale_sample[n * params.unscale_step] + params.unscale_column[channel];
         scale[0] = clamped_power_of_two(exponent / 2);
         scale[1] = clamped_power_of_two(exponent - exponent / 2);
       }

@@ -68,8 +68,9 @@ struct Im2colBox {
   std::int64_t channels;  // C
   Extent3 origin;         // of the box
   Extent3 step;
-  Extent3 extent;        // in steps
-  Extent3 lower, upper;  // corners of the bounding box, relative to the box
+  Extent3 extent;              // in steps
+  Extent3 lower, upper;        // corners of the bounding box, relative to the box
+  Extent3 stride = {1, 1, 1};  // between positions, in steps
 };
 
 CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtype, void* data,
@@ -88,6 +89,9 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
                                  static_cast<cuuint64_t>(pixel * width * height * box.step[0]),
                                  static_cast<cuuint64_t>(pixel * width * height * depth)};
   int lower[3], upper[3];
+  const cuuint32_t positions[5] = {1, static_cast<cuuint32_t>(box.stride[2]),
+                                   static_cast<cuuint32_t>(box.stride[1]),
+                                   static_cast<cuuint32_t>(box.stride[0]), 1};
   for (int axis = 0; axis < 3; ++axis) {
     lower[axis] = static_cast<int>(box.lower[2 - axis]);
     upper[axis] = static_cast<int>(box.upper[2 - axis]);
@@ -97,7 +101,7 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
   CUtensorMap map;
   check_encoded(encode(&map, tensor_map_type(dtype), 5, first, extents, strides, lower, upper,
                        static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_positions),
-                       kUnitStrides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+                       positions, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
                 tensor, problem);
   return map;
@@ -107,10 +111,10 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
 
 CUtensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
                               std::int64_t samples, std::int64_t channels, int box_positions,
-                              int box_channels) {
-  const InputBox part = input_box(problem, slab);
-  const Im2colBox box{samples,   problem.in,  channels,   part.origin,
-                      {1, 1, 1}, part.extent, part.lower, part.upper};
+                              int box_channels, bool shares_taps) {
+  const InputBox part = input_box(problem, slab, shares_taps);
+  const Im2colBox box{samples,     problem.in, channels,   part.origin, {1, 1, 1},
+                      part.extent, part.lower, part.upper, slab.stride};
   return encode_im2col("x", problem, operand, const_cast<void*>(x), box, box_positions, box_channels,
                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
@@ -119,19 +123,20 @@ CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType e
                                void* y, int box_positions, int box_channels, int fold) {
   Extent3 out = problem.out();
   out[2] /= fold;
-  const Im2colBox box{problem.n, out, channels, slab.origin, slab.step, slab.extent, {}, {}};
+  const Im2colBox box{problem.n, out, channels, slab.origin, slab.step, slab.extent, {}, {}, {1, 1, 1}};
   return encode_im2col("relu(conv)", problem, element, y, box, box_positions, box_channels,
                        CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 namespace {
 
-/// A tiled descriptor over a dense tensor of three axes, given innermost first.
+/// A tiled descriptor over a tensor of three axes, given innermost first; dense but for rows of `pitch`
+/// elements.
 CUtensorMap encode_tiled(const char* tensor, const Problem& problem, DType dtype, void* data,
-                         const cuuint64_t (&extents)[3], const cuuint32_t (&box)[3],
+                         const cuuint64_t (&extents)[3], cuuint64_t pitch, const cuuint32_t (&box)[3],
                          CUtensorMapL2promotion promotion) {
   static const auto encode = driver_function<EncodeTiled>("cuTensorMapEncodeTiled");
-  const cuuint64_t row = extents[0] * static_cast<cuuint64_t>(size_of(dtype));
+  const cuuint64_t row = pitch * static_cast<cuuint64_t>(size_of(dtype));
   const cuuint64_t strides[2] = {row, row * extents[1]};
   CUtensorMap map;
   check_encoded(encode(&map, tensor_map_type(dtype), 3, data, extents, strides, box, kUnitStrides,
@@ -144,19 +149,40 @@ CUtensorMap encode_tiled(const char* tensor, const Problem& problem, DType dtype
 }  // namespace
 
 CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels) {
-  return encode_tiled("w", problem, operand, const_cast<void*>(w),
-                      {static_cast<cuuint64_t>(operand_channels(problem)), static_cast<cuuint64_t>(problem.k),
-                       static_cast<cuuint64_t>(volume(problem.kernel))},
-                      {static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_k), 1},
-                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+  const auto pitch = static_cast<cuuint64_t>(operand_channels(problem));
+  return encode_tiled(
+      "w", problem, operand, const_cast<void*>(w),
+      {pitch, static_cast<cuuint64_t>(problem.k), static_cast<cuuint64_t>(volume(problem.kernel))}, pitch,
+      {static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_k), 1},
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
+CUtensorMap encode_slab_channels(const Problem& problem, const Slab& slab, DType element, void* y,
+                                 int box_positions, int box_k) {
+  const Extent3 out = problem.out();
+  char* const first = static_cast<char*>(y) + slab.origin[0] * out[1] * out[2] * size_of(element);
+  return encode_tiled("conv", problem, element, first,
+                      {static_cast<cuuint64_t>(slab.positions()), static_cast<cuuint64_t>(problem.k),
+                       static_cast<cuuint64_t>(problem.n)},
+                      static_cast<cuuint64_t>(problem.positions()),
+                      {static_cast<cuuint32_t>(box_positions), static_cast<cuuint32_t>(box_k), 1},
+                      CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 CUtensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_positions, int box_k) {
+  const auto k = static_cast<cuuint64_t>(problem.k);
   return encode_tiled("relu(conv)", problem, element, y,
-                      {static_cast<cuuint64_t>(problem.k), static_cast<cuuint64_t>(problem.positions()),
-                       static_cast<cuuint64_t>(problem.n)},
-                      {static_cast<cuuint32_t>(box_k), static_cast<cuuint32_t>(box_positions), 1},
+                      {k, static_cast<cuuint64_t>(problem.positions()), static_cast<cuuint64_t>(problem.n)},
+                      k, {static_cast<cuuint32_t>(box_k), static_cast<cuuint32_t>(box_positions), 1},
                       CU_TENSOR_MAP_L2_PROMOTION_NONE);
+}
+
+CUtensorMap encode_grad_w_operand(const char* tensor, const Problem& problem, DType operand, const void* data,
+                                  const GradWOperand& walk, std::int64_t pitch) {
+  const Im2colBox box{problem.n,   walk.extent, pitch,      {},       {1, 1, 1},
+                      walk.extent, walk.lower,  walk.upper, walk.step};
+  return encode_im2col(tensor, problem, operand, const_cast<void*>(data), box, kGradWBlock, kGradWChunk,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 }  // namespace upconv3d::cuda

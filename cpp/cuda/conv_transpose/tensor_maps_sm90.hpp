@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "core/border_slabs.hpp"
+#include "core/grad_w_plan.hpp"
 #include "core/problem.hpp"
 
 namespace upconv3d::cuda {
@@ -20,10 +21,13 @@ namespace upconv3d::cuda {
 /// Within a slab a transposed convolution is a plain one of stride 1: positions i read x at window + i +
 /// m*dilation. The descriptor spans just the input inside the volume (input_box), so that a slab cut off at a
 /// border reads nothing out of bounds, which costs im2col extra cycles; its corners make the bounding box
-/// hold the slab's positions of every sample, which im2col walks one after the other.
+/// hold the slab's positions of every sample, which im2col walks one after the other. A plain convolution's
+/// stride is that of the walk, which begins at a coordinate in inputs.
+///
+/// \param shares_taps the loads serve all taps along the height, see input_box
 CUtensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
                               std::int64_t samples, std::int64_t channels, int box_positions,
-                              int box_channels);
+                              int box_channels, bool shares_taps = false);
 
 /// w [T*R*S,K,operand_channels] 16 bit, read in tiles of one tap x `box_k` output channels x `box_channels`.
 CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels);
@@ -36,8 +40,18 @@ CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int b
 CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType element, std::int64_t channels,
                                void* y, int box_positions, int box_channels, int fold = 1);
 
+/// A slab of whole planes of y [N,K,Z,P,Q] of `element`, stored in tiles of `box_positions` consecutive
+/// positions x `box_k` channels. What lies beyond the slab or K is not stored.
+CUtensorMap encode_slab_channels(const Problem& problem, const Slab& slab, DType element, void* y,
+                                 int box_positions, int box_k);
+
 /// y as [N,Z*P*Q,K] of `element`, in boxes of `box_positions` consecutive positions of a sample x `box_k`
 /// channels.
 CUtensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_positions, int box_k);
+
+/// An operand of the gradient of the weight, [N,extent...,pitch] 16 bit, for TMA im2col: k-blocks of
+/// positions x chunks of channels.
+CUtensorMap encode_grad_w_operand(const char* tensor, const Problem& problem, DType operand, const void* data,
+                                  const GradWOperand& walk, std::int64_t pitch);
 
 }  // namespace upconv3d::cuda

@@ -24,6 +24,7 @@
 #include <string>
 
 #include "cuda/group_norm/normalize.cuh"
+#include "cuda/group_norm/steps.cuh"
 
 namespace upconv3d::cuda {
 namespace {
@@ -50,22 +51,6 @@ struct StepsArgs {
   NormalizeArgs<std::uint16_t, float> common;
   const std::int8_t* steps;       // [N,moments,a_pitch]
   const std::int32_t* moment_of;  // [Z*P*Q]
-};
-
-/// 2^step of four steps at once: as the bits of floats, except for -128, which is NaN.
-struct StepValues {
-  unsigned exponents, nan;  // four bytes each: a float's exponent, and ones throughout where that is 255
-
-  __device__ __forceinline__ void set(unsigned steps) {
-    exponents = __vadd4(steps, 0x7f7f7f7fu);
-    nan = __vcmpeq4(exponents, 0xffffffffu);
-  }
-
-  /// \param j constant after unrolling
-  __device__ __forceinline__ float at(int j) const {
-    const unsigned selector = static_cast<unsigned>(j << 12 | (4 + j) << 8 | (4 + j) << 4 | (4 + j));
-    return __uint_as_float(__byte_perm(exponents, nan, selector) >> 1);
-  }
 };
 
 /// y = v*scale + shift of a thread's channels, the mean in the shift: 16 bits are rounded so much more
@@ -145,9 +130,7 @@ struct StepsTile {
       halves[1].set(steps[i].y);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        // From 2^23 on a float's last bit is worth 1.
-        const unsigned bits = __byte_perm(words[j / 2], 0x4b000000u, j % 2 == 0 ? 0x7610 : 0x7632);
-        const float v = (__uint_as_float(bits) - 0x1p23f) * halves[j / 4].at(j % 4);
+        const float v = stored_bits(words[j / 2], j % 2) * halves[j / 4].at(j % 4);
         to[j * kRows + i * kRowStep] = v * map.scale[j] + map.shift[j];
       }
     }

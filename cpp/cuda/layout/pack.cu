@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/check.hpp"
 #include "cuda/layout/pack_stages.hpp"
 
 namespace upconv3d::cuda {
@@ -26,11 +27,11 @@ bool is_scaled(const Problem& problem) {
   return problem.dtype == DType::kFloat32;
 }
 
-void require_packable(const PackParams& params) {
+void require_packable(const PackParams& params, bool with_x) {
   const DType dtype = params.problem.dtype;
   if (dtype == DType::kFloat32) {
     const bool known = params.operand == DType::kFloat16 && (params.products == 1 || params.products == 3);
-    if (known && params.x_hi != nullptr) return;
+    if (known && with_x == (params.x_hi != nullptr)) return;
     throw std::invalid_argument(
         std::string("upconv3d: float32 is packed to float16 operands with 1 or 3 products; got ") +
         name(params.operand) + " with " + std::to_string(params.products) + " products and " +
@@ -78,14 +79,45 @@ OperandScales carve_operand_scales(const Problem& problem, void* memory) {
 }
 
 void launch_pack(const PackParams& params, cudaStream_t stream) {
-  require_packable(params);
+  require_packable(params, true);
   if (params.problem.n == 0) return;
   if (is_scaled(params.problem)) {
-    launch_pack_weight(params, accumulator_bytes(params.problem), stream);
+    PackParams assumed = params;
+    assumed.assumed_channel = assumed_exponent(params.products);
+    launch_pack_weight(assumed, accumulator_bytes(params.problem), stream);
     launch_pack_input(params, stream);
     launch_repack(params, stream);
   } else {
     launch_pack_operands(params, stream);
+  }
+}
+
+void launch_pack_w(const PackParams& params, cudaStream_t stream) {
+  require_packable(params, false);
+  if (params.problem.n == 0) return;
+  PackParams alone = params;
+  alone.x_hi = nullptr;
+  if (is_scaled(params.problem)) {
+    launch_pack_weight(alone, 0, stream);
+  } else {
+    launch_pack_operands(alone, stream);
+  }
+}
+
+void launch_pack_x(const PackParams& params, cudaStream_t stream) {
+  require_packable(params, true);
+  if (params.problem.n == 0) return;
+  PackParams x_alone = params;
+  x_alone.w = nullptr;
+  x_alone.zero_bytes = 0;
+  if (is_scaled(params.problem)) {
+    check(cudaMemsetAsync(params.scales.x_absmax, 0,
+                          static_cast<std::size_t>(accumulator_bytes(params.problem)), stream),
+          "clearing the maxima of pack_input");
+    launch_pack_input(x_alone, stream);
+    launch_repack(x_alone, stream);
+  } else {
+    launch_pack_operands(x_alone, stream);
   }
 }
 

@@ -106,6 +106,9 @@ struct PackParams {
   OperandScales scales;             // float32 only
   void* zero = nullptr;             // [zero_bytes] bytes, 16-byte aligned: cleared by the first launch, for
   std::int64_t zero_bytes = 0;      // counters of later kernels; 0: nothing to clear
+  // What pack_weight takes for granted of every channel[c], Scaling::kAssumed.
+  int assumed_channel = 0;      // launch_pack sets it
+  bool shared_samples = false;  // sample[n] = 0: x' is scaled by channel alone, for sums over samples
 };
 
 /// Bytes of all arrays of OperandScales for this problem, 256-byte aligned each; 0 for 16-bit dtypes.
@@ -124,5 +127,14 @@ OperandScales carve_operand_scales(const Problem& problem, void* memory);
 /// \throws std::invalid_argument for a combination of dtype, operand and products that no kernel takes.
 /// \throws std::runtime_error where CUDA refuses a launch.
 void launch_pack(const PackParams& params, cudaStream_t stream);
+
+/// The same of w alone, for an x that someone else has packed with channel[c] = assumed_channel. Of the
+/// scales, float32 takes just unscale_column, which is written.
+///
+///   float32: pack_weight; 16 bit: pack_operands
+void launch_pack_w(const PackParams& params, cudaStream_t stream);
+
+/// x alone: takes no w, writes no w_hi, w_lo and unscale_column, and clears nothing of the caller's.
+void launch_pack_x(const PackParams& params, cudaStream_t stream);
 
 }  // namespace upconv3d::cuda

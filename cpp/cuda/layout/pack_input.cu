@@ -34,6 +34,7 @@ struct VerdictArgs {
   std::int32_t* unscale_sample;  // [N] int32
   std::int64_t samples;          // N
   std::int64_t channels;         // C
+  bool shared_samples;           // sample[n] = 0
 };
 
 /// Counts this block in. To follow a barrier: what any thread of the block wrote before that is seen by the
@@ -77,7 +78,8 @@ __device__ inline void judge_sample(const VerdictArgs& args, std::int64_t n) {
   if (threadIdx.x % 32 == 0) atomicMax(&sample_largest, largest);
   outside = __syncthreads_or(outside) != 0;
 
-  const int exponent = sample_largest != 0 ? kOperandExponent - reach(sample_largest) : 0;
+  const bool has_own = sample_largest != 0 && !args.shared_samples;
+  const int exponent = has_own ? kOperandExponent - reach(sample_largest) : 0;
 #pragma unroll 4
   for (std::int64_t c = threadIdx.x; c < args.channels; c += kInputThreads) {
     const std::uint32_t own = __ldcg(row + c);
@@ -139,6 +141,7 @@ void launch(const PackParams& params, cudaStream_t stream) {
       .unscale_sample = scales.unscale_sample,
       .samples = params.problem.n,
       .channels = params.problem.c,
+      .shared_samples = params.shared_samples,
   };
   const unsigned grid = grid_of(input_tiles(args, params.problem), "pack_input");
   pack_input<kChannelsFirst, kVector, kProducts><<<grid, kInputThreads, 0, stream>>>(args, verdict);

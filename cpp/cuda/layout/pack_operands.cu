@@ -145,6 +145,10 @@ void launch(const PackParams& params, const WeightArgsOf<kWeightPath>& weight, s
 
 template <InputPath kPath>
 void launch(const PackParams& params, cudaStream_t stream) {
+  if (params.w == nullptr) {
+    launch<kPath, WeightPath::kGathered>(params, WeightArgs{}, 0, stream);
+    return;
+  }
   if (const std::optional<WeightLines> lines = weight_lines(params)) {
     const std::int64_t tiles = weight_tiles(*lines);
     line_vector(*lines) == 4 ? launch<kPath, WeightPath::kLinesByFours>(params, *lines, tiles, stream)

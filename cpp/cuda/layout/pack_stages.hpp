@@ -26,10 +26,10 @@ void launch_pack_weight(const PackParams& params, std::int64_t accumulator_bytes
 void launch_pack_input(const PackParams& params, cudaStream_t stream);
 
 /// float32: x_hi, x_lo, w_hi, w_lo and scales.unscale_column once more, by scales.sample and channel, where
-/// scales.verdict asks for it.
+/// scales.verdict asks for it. Without params.w x alone.
 void launch_repack(const PackParams& params, cudaStream_t stream);
 
-/// 16 bit: w_hi, x_hi unless it is null, and clears params.zero.
+/// 16 bit: w_hi unless w is null, x_hi unless it is null, and clears params.zero.
 void launch_pack_operands(const PackParams& params, cudaStream_t stream);
 
 /// Blocks of a one-dimensional grid.

@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(kInputThreads, kBlocksPerSm)
 template <bool kChannelsFirst, int kVector, int kProducts>
 void launch(const PackParams& params, cudaStream_t stream) {
   constexpr std::int64_t kSectorColumns = 8;  // 32 bytes of float
-  const WeightArgs weight = weight_args(params, kSectorColumns, kSms);
+  WeightArgs weight = weight_args(params, kSectorColumns, kSms);
+  if (params.w == nullptr) weight.column_blocks = 0;
   const InputArgs input = input_args(params, kVector);
   const std::int64_t tiles = input_tiles(input, params.problem);
   const unsigned work = grid_of(weight.column_blocks + tiles, "repack");

@@ -31,6 +31,7 @@ struct WeightArgs {
   std::uint16_t* lo;             // [T*R*S,K,pitch] 16 bit, three products only
   std::int32_t* unscale_column;  // [K] int32, float32 only: written
   const std::int32_t* channel;   // [C] int32, Scaling::kChosen only
+  int assumed_channel;           // of every channel, Scaling::kAssumed only
   std::int64_t stride_c, stride_k, stride_t, stride_r, stride_s;  // elements
   std::int64_t stride_group;    // from a column to where it would be one group later, less what stride_k says
   std::int64_t channels;        // C/groups
@@ -71,6 +72,7 @@ inline WeightArgs weight_args(const PackParams& params, std::int64_t sector_colu
       .lo = static_cast<std::uint16_t*>(params.w_lo),
       .unscale_column = params.scales.unscale_column,
       .channel = params.scales.channel,
+      .assumed_channel = params.assumed_channel,
       .stride_c = stride[0],
       .stride_k = stride[1],
       .stride_t = stride[2],
@@ -200,13 +202,12 @@ __device__ inline int find_column_exponent(const WeightArgs& args, const WeightC
 /// float32 needs block_items to cover all items of a column: they decide its exponent.
 template <Scaling kScaling, int kProducts>
 __device__ inline void pack_weight_columns(const WeightArgs& args, std::uint32_t block) {
-  constexpr int kAssumed = assumed_exponent(kProducts);
   const WeightColumn column(args, static_cast<std::int64_t>(block % args.column_blocks) * args.columns +
                                       threadIdx.x % args.columns);
   const std::int64_t first_item = block / args.column_blocks * args.block_items;
   int exponent = 0;
   if constexpr (kScaling != Scaling::kNone) {
-    exponent = find_column_exponent<kScaling>(args, column, kAssumed);
+    exponent = find_column_exponent<kScaling>(args, column, args.assumed_channel);
   }
   if (column.k >= args.k) return;
 
@@ -224,7 +225,7 @@ __device__ inline void pack_weight_columns(const WeightArgs& args, std::uint32_t
       float v[8];
       load_item(args, walk, column, v);
       if constexpr (kScaling == Scaling::kAssumed) {
-        words = encode<kProducts>(v, OnePower{power_of_two(exponent - kAssumed)});
+        words = encode<kProducts>(v, OnePower{power_of_two(exponent - args.assumed_channel)});
       } else {
         PowerEach<8> scale;
 #pragma unroll

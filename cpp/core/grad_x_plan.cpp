@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/grad_x_plan.hpp"
+
+#include <algorithm>
+
+#include "core/border_slabs.hpp"
+#include "core/channels.hpp"
+#include "core/sm90_plan.hpp"
+#include "core/text.hpp"
+
+namespace upconv3d {
+
+namespace {
+
+/// Whether every slab of the cut is a stretch of whole 16-byte chunks of each channel's positions.
+bool is_contiguous(const Problem& p, const Cut& cut) {
+  const Extent3 out = p.out();
+  const std::int64_t chunk = 16 / size_of(p.dtype);
+  const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
+  return p.positions() % chunk == 0 && std::all_of(slabs.begin(), slabs.end(), [&](const Slab& slab) {
+           return slab.extent[1] == out[1] && slab.extent[2] == out[2] &&
+                  slab.origin[0] * out[1] * out[2] % chunk == 0;
+         });
+}
+
+}  // namespace
+
+Problem grad_x_problem(const Problem& block) {
+  Problem p = block;
+  p.operation = Operation::kConv;
+  p.c = block.k;
+  p.k = block.c;
+  p.in = block.out();
+  p.num_groups = 1;
+  p.x_layout = Layout::kNDHWC;
+  p.y_layout = block.x_layout;
+  p.x_aligned = true;
+  p.has_bias = false;
+  return p;
+}
+
+void cut_output(GradXPlan& plan, const Cut& cut) {
+  const Problem& p = plan.problem;
+  plan.cut = cut;
+  plan.in_place = p.y_layout == Layout::kNDHWC ? p.k % kChannelUnit == 0 : is_contiguous(p, cut);
+}
+
+std::string grad_x_obstacle(const Problem& block, const Device& device,
+                            const std::vector<ConvInstance>& instances, std::optional<GradXPlan>& plan) {
+  plan.reset();
+  if (block.groups != 1) return concat("groups ", block.groups, " is not 1");
+  if (block.dtype == DType::kFloat32 && block.precision == Precision::kIEEE) {
+    return "float32's accuracy takes three products, in which grad_c is not stored";
+  }
+  const Problem p = grad_x_problem(block);
+  std::optional<ConvInstance> instance;
+  const std::string obstacle = sm90_obstacle(p, device, instances, instance);
+  if (!obstacle.empty()) return obstacle;
+  plan.emplace();
+  plan->problem = p;
+  plan->instance = *instance;
+  plan->grad_c_pitch = grad_c_pitch(block);
+  const Cut cheapest = cheapest_cut(p, *instance, device.sm_count);
+  // Unpacking costs more than cuts along height and width save.
+  for (const Cut& cut : {cheapest, Cut{std::min(cheapest.split_axes, 1), false}, Cut{}}) {
+    cut_output(*plan, cut);
+    if (plan->in_place) break;
+  }
+  if (!plan->in_place) cut_output(*plan, cheapest);
+  plan->estimated_multiply_ms = estimated_multiply_ms(p, *instance, plan->cut, device.sm_count);
+  plan->stages = {p.dtype == DType::kFloat32 ? "pack_weight" : "pack_operands", instance->name};
+  if (!plan->in_place) plan->stages.emplace_back("unpack_rows");
+  return "";
+}
+
+std::string describe(const GradXPlan& plan) {
+  std::string text = concat("grad_x: ", describe(plan.problem), "\n  kernel: ", plan.instance.name);
+  text += plan.cut.share_taps ? ", loads shared by taps"
+                              : concat(", borders cut along ", plan.cut.split_axes, " axes");
+  text += concat(", estimated ", plan.estimated_multiply_ms, " ms\n  stages:");
+  for (const std::string& stage : plan.stages) text += ' ' + stage;
+  return text;
+}
+
+}  // namespace upconv3d

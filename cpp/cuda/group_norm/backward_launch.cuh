@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// launch_backward of one combination of types, for the files that instantiate it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/conv_transpose/cooperative_launch.hpp"
+#include "cuda/group_norm/backward_launch.hpp"
+#include "cuda/group_norm/group_norm_backward.cuh"
+
+namespace upconv3d::cuda {
+
+/// grad_y and a of a step. Two steps are between their two readings: 40 MB, what an H200's L2 keeps of 50.
+inline constexpr std::int64_t kStepBytes = 20 << 20;
+
+/// Sums phases ahead of apply: one, which covers the merging.
+inline constexpr int kLag = 1;
+
+template <class T, class A, class Out>
+BackwardArgs<T, A, Out> backward_args(const GroupNormBackwardParams& params) {
+  BackwardArgs<T, A, Out> args{};
+  args.n = static_cast<int>(params.n);
+  args.k = static_cast<int>(params.k);
+  args.positions = static_cast<int>(params.positions);
+  args.num_groups = static_cast<int>(params.num_groups);
+  args.grad_y = static_cast<const T*>(params.grad_y);
+  args.a = static_cast<const A*>(params.a);
+  args.steps = params.steps;
+  args.moment_of = params.moment_of;
+  args.table = reinterpret_cast<const float4*>(params.table);
+  args.gamma = static_cast<const T*>(params.gamma);
+  args.grad_c = static_cast<Out*>(params.grad_c);
+  args.unscale = params.unscale;
+  args.grad_gamma = static_cast<T*>(params.grad_gamma);
+  args.grad_beta = static_cast<T*>(params.grad_beta);
+  args.grad_bias = static_cast<T*>(params.grad_bias);
+  args.a_pitch = static_cast<int>(params.a_pitch);
+  args.grad_c_pitch = static_cast<int>(params.grad_c_pitch);
+  args.moments = static_cast<int>(params.moments);
+
+  const BackwardScratch scratch(params, params.scratch);
+  args.arrivals = static_cast<int*>(scratch.counters);
+  args.ready = args.arrivals + params.n;
+  args.largest = args.ready + params.n;
+  args.tickets = args.largest + 1;
+  args.part = static_cast<float*>(scratch.part);
+  args.sums = static_cast<ChannelSums*>(scratch.sums);
+  args.terms = static_cast<GroupTerms*>(scratch.terms);
+  args.part_units = scratch.part_units;
+  args.lag = kLag;
+  const BackwardShape shape = backward_shape(params);
+  args.vectors = shape.vectors;
+  args.slots = shape.slots;
+  args.block_channels = shape.block_channels;
+  args.channel_blocks = shape.channel_blocks;
+  return args;
+}
+
+template <class Traits>
+void launch_backward_kernel(const GroupNormBackwardParams& params, cudaStream_t stream) {
+  auto args = backward_args<typename Traits::T, typename Traits::A, typename Traits::Out>(params);
+  const std::int64_t sample_bytes =
+      params.positions * params.k * std::int64_t{sizeof(typename Traits::T) + sizeof(typename Traits::A)};
+  const auto prepare = [&](int blocks) {
+    // Samples of a step: no more than blocks have units of, and about as many in each step.
+    const std::int64_t most = std::max<std::int64_t>(
+        1, std::min<std::int64_t>(kStepBytes / sample_bytes, blocks / args.channel_blocks));
+    const std::int64_t steps = ceil_div(params.n, most);
+    args.step_samples = static_cast<int>(ceil_div(params.n, steps));
+    args.num_steps = static_cast<int>(ceil_div(params.n, args.step_samples));
+  };
+  launch_cooperative("group_norm_backward", reinterpret_cast<const void*>(group_norm_backward<Traits>), &args,
+                     {backward_shape(params).max_blocks, kBackwardThreads, kBackwardSharedBytes<Traits>},
+                     stream, prepare);
+}
+
+template <class T, class A, class Out>
+void launch_backward(const GroupNormBackwardParams& params, cudaStream_t stream) {
+  const bool rows = params.grad_y_layout == Layout::kNDHWC;
+  const bool whole = is_aligned(params.grad_y) && (rows ? params.k % kBackwardVector
+                                                        : params.positions * std::int64_t{sizeof(T)} % kAccessBytes) == 0;
+  if (rows) {
+    whole ? launch_backward_kernel<BackwardTraits<T, A, Out, GradAccess::kRowVectors>>(params, stream)
+          : launch_backward_kernel<BackwardTraits<T, A, Out, GradAccess::kRowElements>>(params, stream);
+  } else {
+    whole ? launch_backward_kernel<BackwardTraits<T, A, Out, GradAccess::kPlaneVectors>>(params, stream)
+          : launch_backward_kernel<BackwardTraits<T, A, Out, GradAccess::kPlaneElements>>(params, stream);
+  }
+}
+
+}  // namespace upconv3d::cuda

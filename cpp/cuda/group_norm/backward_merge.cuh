@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// The warp of each block of group_norm_backward that merges sums while the others stream.
+///
+/// Per step it waits until all blocks have written their part, merges a share of the step's channels over the
+/// units, and computes c1 and c2 of those groups whose last channel it merged. Which warp that is depends on
+/// timing; what it computes does not. It tells its own block which steps are ready, and in the end sums up the
+/// parameters' gradients. All of this is in double.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/group_norm/backward_work.cuh"
+#include "cuda/layout/operand_scale.cuh"
+
+namespace upconv3d::cuda {
+
+/// Polling a counter in L2 more often than this would take bandwidth from those who are being waited for.
+inline constexpr unsigned kPollNanoseconds = 100;
+
+/// Reach of scaled grad_c: below float16's largest value by a factor 2.
+inline constexpr int kGradReach = 15;
+
+__device__ __forceinline__ int acquire(const int* counter) {
+  int value;
+  asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+/// One more at `counter`, after all that the thread has written or seen.
+__device__ __forceinline__ void release_one(int* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+/// Waits for `counter` in L2 to reach `target`. For a whole warp.
+__device__ __forceinline__ void wait_counter(const int* counter, int target) {
+  while (acquire(counter) < target) __nanosleep(kPollNanoseconds);
+  __syncwarp();
+}
+
+/// Steps that are ready, told from one warp of a block to the others. \param flag in shared memory
+__device__ __forceinline__ void tell_ready(int* flag, int steps) {
+  const auto at = static_cast<unsigned>(__cvta_generic_to_shared(flag));
+  asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(at), "r"(steps) : "memory");
+}
+__device__ __forceinline__ void wait_ready(const int* flag, int steps) {
+  const auto at = static_cast<unsigned>(__cvta_generic_to_shared(flag));
+  for (;;) {
+    int value;
+    asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
+    if (value >= steps) return;
+    __nanosleep(20);
+  }
+}
+
+__device__ __forceinline__ double warp_sum(double value) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffffu, value, lane);
+  return value;
+}
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, lane));
+  return value;
+}
+
+template <class Traits>
+class MergeWarp {
+ public:
+  using T = typename Traits::T;
+  using Args = typename Traits::Args;
+
+  /// \param ready_steps in shared memory, 0 at first
+  __device__ __forceinline__ MergeWarp(const Args& args, int* ready_steps)
+      : args_(args), ready_steps_(ready_steps), lane_(threadIdx.x % 32) {}
+
+  __device__ __forceinline__ void run() {
+    for (int step = 0; step < args_.num_steps; ++step) {
+      const StepShape shape = step_shape(args_, step);
+      const int channels = shape.samples * args_.k;
+      if (static_cast<int>(blockIdx.x) < channels) wait_counter(args_.arrivals + step, gridDim.x);
+      for (int i = blockIdx.x; i < channels; i += gridDim.x) {
+        const int sample = i / args_.k;
+        merge_channel(step, shape, sample, i - sample * args_.k);
+      }
+      wait_counter(args_.ready + step, shape.samples * args_.num_groups);
+      if (lane_ == 0) tell_ready(ready_steps_, step + 1);
+    }
+    if (Traits::kScaled && blockIdx.x == 0 && lane_ == 0 && args_.unscale != nullptr) {
+      *args_.unscale = -scale_exponent(args_);
+    }
+    for (int channel = blockIdx.x; channel < args_.k; channel += gridDim.x) sum_samples(channel);
+  }
+
+  /// E of grad_c * 2^E; once all steps are ready.
+  static __device__ __forceinline__ int scale_exponent(const Args& args) {
+    const int biased = __ldcg(args.largest);
+    return biased == 0 ? 0 : kGradReach - (biased - kReachBias);
+  }
+
+ private:
+  __device__ __forceinline__ double gamma(int channel) const {
+    return args_.gamma != nullptr ? double(to_stat(args_.gamma[channel])) : 1.0;
+  }
+
+  /// \param sample of the step
+  __device__ __forceinline__ void merge_channel(int step, const StepShape& shape, int sample, int channel) {
+    constexpr int kLoads = 3;  // records in flight per lane: with 2 blocks per multiprocessor all of them
+    const int block = channel / args_.block_channels;
+    const std::int64_t first_unit = std::int64_t{step % 2} * args_.part_units +
+                                    (sample * args_.channel_blocks + block) * shape.shares;
+    const float* const part = args_.part + (first_unit * args_.block_channels + channel - block * args_.block_channels) * kPartFields;
+    const std::int64_t pitch = std::int64_t{args_.block_channels} * kPartFields;
+    double sums[kSumFields] = {};
+    float maxima[2] = {};
+    for (int first = lane_; first < shape.shares; first += 32 * kLoads) {
+      float4 low[kLoads], high[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const auto* const from = reinterpret_cast<const float4*>(part + min(first + 32 * i, shape.shares - 1) * pitch);
+        low[i] = __ldcg(from);
+        high[i] = __ldcg(from + 1);
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (first + 32 * i >= shape.shares) continue;
+        sums[kSumGrad] += low[i].x;
+        sums[kSumGradDeviation] += low[i].y;
+        sums[kCountOpen] += low[i].z;
+        sums[kSumGradOpen] += low[i].w;
+        sums[kSumDeviationOpen] += high[i].x;
+        if constexpr (Traits::kScaled) {
+          maxima[0] = fmaxf(maxima[0], high[i].y);
+          maxima[1] = fmaxf(maxima[1], high[i].z);
+        }
+      }
+    }
+#pragma unroll
+    for (double& sum : sums) sum = warp_sum(sum);
+    if constexpr (Traits::kScaled) {
+      for (float& maximum : maxima) maximum = warp_max(maximum);
+    }
+    finish_channel(step, step * args_.step_samples + sample, channel, sums, maxima);
+  }
+
+  __device__ __forceinline__ void finish_channel(int step, int sample, int channel,
+                                                 const double (&sums)[kSumFields], const float (&maxima)[2]) {
+    const int channels = args_.k / args_.num_groups, group = channel / channels;
+    const int row = sample * args_.num_groups + group;
+    int last = 0;
+    if (lane_ == 0) {
+      const float4 table = __ldg(args_.table + row);
+      const double rest = table.y, rstd = table.z;
+      args_.sums[std::int64_t{sample} * args_.k + channel] = {
+          sums[kSumGrad],
+          rstd * (sums[kSumGradDeviation] - rest * sums[kSumGrad]),
+          sums[kCountOpen],
+          sums[kSumGradOpen],
+          rstd * (sums[kSumDeviationOpen] - rest * sums[kCountOpen]),
+          maxima[0],
+          maxima[1]};
+      __threadfence();
+      last = atomicAdd(args_.tickets + row, 1) == channels - 1;
+      __threadfence();
+    }
+    if (__shfl_sync(0xffffffffu, last, 0) != 0) finish_group(step, sample, group);
+  }
+
+  /// c1 and c2 of a group all of whose channels are merged, and how large its grad_c can be.
+  __device__ __forceinline__ void finish_group(int step, int sample, int group) {
+    const int channels = args_.k / args_.num_groups;
+    const ChannelSums* const sums = args_.sums + std::int64_t{sample} * args_.k;
+    const int begin = group * channels, end = begin + channels;
+    double c1 = 0, c2 = 0;
+    for (int channel = begin + lane_; channel < end; channel += 32) {
+      c1 += gamma(channel) * __ldcg(&sums[channel].grad);
+      c2 += gamma(channel) * __ldcg(&sums[channel].grad_xhat);
+    }
+    const double count = double(args_.positions) * channels;
+    c1 = warp_sum(c1) / count;
+    c2 = warp_sum(c2) / count;
+    const int row = sample * args_.num_groups + group;
+    const float4 table = __ldg(args_.table + row);
+    if constexpr (Traits::kScaled) {
+      for (int channel = begin + lane_; channel < end; channel += 32) {
+        const double xhat = (double(__ldcg(&sums[channel].max_deviation)) + fabs(double(table.y))) * table.z;
+        const double direct = fabs(gamma(channel)) * __ldcg(&sums[channel].max_grad);
+        // The factor covers the roundings of what the bound is made from, and of what it bounds.
+        raise(table.z * (direct + fabs(c1) + xhat * fabs(c2)) * (1 + 0x1p-18));
+      }
+    }
+    if (lane_ == 0) {
+      const double rstd = table.z, from_deviation = -rstd * rstd * c2;
+      const double constant = -rstd * c1 - from_deviation * table.y;
+      args_.terms[row] = {c1, c2, from_deviation, constant};
+    }
+    __syncwarp();  // orders what the other lanes did before lane 0's release, which thus covers it
+    if (lane_ == 0) release_one(args_.ready + step);
+  }
+
+  /// Takes a bound into the largest one. A group with Inf or NaN in grad_y or in a has nothing finite to be
+  /// scaled: its c1 or its rstd is not finite, nor then is the bound.
+  __device__ __forceinline__ void raise(double bound) {
+    if (!(bound > 0) || isinf(bound)) return;
+    int exponent;
+    frexp(bound, &exponent);
+    atomicMax(args_.largest, max(kSmallestReach, min(kLargestReach, exponent)) + kReachBias);
+  }
+
+  /// Gradients of a channel's parameters.
+  __device__ __forceinline__ void sum_samples(int channel) {
+    const int group = channel / (args_.k / args_.num_groups);
+    double grad_gamma = 0, grad_beta = 0, grad_bias = 0;
+    for (int sample = lane_; sample < args_.n; sample += 32) {
+      const ChannelSums* const sums = args_.sums + std::int64_t{sample} * args_.k + channel;
+      grad_beta += __ldcg(&sums->grad);
+      grad_gamma += __ldcg(&sums->grad_xhat);
+      if (args_.grad_bias != nullptr) {
+        const int row = sample * args_.num_groups + group;
+        const GroupTerms* const terms = args_.terms + row;
+        grad_bias += args_.table[row].z *
+                     (gamma(channel) * __ldcg(&sums->grad_open) - __ldcg(&terms->c1) * __ldcg(&sums->count_open) -
+                      __ldcg(&terms->c2) * __ldcg(&sums->xhat_open));
+      }
+    }
+    grad_gamma = warp_sum(grad_gamma);
+    grad_beta = warp_sum(grad_beta);
+    grad_bias = warp_sum(grad_bias);
+    if (lane_ != 0) return;
+    if (args_.grad_gamma != nullptr) args_.grad_gamma[channel] = from_stat<T>(float(grad_gamma));
+    if (args_.grad_beta != nullptr) args_.grad_beta[channel] = from_stat<T>(float(grad_beta));
+    if (args_.grad_bias != nullptr) args_.grad_bias[channel] = from_stat<T>(float(grad_bias));
+  }
+
+  const Args& args_;
+  int* ready_steps_;
+  int lane_;
+};
+
+}  // namespace upconv3d::cuda

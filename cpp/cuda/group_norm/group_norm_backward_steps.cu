@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// Kernels of group_norm_backward for float32 with a in 16 bits with steps.
+#include "cuda/group_norm/backward_launch.cuh"
+
+namespace upconv3d::cuda {
+
+template void launch_backward<float, std::uint16_t, float>(const GroupNormBackwardParams&, cudaStream_t);
+template void launch_backward<float, std::uint16_t, __half>(const GroupNormBackwardParams&, cudaStream_t);
+
+}  // namespace upconv3d::cuda

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backward pass of the SM90 plan: values, bits, memory, and what may be asked of it.
+
+`pytest -s` shows the figures.
+"""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import upconv3d
+from conftest import SEED
+from oracles import Block, check_gradients_like_eager, make_block, relative_error
+from test_random_problems import random_problem
+
+KINDS = {
+    "bfloat16": (torch.bfloat16, "ieee"),
+    "float16": (torch.float16, "ieee"),
+    "tf32": (torch.float32, "tf32"),
+    "ieee": (torch.float32, "ieee"),
+}
+# (n, c, k, extent, kernel) and the other numbers
+SHAPES = {
+    "headline_small": ((2, 64, 128, (6, 10, 9), 3), {"num_groups": 8}),
+    "decoder": (
+        (1, 128, 64, (5, 6, 7), 3),
+        {"num_groups": 8, "stride": 2, "padding": 1, "output_padding": 1},
+    ),
+    "kernel_is_stride": ((2, 64, 48, 6, 2), {"num_groups": 16, "stride": 2}),
+    "anisotropic": ((2, 32, 24, (4, 9, 8), (1, 2, 2)), {"num_groups": 3, "stride": (1, 2, 2), "bias": False}),
+    "patch": ((3, 96, 40, 4, 4), {"num_groups": 5, "stride": 2, "padding": 1}),
+    "odd_channels": ((2, 20, 35, 7, 3), {"num_groups": 7, "padding": 1}),
+    "padding": ((2, 64, 64, 8, 3), {"num_groups": 64, "padding": 2}),
+    "dilation": ((1, 64, 64, 7, 3), {"num_groups": 1, "dilation": (2, 1, 3), "padding": 1}),
+    "stride3": ((1, 64, 64, 4, 3), {"num_groups": 4, "stride": 3, "affine": False}),
+    "conv_groups": ((2, 128, 128, 6, 3), {"num_groups": 8, "groups": 2}),
+}
+RANDOM_PROBLEMS = int(os.environ.get("UPCONV3D_GRADIENT_PROBLEMS", "150"))
+BATCHES = 5
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+both_layouts = pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+
+
+def kind_block(shape: str, kind: str, layout: str, device) -> Block:
+    sizes, numbers = SHAPES[shape]
+    dtype, precision = KINDS[kind]
+    block = replace(make_block(*sizes, device=device, dtype=dtype, **numbers), precision=precision)
+    return block.channels_last() if layout == "NDHWC" else block
+
+
+def gradients(block: Block, grad_y: torch.Tensor, **keywords) -> dict[str, torch.Tensor]:
+    """Gradients of all tensors of the block."""
+    leaves = block.requires_grad()
+    args, kwargs = leaves.arguments()
+    y = upconv3d.conv_transpose3d_relu_group_norm(*args, **kwargs, **keywords)
+    y.backward(grad_y)
+    return {name: tensor.grad for name, tensor in leaves.tensors().items()}
+
+
+def training_plan(block: Block) -> upconv3d.Plan:
+    args, kwargs = block.arguments()
+    return upconv3d.explain(*args, **kwargs, training=True)
+
+
+@every_kind
+@both_layouts
+@pytest.mark.parametrize("shape", SHAPES)
+def test_like_eager(hopper, shape, layout, kind):
+    block = kind_block(shape, kind, layout, hopper)
+    assert training_plan(block).keeps_activation, training_plan(block)
+    check_gradients_like_eager(block)
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_random_problems(hopper, batch):
+    for index in range(batch, RANDOM_PROBLEMS, BATCHES):
+        text, block = random_problem(index, hopper)
+        try:
+            check_gradients_like_eager(block)
+        except AssertionError as error:
+            raise AssertionError(f"UPCONV3D_SEED={SEED}, problem {index}: {text}") from error
+
+
+@every_kind
+@both_layouts
+def test_same_bits_and_recompute(hopper, layout, kind):
+    block = kind_block("headline_small", kind, layout, hopper)
+    grad_y = torch.randn_like(block.ours())
+    first = gradients(block, grad_y)
+    for again in (gradients(block, grad_y), gradients(block, grad_y, recompute=True)):
+        for name, gradient in first.items():
+            assert torch.equal(gradient, again[name]), name
+
+
+@every_kind
+@both_layouts
+def test_gradients_lie_as_what_they_belong_to(hopper, layout, kind):
+    block = kind_block("decoder", kind, layout, hopper)
+    y = block.ours()
+    dense = torch.randn_like(y)
+    expected = gradients(block, dense)
+    for name, tensor in block.tensors().items():
+        assert expected[name].stride() == tensor.stride(), name
+    other = torch.channels_last_3d if layout == "NCDHW" else torch.contiguous_format
+    padded = torch.zeros(*y.shape[:-1], y.shape[-1] + 3, device=hopper, dtype=y.dtype)
+    padded[..., : y.shape[-1]] = dense
+    for grad_y in (dense.contiguous(memory_format=other), padded[..., : y.shape[-1]]):
+        for name, gradient in gradients(block, grad_y).items():
+            assert relative_error(gradient, expected[name].double()) <= 1e-2, name
+    constant = torch.ones((), device=hopper, dtype=y.dtype).expand_as(y)
+    repeated = gradients(block, constant.contiguous())
+    for name, gradient in gradients(block, constant).items():
+        assert torch.equal(gradient, repeated[name]), name
+
+
+@every_kind
+@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1e4])
+def test_tiny_and_huge_gradients(hopper, scale, kind):
+    """Gradients are linear in grad_y: a power of two in comes out again, where the dtype can hold it."""
+    block = kind_block("headline_small", kind, "NDHWC", hopper)
+    factor = 2.0 ** round(torch.tensor(scale).log2().item())
+    if kind == "float16" and scale != 1e4:
+        pytest.skip("float16 holds no such gradients, PyTorch's neither")
+    grad_y = torch.randn_like(block.ours()) * 2.0**-10
+    expected = gradients(block, grad_y)
+    for name, gradient in gradients(block, grad_y * factor).items():
+        assert torch.isfinite(gradient).all(), name
+        assert relative_error(gradient.double() / factor, expected[name].double()) <= 1e-3, name
+
+
+@every_kind
+def test_nan_spreads_as_far_as_eagers(hopper, kind):
+    """A NaN in grad_y reaches every gradient of its norm group, and no other sample's grad_x."""
+    block = kind_block("headline_small", kind, "NDHWC", hopper)
+    grad_y = torch.randn_like(block.ours())
+    grad_y[0, 3, 2, 1, 4] = float("nan")
+    found = gradients(block, grad_y)
+    assert found["input"][0].isnan().any() and not found["input"][1].isnan().any()
+    assert found["norm_bias"].isnan().nonzero().flatten().tolist() == [3]
+
+
+@every_kind
+@pytest.mark.parametrize("wanted", ["input", "weight", "bias", "norm_weight", "norm_bias"])
+def test_only_what_is_asked_for(hopper, wanted, kind):
+    block = kind_block("headline_small", kind, "NCDHW", hopper)
+    grad_y = torch.randn_like(block.ours())
+    expected = gradients(block, grad_y)[wanted]
+    alone = replace(block, **{wanted: getattr(block, wanted).detach().requires_grad_()})
+    (gradient,) = torch.autograd.grad(alone.ours(), getattr(alone, wanted), grad_y)
+    assert torch.equal(gradient, expected)
+
+
+@every_kind
+def test_cuda_graph_of_a_training_step(hopper, kind):
+    block = kind_block("decoder", kind, "NDHWC", hopper).requires_grad()
+    grad_y = torch.randn_like(block.ours())
+    tensors = list(block.tensors().values())
+
+    def step():
+        return torch.autograd.grad(block.ours(), tensors, grad_y)
+
+    expected = step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for gradient in captured:
+        gradient.fill_(float("nan"))
+    graph.replay()
+    for gradient, right in zip(captured, expected, strict=True):
+        assert torch.equal(gradient, right)
+
+
+@every_kind
+@both_layouts
+def test_peak_memory(hopper, layout, kind):
+    """Forward and backward, gradients included: at most 0.7 of what eager needs."""
+    dtype, precision = KINDS[kind]
+    block = make_block(4, 64, 128, 32, 3, num_groups=8, device=hopper, dtype=dtype)
+    block = replace(block, precision=precision)
+    block = (block.channels_last() if layout == "NDHWC" else block).requires_grad()
+    grad_y = torch.randn_like(block.ours())
+    tensors = list(block.tensors().values())
+
+    def peak(call) -> int:
+        torch.autograd.grad(call(), tensors, grad_y)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(call(), tensors, grad_y)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    ours, eager = peak(block.ours), peak(block.eager)
+    print(f"{kind} {layout}: {ours / 2**20:.0f} MiB, eager {eager / 2**20:.0f} MiB, {ours / eager:.2f}")
+    if kind != "ieee":  # whose convolutions' gradients PyTorch computes
+        assert ours <= 0.7 * eager
+
+
+@both_layouts
+def test_what_the_forward_kept_must_fit(hopper, layout):
+    block = kind_block("headline_small", "bfloat16", layout, hopper)
+    args, kwargs = block.arguments()
+    numbers = [[v] * 3 if isinstance(v, int) else list(v) for v in (args[3], args[4], args[5], args[7])]
+    stride, padding, output_padding, dilation = numbers
+    with pytest.raises(RuntimeError, match="what the forward kept must be of the same call"):
+        torch.ops.upconv3d.fused_backward(
+            torch.randn_like(block.ours()),
+            *args[:3],
+            stride,
+            padding,
+            output_padding,
+            1,
+            dilation,
+            kwargs["num_groups"],
+            kwargs["norm_weight"],
+            kwargs["eps"],
+            kwargs["precision"],
+            torch.empty(256, dtype=torch.uint8, device=hopper),
+            31,
+        )
