@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cstdint>
 #include <iterator>
+#include <limits>
 #include <optional>
 #include <string>
 
 #include "core/cpu_conv_layout.hpp"
 #include "core/errors.hpp"
+#include "core/index_math.hpp"
 #include "core/plan.hpp"
 #include "core/sm80_plan.hpp"
 #include "core/sm90_plan.hpp"
@@ -67,6 +70,13 @@ bool prefers_sm80(const Device& device) {
   return device.compute_capability != kHopper;
 }
 
+/// Whether group_norm_backward, whose counters are 32-bit, can read what this plan would keep.
+bool backward_can_count(const Problem& p, const Plan& plan) {
+  constexpr std::int64_t kEnd = std::numeric_limits<std::int32_t>::max();
+  return p.positions() < kEnd / 2 && saturating_product(p.n, p.k) <= kEnd &&
+         saturating_product(p.n, plan.tiles) <= kEnd;
+}
+
 /// \param keeps_activation whether a backward pass will want relu(conv)
 Plan choose(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances,
             bool keeps_activation) {
@@ -81,7 +91,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     if (!forced.empty()) require_no_obstacle(problem, forced, obstacle);
     if (instance) {
       Plan plan = sm90_plan(problem, device, *instance);
-      if (keeps_activation) {
+      if (keeps_activation && backward_can_count(problem, plan)) {
         plan.keeps_activation = true;
         plan.activation_in_y = false;
         return plan;

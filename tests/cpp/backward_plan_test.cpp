@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// Selection of training and backward plans, without a GPU.
+
+#include "core/backward_plan.hpp"
+
+#include <exception>
+#include <iostream>
+
+#include "core_cases.hpp"
+
+namespace upconv3d {
+namespace {
+
+std::vector<GradWInstance> all_grad_w() {
+  std::vector<GradWInstance> instances = grad_w_instances();
+  for (GradWInstance& instance : instances) instance.compiled = true;
+  return instances;
+}
+
+BackwardPlan plan_of(const Problem& p, const GradientMask& wanted, const Device& device = hopper()) {
+  return select_backward_plan(p, device, wanted, all_compiled(), all_grad_w());
+}
+
+constexpr GradientMask kAll = {true, true, true, true, true};
+
+void test_training_plans() {
+  const Plan plan = select_training_plan(headline(), hopper(), all_compiled());
+  expect(plan.keeps_activation && plan.normalizes && !plan.activation_in_y, "a is kept beside y");
+  Problem k_is_s = headline();
+  k_is_s.kernel = k_is_s.stride = {2, 2, 2};
+  expect(select_plan(k_is_s, hopper(), all_compiled()).twice, "computed twice where nothing is kept");
+  const Plan stored = select_training_plan(k_is_s, hopper(), all_compiled());
+  expect(!stored.twice && stored.keeps_activation, "stored where it is kept");
+  Device ampere = hopper();
+  ampere.compute_capability = 80;
+  expect(!select_training_plan(headline(), ampere, all_compiled()).keeps_activation, "nothing on Ampere");
+  Problem many = headline();
+  many.n = std::int64_t{1} << 25;
+  expect(!select_training_plan(many, hopper(), all_compiled()).keeps_activation,
+         "2^32 samples times channels are not counted");
+}
+
+void test_backward_plans() {
+  const BackwardPlan bf16 = plan_of(headline(), kAll);
+  expect(bf16.grad_x && bf16.grad_w && !bf16.library && !bf16.scaled && bf16.grad_c_pitch == 128,
+         "headline: " + describe(bf16));
+  Problem tf32 = headline(DType::kFloat32, Layout::kNCDHW);
+  tf32.precision = Precision::kTF32;
+  expect(plan_of(tf32, kAll).scaled, "float32 at TF32's accuracy takes scaled float16");
+  const BackwardPlan vectors = plan_of(headline(), {false, false, true, true, true});
+  expect(!vectors.grad_x && !vectors.grad_w && !vectors.library && vectors.grad_c_pitch == 0,
+         "grad_c is not wanted for vectors alone");
+  const BackwardPlan weight = plan_of(headline(), {false, true, false, false, false});
+  expect(!weight.grad_x && weight.grad_w.has_value(), "what is not asked for is not computed");
+}
+
+void test_library() {
+  const auto expect_library = [](const Problem& p, const char* part, const Device& device = hopper()) {
+    const BackwardPlan plan = plan_of(p, kAll, device);
+    expect(plan.library && !plan.grad_x && !plan.grad_w && plan.grad_c_pitch >= p.k &&
+               has_part(plan.reason, part),
+           std::string(part) + ": " + describe(plan));
+  };
+  expect_library(headline(DType::kFloat32), "three products");
+  Problem groups = headline();
+  groups.groups = 2;
+  expect_library(groups, "groups");
+  Device forced = hopper();
+  forced.forced_plan = "library";
+  expect_library(headline(), "UPCONV3D_PLAN", forced);
+  const BackwardPlan none = select_backward_plan(headline(), hopper(), kAll, {}, {});
+  expect(none.library, "nothing compiled");
+}
+
+}  // namespace
+}  // namespace upconv3d
+
+int main() {
+  try {
+    upconv3d::test_training_plans();
+    upconv3d::test_backward_plans();
+    upconv3d::test_library();
+  } catch (const std::exception& error) {
+    upconv3d::expect(false, error.what());
+  }
+  if (upconv3d::failures == 0) std::cout << "backward plan: all passed\n";
+  return upconv3d::failures == 0 ? 0 : 1;
+}
