@@ -5,6 +5,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#ifdef NG_TUNE
+#include <cstdlib>
+#endif
 
 #include "cuda/conv_transpose/cooperative_launch.hpp"
 #include "cuda/group_norm/backward_launch.hpp"
@@ -65,6 +68,10 @@ void launch_backward_kernel(const GroupNormBackwardParams& params, cudaStream_t 
       params.positions * params.k * std::int64_t{sizeof(typename Traits::T) + sizeof(typename Traits::A)};
   const auto prepare = [&](int blocks) {
     // Samples of a step: no more than blocks have units of, and about as many in each step.
+#ifdef NG_TUNE
+    if (getenv("NG_LAG")) args.lag = atoi(getenv("NG_LAG"));
+    const std::int64_t kStepBytes = getenv("NG_STEP") ? std::int64_t(atoi(getenv("NG_STEP"))) << 20 : upconv3d::cuda::kStepBytes;
+#endif
     const std::int64_t most = std::max<std::int64_t>(
         1, std::min<std::int64_t>(kStepBytes / sample_bytes, blocks / args.channel_blocks));
     const std::int64_t steps = ceil_div(params.n, most);

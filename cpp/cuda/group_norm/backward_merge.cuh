@@ -45,12 +45,13 @@ __device__ __forceinline__ void tell_ready(int* flag, int steps) {
 }
 __device__ __forceinline__ void wait_ready(const int* flag, int steps) {
   const auto at = static_cast<unsigned>(__cvta_generic_to_shared(flag));
+  int value;
   for (;;) {
-    int value;
     asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
-    if (value >= steps) return;
+    if (value >= steps) break;
     __nanosleep(20);
   }
+  __syncwarp();  // barriers want whole warps
 }
 
 __device__ __forceinline__ double warp_sum(double value) {
@@ -190,9 +191,10 @@ class MergeWarp {
       }
     }
     if (lane_ == 0) {
-      const double rstd = table.z, from_deviation = -rstd * rstd * c2;
-      const double constant = -rstd * c1 - from_deviation * table.y;
-      args_.terms[row] = {c1, c2, from_deviation, constant};
+      const double rstd = table.z;
+      GroupTerms terms{c1, c2, -rstd * rstd * c2, 0};
+      terms.constant = -rstd * c1 - terms.from_deviation * table.y;
+      args_.terms[row] = terms;
     }
     __syncwarp();  // orders what the other lanes did before lane 0's release, which thus covers it
     if (lane_ == 0) release_one(args_.ready + step);

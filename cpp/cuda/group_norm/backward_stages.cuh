@@ -121,18 +121,16 @@ __device__ __forceinline__ void read_floats(const char* from, float (&to)[kCount
 }
 
 /// Starts the copy of kBytes bytes to shared memory, or of as many zeros.
-/// \param policy of L2
+///
+/// Without a cache policy: with one, cp.async is an illegal instruction on an H200, though ptxas takes it.
 template <int kBytes>
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid, std::uint64_t policy) {
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
   const auto shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
   const int bytes = valid ? kBytes : 0;
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(from),
-                 "r"(bytes), "l"(policy)
-                 : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3, %4;" ::"r"(shared), "l"(from),
-                 "n"(kBytes), "r"(bytes), "l"(policy)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(kBytes), "r"(bytes)
                  : "memory");
   }
 }
@@ -205,19 +203,6 @@ class StageRing {
   }
 
  private:
-  /// Policies of L2 for what is read again soon, and for what is not. Made where they are used: they would take
-  /// four registers.
-  static __device__ __forceinline__ std::uint64_t keep_policy() {
-    std::uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-  }
-  static __device__ __forceinline__ std::uint64_t drop_policy() {
-    std::uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-  }
-
   __device__ __forceinline__ static int own_chunk(int i) { return i * kStreamThreads + threadIdx.x; }
 
   /// Word of a tile's stage where word `word` of a channel lies.
@@ -229,20 +214,19 @@ class StageRing {
   __device__ __forceinline__ void issue(int back) {
     if (!cursor_.done()) {
       char* const stage = memory_ + back * Traits::kStageBytes;
-      const std::uint64_t policy = cursor_.apply() || args_.grad_c == nullptr ? drop_policy() : keep_policy();
       if constexpr (Traits::kPlanes) {
-        issue_planes(stage, policy);
+        issue_planes(stage);
       } else {
-        issue_rows(stage, policy);
+        issue_rows(stage);
       }
-      issue_a(stage, policy);
+      issue_a(stage);
       cursor_.advance();
       find_moments();
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  __device__ __forceinline__ void issue_a(char* stage, std::uint64_t policy) const {
+  __device__ __forceinline__ void issue_a(char* stage) const {
     const Unit& unit = cursor_.unit();
     const int channel = unit.channel + place_.vector * kVector;
 #pragma unroll
@@ -251,11 +235,11 @@ class StageRing {
       const bool valid = place_.used && position < unit.end && channel < args_.k;
       const std::int64_t row = std::int64_t{unit.sample} * args_.positions + position;
       const A* const from = args_.a + (valid ? row * args_.a_pitch + channel : 0);
-      copy_async<Traits::kABytes>(stage + Traits::kGradBytes + own_chunk(i) * Traits::kABytes, from, valid, policy);
+      copy_async<Traits::kABytes>(stage + Traits::kGradBytes + own_chunk(i) * Traits::kABytes, from, valid);
       if constexpr (Traits::kSteps) {
         const std::int64_t moment = std::int64_t{unit.sample} * args_.moments + moment_[i];
         const std::int8_t* const steps = args_.steps + (valid ? moment * args_.a_pitch + channel : 0);
-        copy_async<kVector>(stage + Traits::kStepsAt + own_chunk(i) * kVector, steps, valid, policy);
+        copy_async<kVector>(stage + Traits::kStepsAt + own_chunk(i) * kVector, steps, valid);
       }
     }
   }
@@ -272,10 +256,10 @@ class StageRing {
     }
   }
 
-  __device__ __forceinline__ void issue_rows(char* stage, std::uint64_t policy) const {
+  __device__ __forceinline__ void issue_rows(char* stage) const {
     const Unit& unit = cursor_.unit();
     const int channel = unit.channel + place_.vector * kVector;
-#pragma unroll
+#pragma unroll(Traits::kWhole ? kRows : 1)
     for (int i = 0; i < kRows; ++i) {
       const int position = cursor_.position() + place_.position(args_, i);
       const bool valid = place_.used && position < unit.end && channel < args_.k;
@@ -283,7 +267,13 @@ class StageRing {
       const T* const from = args_.grad_y + (valid ? row * args_.k + channel : 0);
       char* const to = stage + own_chunk(i) * Traits::kVectorBytes;
       if constexpr (Traits::kWhole) {
-        copy_async<Traits::kVectorBytes>(to, from, valid, policy);
+        copy_async<Traits::kVectorBytes>(to, from, valid);
+      } else if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          const bool own = valid && channel + j < args_.k;
+          copy_async<4>(to + 4 * j, own ? from + j : from, own);
+        }
       } else {
         Vector<T, kVector> vector;
 #pragma unroll
@@ -295,7 +285,7 @@ class StageRing {
     }
   }
 
-  __device__ __forceinline__ void issue_planes(char* stage, std::uint64_t policy) const {
+  __device__ __forceinline__ void issue_planes(char* stage) const {
     const Unit& unit = cursor_.unit();
     const T* const sample = args_.grad_y + std::int64_t{unit.sample} * args_.k * args_.positions;
     if constexpr (Traits::kWhole) {
@@ -307,11 +297,11 @@ class StageRing {
         const bool valid = unit.channel + channel < args_.k && position < unit.end;
         const T* const from =
             sample + (valid ? std::int64_t{unit.channel + channel} * args_.positions + position : 0);
-        copy_async<kAccessBytes>(stage + tile_word(channel, word) * 4, from, valid, policy);
+        copy_async<kAccessBytes>(stage + tile_word(channel, word) * 4, from, valid);
       }
     } else {
       // Neighbouring threads load neighbouring elements of a channel.
-#pragma unroll 8
+#pragma unroll 2
       for (int i = 0; i < kRows * kVector; ++i) {
         const int index = own_chunk(i);
         const int channel = index / Traits::kTilePositions, offset = index % Traits::kTilePositions;
@@ -322,7 +312,7 @@ class StageRing {
         char* const to = stage + tile_word(channel, offset / Traits::kWordPositions) * 4 +
                          offset % Traits::kWordPositions * sizeof(T);
         if constexpr (sizeof(T) == 4) {
-          copy_async<4>(to, from, valid, policy);
+          copy_async<4>(to, from, valid);
         } else {
           *reinterpret_cast<T*>(to) = valid ? __ldcg(from) : from_stat<T>(0.f);
         }

@@ -154,7 +154,6 @@ class StageCursor {
   __device__ __forceinline__ bool done() const { return phase_ >= phases(); }
   __device__ __forceinline__ const Unit& unit() const { return unit_; }
   __device__ __forceinline__ int position() const { return position_; }
-  __device__ __forceinline__ bool apply() const { return apply_; }
 
   __device__ __forceinline__ void advance() {
     position_ += stage_positions_;
@@ -176,7 +175,6 @@ class StageCursor {
       units_ = step_shape(args_, phase.step).units;
       unit_index_ = blockIdx.x;
     }
-    apply_ = phase.apply;
     unit_ = unit_at(args_, phase.step, step_shape(args_, phase.step), unit_index_);
     position_ = unit_.begin;
   }
@@ -184,7 +182,6 @@ class StageCursor {
   const Args& args_;
   int stage_positions_;
   int phase_, unit_index_, units_, position_;
-  bool apply_;
   Unit unit_;
 };
 

@@ -1,0 +1,396 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// Checks group_norm_backward against a reference in double on the host. Plain CUDA, no torch.
+///
+///   test_group_norm_backward          seconds, also under compute-sanitizer
+///   test_group_norm_backward --time   medians of large shapes instead, L2 flushed before each run
+///
+/// Returns 0 when every case agrees, 1 with one line per disagreement otherwise.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cuda/group_norm/group_norm_backward.hpp"
+#include "device_buffer.hpp"
+#include "gpu_test.hpp"
+#include "group_norm_backward_reference.hpp"
+
+using namespace upconv3d;
+using namespace upconv3d::cuda;
+using namespace upconv3d::test;
+
+namespace {
+
+int failures = 0;
+int comparisons = 0;
+
+void expect(bool ok, const std::string& what) {
+  ++comparisons;
+  if (ok) return;
+  ++failures;
+  std::printf("FAIL %s\n", what.c_str());
+}
+
+int multiprocessors() {
+  int count = 0;
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0), "counting multiprocessors");
+  return count;
+}
+
+template <class Value>
+void copy_in(const Buffer& to, const std::vector<Value>& from) {
+  check(cudaMemcpy(to.data(), from.data(), from.size() * sizeof(Value), cudaMemcpyHostToDevice), "uploading");
+}
+
+std::int64_t padded(std::int64_t k) {
+  return (k + 7) / 8 * 8;
+}
+
+/// Rows of `pitch` elements from rows of k; behind those, `rest`.
+template <class Value>
+std::vector<Value> in_rows(const std::vector<Value>& dense, std::int64_t k, std::int64_t pitch, Value rest) {
+  std::vector<Value> rows(dense.size() / k * pitch, rest);
+  for (std::size_t i = 0; i < dense.size(); ++i) rows[i / k * pitch + i % k] = dense[i];
+  return rows;
+}
+
+/// Device memory of a case, and the call that it makes.
+struct Arena {
+  std::int64_t a_pitch, grad_c_pitch;
+  DType grad_c_dtype;
+  Buffer grad_y, a, steps, moment_of, table, gamma, grad_c, unscale, grad_gamma, grad_beta, grad_bias, scratch;
+  GroupNormBackwardParams params;
+
+  static GroupNormBackwardParams shape(const BackwardCase& c) {
+    GroupNormBackwardParams params;
+    params.n = c.n, params.k = c.k, params.positions = c.positions, params.num_groups = c.num_groups;
+    params.dtype = c.dtype, params.grad_y_layout = c.layout;
+    params.a_pitch = padded(c.k) + c.more_pitch, params.grad_c_pitch = padded(c.k) + 2 * c.more_pitch;
+    params.moments = c.steps ? BackwardReference::kMoments : 0;
+    params.operand = c.scaled ? GradOperand::kScaledFloat16 : GradOperand::kOwn;
+    params.sm_count = multiprocessors();
+    return params;
+  }
+
+  explicit Arena(const BackwardCase& c)
+      : a_pitch(shape(c).a_pitch),
+        grad_c_pitch(shape(c).grad_c_pitch),
+        grad_c_dtype(c.scaled ? DType::kFloat16 : c.dtype),
+        grad_y((c.n * c.k * c.positions + c.misalign) * size_of(c.dtype)),
+        a(c.n * c.positions * a_pitch * (c.steps ? 2 : size_of(c.dtype))),
+        steps(c.n * BackwardReference::kMoments * a_pitch),
+        moment_of(c.positions * 4),
+        table(c.n * c.num_groups * 16),
+        gamma(c.k * size_of(c.dtype)),
+        grad_c(c.n * c.positions * grad_c_pitch * size_of(grad_c_dtype)),
+        unscale(4),
+        grad_gamma(c.k * size_of(c.dtype)),
+        grad_beta(c.k * size_of(c.dtype)),
+        grad_bias(c.k * size_of(c.dtype)),
+        scratch(group_norm_backward_scratch_bytes(shape(c))),
+        params(shape(c)) {
+    params.grad_y = grad_y.data() + c.misalign * size_of(c.dtype);
+    params.a = a.data();
+    if (c.steps) {
+      params.steps = reinterpret_cast<const std::int8_t*>(steps.data());
+      params.moment_of = reinterpret_cast<const std::int32_t*>(moment_of.data());
+    }
+    params.table = reinterpret_cast<const float*>(table.data());
+    if (c.gamma != Gamma::kNull) params.gamma = gamma.data();
+    if (!c.sums_only) params.grad_c = grad_c.data();
+    if (c.scaled) params.unscale = reinterpret_cast<std::int32_t*>(unscale.data());
+    params.grad_gamma = grad_gamma.data();
+    params.grad_beta = grad_beta.data();
+    params.grad_bias = grad_bias.data();
+    params.scratch = scratch.data();
+  }
+
+  void fill(const BackwardCase& c, const BackwardReference& ref) const {
+    std::vector<double> grad(ref.grad_y);
+    if (c.layout == Layout::kNCDHW) {
+      for (std::size_t i = 0; i < grad.size(); ++i) {
+        const std::int64_t row = i / c.k, k = i % c.k;
+        grad[(row / c.positions * c.k + k) * c.positions + row % c.positions] = ref.grad_y[i];
+      }
+    }
+    upload(grad_y.data() + c.misalign * size_of(c.dtype), grad, c.dtype);
+    if (c.steps) {
+      copy_in(a, in_rows<std::uint16_t>(ref.bits, c.k, a_pitch, 0xffff));
+      std::vector<std::int8_t> exponents(ref.steps.begin(), ref.steps.end());
+      copy_in(steps, in_rows<std::int8_t>(exponents, c.k, a_pitch, -128));
+      copy_in(moment_of, ref.moment_of);
+    } else {
+      upload(a.data(), in_rows<double>(ref.a, c.k, a_pitch, std::nan("")), c.dtype);
+    }
+    copy_in(table, ref.table);
+    upload(gamma.data(), ref.gamma, c.dtype);
+  }
+
+  std::vector<char> outputs() const {
+    std::vector<char> all;
+    for (const Buffer* buffer : {&grad_c, &unscale, &grad_gamma, &grad_beta, &grad_bias}) {
+      const std::vector<char> bytes = download_bytes(buffer->data(), buffer->bytes());
+      all.insert(all.end(), bytes.begin(), bytes.end());
+    }
+    return all;
+  }
+
+  bool pads_intact() const {
+    const Buffer* const all[] = {&grad_y, &a, &steps, &table, &gamma, &grad_c, &unscale, &grad_gamma, &grad_beta, &grad_bias,
+                                 &scratch};
+    return std::all_of(std::begin(all), std::end(all), [](const Buffer* buffer) { return buffer->pads_intact(); });
+  }
+};
+
+/// How far `got` is off, in units of what is allowed; values that are not finite need only stay so.
+double excess(double got, double want, double slack) {
+  if (!std::isfinite(want)) return std::isfinite(got) ? INFINITY : 0;
+  const double off = std::fabs(got - want);
+  return off == 0 ? 0 : std::isnan(off) ? INFINITY : off / slack;
+}
+
+/// Smallest step of a dtype, halved: what is lost below its normal numbers.
+double smallest(DType dtype) {
+  return dtype == DType::kFloat16 ? 0x1p-25 : 0x1p-135;
+}
+
+void check_grad_c(const BackwardCase& c, const BackwardReference& ref, const Arena& arena) {
+  const std::int64_t rows = c.n * c.positions;
+  const std::vector<double> got = download(arena.grad_c.data(), rows * arena.grad_c_pitch, arena.grad_c_dtype);
+  int exponent = 0;
+  if (c.scaled) {
+    std::int32_t unscale;
+    std::memcpy(&unscale, download_bytes(arena.unscale.data(), 4).data(), 4);
+    exponent = unscale;
+    int reach = 15;
+    if (ref.bound > 0) std::frexp(ref.bound, &reach);
+    reach = std::max(reach, -148);
+    expect(std::abs(exponent - (reach - 15)) <= (ref.bound > 0 ? 1 : 0),
+           "unscale " + std::to_string(exponent) + ", not " + std::to_string(reach - 15) + ": " + describe(c));
+  }
+  double worst = 0, largest = 0;
+  std::int64_t worst_at = 0, not_zero = 0;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (std::int64_t k = 0; k < arena.grad_c_pitch; ++k) {
+      const double stored = got[row * arena.grad_c_pitch + k];
+      if (k >= c.k) {
+        not_zero += stored != 0;
+        continue;
+      }
+      if (std::isfinite(stored)) largest = std::max(largest, std::fabs(stored));
+      const std::int64_t i = row * c.k + k;
+      const double want = ref.grad_c[i];
+      const double slack = ref.grad_c_slack[i] + 1.01 * unit_roundoff(arena.grad_c_dtype) * std::fabs(want) +
+                           std::ldexp(smallest(arena.grad_c_dtype), exponent);
+      // float16 that is not scaled may overflow, as PyTorch's does.
+      const bool overflow = arena.grad_c_dtype == DType::kFloat16 && !c.scaled && std::fabs(want) > 65500;
+      const double off = overflow ? 0 : excess(std::ldexp(stored, exponent), want, slack);
+      if (off > worst) worst = off, worst_at = i;
+    }
+  }
+  expect(worst <= 1, "grad_c, " + std::to_string(worst) + " times the tolerance at " + std::to_string(worst_at) +
+                         ", want " + std::to_string(ref.grad_c[worst_at]) + ": " + describe(c));
+  expect(not_zero == 0, "grad_c is not zero behind its channels: " + describe(c));
+  expect(!c.scaled || largest <= 32768, "scaled grad_c leaves its range: " + describe(c));
+}
+
+void check_parameters(const BackwardCase& c, const BackwardReference& ref, const Arena& arena) {
+  const auto compare = [&](const char* what, const Buffer& buffer, const std::vector<double>& want,
+                           const std::vector<double>& slack) {
+    const std::vector<double> got = download(buffer.data(), c.k, c.dtype);
+    double worst = 0;
+    for (std::int64_t k = 0; k < c.k; ++k) {
+      if (c.dtype == DType::kFloat16 && std::fabs(want[k]) > 65500) continue;
+      const double allowed = slack[k] + 1.01 * unit_roundoff(c.dtype) * std::fabs(want[k]) + smallest(c.dtype);
+      worst = std::max(worst, excess(got[k], want[k], allowed));
+    }
+    expect(worst <= 1, std::string(what) + ", " + std::to_string(worst) + " times the tolerance: " + describe(c));
+  };
+  compare("grad_gamma", arena.grad_gamma, ref.grad_gamma, ref.gamma_slack);
+  compare("grad_beta", arena.grad_beta, ref.grad_beta, ref.beta_slack);
+  compare("grad_bias", arena.grad_bias, ref.grad_bias, ref.bias_slack);
+}
+
+void run_case(const BackwardCase& c) {
+  const BackwardReference ref = make_reference(c);
+  Arena arena(c);
+  arena.fill(c, ref);
+  launch_group_norm_backward(arena.params, nullptr);
+  const std::vector<char> once = arena.outputs();
+  if (!c.sums_only) check_grad_c(c, ref, arena);
+  check_parameters(c, ref, arena);
+
+  check(cudaMemset(arena.grad_c.data(), 0xA5, arena.grad_c.bytes()), "filling a test buffer");
+  check(cudaMemset(arena.scratch.data(), 0xA5, arena.scratch.bytes()), "filling a test buffer");
+  check(cudaMemset(arena.scratch.data(), 0, group_norm_backward_counter_bytes(arena.params)), "clearing");
+  arena.params.counters_cleared = true;
+  launch_group_norm_backward(arena.params, nullptr);
+  expect(once == arena.outputs(), "the same bits twice: " + describe(c));
+  expect(arena.pads_intact(), "wrote outside a buffer: " + describe(c));
+}
+
+struct Kind {
+  DType dtype;
+  bool steps, scaled;
+};
+constexpr Kind kKinds[] = {{DType::kBFloat16, false, false}, {DType::kFloat16, false, false},
+                           {DType::kFloat32, false, false},  {DType::kFloat32, false, true},
+                           {DType::kFloat32, true, false},   {DType::kFloat32, true, true}};
+constexpr Layout kLayouts[] = {Layout::kNDHWC, Layout::kNCDHW};
+
+void run_shapes() {
+  struct Shape {
+    std::int64_t n, k, positions, num_groups;
+  };
+  const Shape shapes[] = {{2, 16, 60, 4},   {3, 64, 264, 8},   {1, 128, 129, 1},  {2, 30, 77, 6},  {1, 7, 515, 7},
+                          {2, 3, 1, 3},     {1, 1, 2053, 1},   {5, 40, 136, 8},   {1, 260, 67, 4}, {2, 20, 515, 5},
+                          {2, 100, 77, 20}, {300, 24, 5, 3},   {2, 128, 4096, 8}, {3, 2056, 9, 1}, {2, 1031, 2, 1},
+                          {1, 64, 20000, 64}, {40, 130, 40, 2}, {2, 512, 300, 2}};
+  int turn = 0;
+  for (const Shape& s : shapes) {
+    for (const Kind& kind : kKinds) {
+      for (const Layout layout : kLayouts) {
+        ++turn;
+        BackwardCase c{s.n, s.k, s.positions, s.num_groups, kind.dtype, kind.steps, kind.scaled, layout};
+        c.gamma = turn % 5 == 0 ? Gamma::kNull : turn % 5 == 1 ? Gamma::kSomeZero : Gamma::kRandom;
+        c.misalign = turn % 7 == 0 ? 1 : 0;
+        c.more_pitch = turn % 3 == 0 ? 8 : 0;
+        c.a_mean = turn % 4 == 0 ? 1.0 : 0.0;
+        c.sums_only = turn % 11 == 0 && !kind.scaled;
+        run_case(c);
+      }
+    }
+  }
+}
+
+void run_special() {
+  const std::int64_t n = 3, k = 24, positions = 301, groups = 3;
+  for (const Layout layout : kLayouts) {
+    for (const Kind& kind : kKinds) {
+      const BackwardCase c{n, k, positions, groups, kind.dtype, kind.steps, kind.scaled, layout};
+      BackwardCase special = c;
+      special.special = std::nan("");
+      run_case(special);
+      special.special = -INFINITY;
+      run_case(special);
+      BackwardCase far = c;
+      far.a_mean = kind.dtype == DType::kFloat32 && !kind.steps ? 1e4 : kind.steps ? 1.2 : 30;
+      run_case(far);
+      BackwardCase zero = c;
+      zero.grad_size = 0;
+      run_case(zero);
+      if (kind.dtype == DType::kFloat16) continue;
+      for (const double size : {1e-8, 1e-30, 1e30, 1e-37, 1e-42}) {
+        BackwardCase sized = c;
+        sized.grad_size = size;
+        run_case(sized);
+      }
+    }
+  }
+}
+
+/// A launch that must be refused before anything runs.
+void run_refusals() {
+  const BackwardCase c{2, 16, 60, 4, DType::kFloat32, false, true};
+  const auto refused = [&](auto&& change, const char* what) {
+    Arena arena(c);
+    change(arena.params);
+    bool thrown = false;
+    try {
+      launch_group_norm_backward(arena.params, nullptr);
+    } catch (const std::invalid_argument&) {
+      thrown = true;
+    }
+    expect(thrown, std::string("must be refused: ") + what);
+  };
+  refused([](auto& params) { params.dtype = DType::kFloat64; }, "float64");
+  refused([](auto& params) { params.dtype = DType::kBFloat16; }, "scaled bfloat16");
+  refused([](auto& params) { params.unscale = nullptr; }, "scaled without unscale");
+  refused([](auto& params) { params.a_pitch = 20; }, "a_pitch 20");
+  refused([](auto& params) { params.grad_c_pitch = 8; }, "grad_c_pitch below k");
+  refused([](auto& params) { params.num_groups = 3; }, "3 groups of 16 channels");
+  refused([](auto& params) { params.a = static_cast<const char*>(params.a) + 4; }, "misaligned a");
+  refused([](auto& params) { params.sm_count = 0; }, "no multiprocessors");
+}
+
+/// Median milliseconds of a case with data that do not matter.
+void time_case(const char* what, const BackwardCase& c) {
+  Arena arena(c);
+  check(cudaMemset(arena.grad_y.data(), 0x3c, arena.grad_y.bytes()), "filling");
+  check(cudaMemset(arena.a.data(), 0x3c, arena.a.bytes()), "filling");
+  check(cudaMemset(arena.steps.data(), 0, arena.steps.bytes()), "filling");
+  check(cudaMemset(arena.moment_of.data(), 0, arena.moment_of.bytes()), "filling");
+  check(cudaMemset(arena.table.data(), 0x3c, arena.table.bytes()), "filling");
+  check(cudaMemset(arena.gamma.data(), 0x3c, arena.gamma.bytes()), "filling");
+  arena.params.counters_cleared = true;
+  Buffer flush(256 << 20);
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin), "creating an event");
+  check(cudaEventCreate(&end), "creating an event");
+  std::vector<float> times;
+  for (int i = 0; i < 15; ++i) {
+    check(cudaMemsetAsync(arena.scratch.data(), 0, group_norm_backward_counter_bytes(arena.params)), "clearing");
+    check(cudaMemsetAsync(flush.data(), i, flush.bytes()), "flushing L2");
+    check(cudaEventRecord(begin), "recording");
+    launch_group_norm_backward(arena.params, nullptr);
+    check(cudaEventRecord(end), "recording");
+    check(cudaEventSynchronize(end), "waiting for the kernel");
+    float milliseconds = 0;
+    check(cudaEventElapsedTime(&milliseconds, begin, end), "reading a time");
+    times.push_back(milliseconds);
+  }
+  std::sort(times.begin(), times.end());
+  const double moved = arena.grad_y.bytes() + arena.a.bytes() + (c.sums_only ? 0 : arena.grad_c.bytes());
+  std::printf("%-44s %8.4f ms  min %8.4f  %6.2f TB/s of single reads and writes\n", what, times[times.size() / 2],
+              times[0], moved / times[times.size() / 2] * 1e-9);
+  check(cudaEventDestroy(begin), "destroying an event");
+  check(cudaEventDestroy(end), "destroying an event");
+}
+
+void run_times() {
+  constexpr DType kBF16 = DType::kBFloat16, kF32 = DType::kFloat32;
+  constexpr Layout kRows = Layout::kNDHWC, kPlanes = Layout::kNCDHW;
+  const std::int64_t out = 34 * 34 * 34, big = 64 * 64 * 64, huge = 96 * 96 * 96;
+  time_case("16x128x34^3 bf16 NDHWC", {16, 128, out, 8, kBF16, false, false, kRows});
+  time_case("16x128x34^3 bf16 NDHWC, sums only",
+            {.n = 16, .k = 128, .positions = out, .num_groups = 8, .dtype = kBF16, .sums_only = true});
+  time_case("16x128x34^3 bf16 NCDHW", {16, 128, out, 8, kBF16, false, false, kPlanes});
+  time_case("16x128x34^3 f32 steps NCDHW to scaled f16", {16, 128, out, 8, kF32, true, true, kPlanes});
+  time_case("16x128x34^3 f32 steps NDHWC to scaled f16", {16, 128, out, 8, kF32, true, true, kRows});
+  time_case("16x128x34^3 f32 NCDHW to f32", {16, 128, out, 8, kF32, false, false, kPlanes});
+  time_case("2x128x64^3 bf16 NDHWC", {2, 128, big, 8, kBF16, false, false, kRows});
+  time_case("2x128x64^3 bf16 NCDHW", {2, 128, big, 8, kBF16, false, false, kPlanes});
+  time_case("2x128x64^3 f32 steps NCDHW to scaled f16", {2, 128, big, 8, kF32, true, true, kPlanes});
+  time_case("1x128x96^3 bf16 NDHWC", {1, 128, huge, 8, kBF16, false, false, kRows});
+  time_case("1x128x96^3 f32 steps NCDHW to scaled f16", {1, 128, huge, 8, kF32, true, true, kPlanes});
+  time_case("16x256x18^3 bf16 NDHWC", {16, 256, 18 * 18 * 18, 8, kBF16, false, false, kRows});
+  time_case("16x128x35^3 bf16 NCDHW, odd rows", {16, 128, 35 * 35 * 35, 8, kBF16, false, false, kPlanes});
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (upconv3d::tests::no_gpu(80)) return upconv3d::tests::kSkipped;
+  try {
+    if (argc > 1 && std::strcmp(argv[1], "--time") == 0) {
+      run_times();
+      return 0;
+    }
+    run_refusals();
+    run_shapes();
+    run_special();
+  } catch (const std::exception& error) {
+    std::printf("FAIL %s\n", error.what());
+    return 1;
+  }
+  std::printf("group_norm_backward: %d comparisons, %d failures\n", comparisons, failures);
+  return failures == 0 ? 0 : 1;
+}
