@@ -6,6 +6,7 @@ import io
 import itertools
 import pickle
 import shutil
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+
+# TorchScript is deprecated, and used.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")
 
 OP_NAME = "upconv3d::conv_transpose3d_relu_group_norm"
 
@@ -92,9 +96,9 @@ def test_aot_inductor_round_trip(device, tmp_path):
 def test_jit_trace(device, n):
     """Sizes are not frozen, nothing warns that they might be, and gradients flow after a round trip."""
     block = _module(device, stride=2)
-    with pytest.warns(DeprecationWarning) as warned:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
         traced = torch.jit.trace(block, (_input(device, n),))
-    assert not [w for w in warned if issubclass(w.category, torch.jit.TracerWarning)]
     traced = _saved_and_loaded(torch.jit.save, torch.jit.load, traced)
     x = _input(device, 4, 2).requires_grad_()
     y = traced(x)
@@ -201,8 +205,20 @@ def test_checkpoint(device, use_reentrant, low):
     torch.testing.assert_close(*gradients)
 
 
+def test_autocast_takes_the_short_way_into_autograd(device):
+    """The node that keeps what the backward needs; the casts are nodes before it and, on CUDA, behind it."""
+    block = shape_block("kernelbench-small", device=device).requires_grad()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = block.ours()
+    node = y.grad_fn.next_functions[0][0] if device.type == "cuda" else y.grad_fn
+    assert type(node).__name__ == "ConvTranspose3dReLUGroupNormBackward"
+    if device.type == "cuda":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert block.ours().dtype == torch.float32
+
+
 class _BackwardMasks(TorchDispatchMode):
-    """output_mask, the last argument, of every backward operator of the block that runs."""
+    """output_mask of every backward operator of the block that runs."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +226,7 @@ class _BackwardMasks(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.name().startswith(f"{OP_NAME}_backward"):
-            self.masks.append(list(args[-1]))
+            self.masks.append(list(args[13]))
         return func(*args, **(kwargs or {}))
 
 

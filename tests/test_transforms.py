@@ -62,6 +62,8 @@ COMPOSITIONS = {
     "vmap-grad": lambda f, x, r: vmap(grad(lambda z: (r * f(z)).sum()))(_slices(x)),
     "grad-vmap": lambda f, x, r: grad(lambda z: (r * vmap(f)(z)).sum())(_slices(x)),
     "vjp": lambda f, x, r: vjp(f, x)[1](r.expand_as(f(x)))[0],
+    "vmap-vjp-without-grad": lambda f, x, r: torch.no_grad()(lambda: vmap(vjp(f, x)[1])(_slices(f(x))))()[0],
+    "jacrev-without-grad": lambda f, x, r: torch.no_grad()(jacrev(lambda z: (r * f(z)).sum((-1, -2, -3))))(x),
     "jacrev": lambda f, x, r: jacrev(lambda z: (r * f(z)).sum((-1, -2, -3)))(x),
     "jacrev-jacrev": lambda f, x, r: jacrev(jacrev(lambda z: (r * f(z)).sum()))(x),
 }
@@ -87,15 +89,23 @@ def test_plain_autograd_through_vmap(device, name):
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-10)
 
 
-def test_vmap_over_the_input_is_one_call(device):
+def test_slices_become_samples_of_one_call(device):
     """The profiler shows the call with batched tensors, and the one that the rule makes of it."""
     ours, _, x, _ = _case(device)
+    name = "upconv3d::conv_transpose3d_relu_group_norm"
+
+    def calls(function):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            function()
+        names = [event.name for event in profiler.events()]
+        return names.count(name), names.count(f"{name}_backward")
+
     xs = _slices(x).requires_grad_()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        vmap(ours)(xs).sin().sum().backward()
-    names = [event.name for event in profiler.events()]
-    assert names.count("upconv3d::conv_transpose3d_relu_group_norm") == 2
-    assert names.count("upconv3d::conv_transpose3d_relu_group_norm_backward") == 2
+    assert calls(lambda: vmap(ours)(xs).sin().sum().backward()) == (2, 1)
+    with torch.no_grad():  # gradients of gradients excluded, the backward operator serves vjp too
+        y, pullback = vjp(ours, x)
+        grads_y = torch.randn(SLICES, *y.shape, device=device, dtype=y.dtype)
+        assert calls(lambda: vmap(pullback)(grads_y)) == (0, 2)
 
 
 def test_vmap_keeps_channels_last(device):
@@ -152,6 +162,33 @@ def test_batched_grad_outputs(device):
         )
         results.append(torch.autograd.grad(y, leaf, grads_y.to(y.dtype), is_grads_batched=True)[0])
     torch.testing.assert_close(*results, rtol=1e-8, atol=1e-10)
+
+
+def test_autocast_under_vmap(device):
+    block = make_block(2, 4, 6, 3, 3, num_groups=2, device=device)
+    results = []
+    for function in (vmap, lambda f: lambda xs: torch.stack([f(x) for x in xs])):
+        leaf = _slices(block.input).requires_grad_()
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            y = function(lambda x: upconv3d.conv_transpose3d_relu_group_norm(x, block.weight, num_groups=2))(
+                leaf
+            )
+        y.float().sin().sum().backward()
+        assert leaf.grad.dtype == torch.float32
+        results.append((y, leaf.grad))
+    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-2)
+
+
+def test_functionalize(device):
+    ours, _, x, _ = _case(device)
+    torch.testing.assert_close(torch.func.functionalize(ours)(x), ours(x))
+
+
+def test_no_slices(device):
+    ours, _, x, _ = _case(device)
+    xs = x.new_empty(0, *x.shape).requires_grad_()
+    y = vmap(ours)(xs)
+    assert y.shape == (0, *ours(x).shape)
 
 
 def test_autocast_under_grad(device):

@@ -334,6 +334,30 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
 record_block: Callable[..., Tensor] = super(torch.autograd.Function, ConvTranspose3dReLUGroupNorm).apply
 
 
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+
+def autocast_dtype(input: Tensor) -> torch.dtype | None:
+    """What the block's tensors are cast to; None where autocast is off for the device, or for the dtype."""
+    device_type = input.device.type
+    if device_type not in ("cpu", "cuda") or input.dtype is torch.float64:
+        return None
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def under_autocast(run: Callable[..., Tensor], tensors: Sequence[Tensor | None], *numbers: Any) -> Tensor:
+    """run(*tensors, *numbers) as autocast runs the block: autograd records the casts around it too."""
+    input: Any = tensors[0]
+    low = autocast_dtype(input)
+    if low is not None:
+        tensors = [tensor if tensor is None else tensor.to(low) for tensor in tensors]
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+        y = run(*tensors, *numbers)
+    return y.float() if low is not None and y.is_cuda else y
+
+
 def _autocast_kernel(device_type: str) -> Callable[..., Tensor]:
     key = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}[device_type]
     autocast = torch._C.DispatchKeySet(key)

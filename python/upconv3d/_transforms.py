@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 
-from ._autograd import _backward, _setup_context
+from ._autograd import _backward, _setup_context, under_autocast
 
 _MASK = 13  # the backward operator's output_mask among its arguments; `saved` follows, or not
 
@@ -38,9 +39,10 @@ def _fold(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
 
 def _unfold(result: Tensor, of: Tensor, dim: int | None, batch_size: int) -> Tensor:
     """The inverse on a result that has the samples of `of`, which was folded along `dim`."""
-    samples_apart = of.dim() - (dim is not None) == 5
-    samples = result.shape[0] // batch_size
-    return result.view(batch_size, samples, *result.shape[1:]) if samples_apart else result
+    sizes = list(of.shape)
+    if dim is not None:
+        del sizes[dim]
+    return result.view(batch_size, sizes[0], *result.shape[1:]) if len(sizes) == 5 else result
 
 
 def _slice(arguments: Sequence[Any], dims: Sequence[Any], index: int) -> list[Any]:
@@ -57,7 +59,7 @@ def _batch_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tupl
     others_batched = any(
         isinstance(value, Tensor) and dim is not None for value, dim in zip(others, in_dims[1:], strict=True)
     )
-    if others_batched or info.batch_size == 0:
+    if others_batched:
         slices = [_forward_op(*_slice(arguments, in_dims, index)) for index in range(info.batch_size)]
         return torch.stack(slices), 0
     y = _forward_op(_fold(input, in_dims[0], info.batch_size), *others)
@@ -67,25 +69,29 @@ def _batch_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tupl
 def _batch_backward(
     info: Any, in_dims: tuple[Any, ...], *arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """vmap's rule for the backward operator. Gradients of weights are sums over the samples of one slice."""
+    """vmap's rule for the backward operator. Gradients of weights are sums over the samples of one slice.
+
+    What a forward kept is of no use to samples that it did not see: with it, slices are computed one by one.
+    """
     grad_y, input, *others = arguments
-    mask = arguments[_MASK]
-    others_batched = any(
+    mask, kept = arguments[_MASK], arguments[_MASK + 1] if len(arguments) > _MASK + 1 else None
+    apart = any(mask[1:]) or not mask[0] or (kept is not None and kept.numel() > 0)
+    apart = apart or any(
         isinstance(value, Tensor) and dim is not None for value, dim in zip(others, in_dims[2:], strict=True)
     )
-    if others_batched or any(mask[1:]) or not mask[0] or info.batch_size == 0:
+    if apart:
         slices = [_backward_op(*_slice(arguments, in_dims, index)) for index in range(info.batch_size)]
         return tuple(torch.stack(gradients) for gradients in zip(*slices, strict=True)), (0,) * 5
     folded = (
         _fold(value, dim, info.batch_size) for value, dim in zip((grad_y, input), in_dims[:2], strict=True)
     )
-    grad_x, *empty = _backward_op(*folded, *others)
+    grad_x, *empty = _backward_op(*folded, *arguments[2 : _MASK + 1])
     nothing = (tensor.expand(info.batch_size, 0) for tensor in empty)
     return (_unfold(grad_x, input, in_dims[1], info.batch_size), *nothing), (0,) * 5
 
 
 class TransformedBlock(torch.autograd.Function):
-    """The block as torch.func's transforms see it; arguments are those of the operator's schema.
+    """The block as torch.func's grad, vjp and jacrev see it; arguments are those of the operator's schema.
 
     generate_vmap_rule makes vmap run these methods on batched tensors, and so the rules above.
     """
@@ -108,18 +114,23 @@ class TransformedBlock(torch.autograd.Function):
         )
 
 
+def differentiated() -> bool:
+    """Whether one of the transforms around the caller is grad, vjp, jvp or what is made of them."""
+    kinds = (TransformType.Grad, TransformType.Jvp)
+    return any(level.key() in kinds for level in get_interpreter_stack() or ())
+
+
 def transformed_block(*arguments: Any) -> Tensor:
     """TransformedBlock; under autocast with the casts outside of it, so that they are differentiated too."""
-    input: Tensor = arguments[0]
-    device_type = input.device.type
-    if not torch.is_autocast_enabled(device_type) or input.dtype is torch.float64:
-        y: Tensor = TransformedBlock.apply(*arguments)  # type: ignore[no-untyped-call]
+    input, weight, bias, *numbers, norm_weight, norm_bias, eps, precision = arguments
+
+    def run(x: Tensor, w: Tensor, b: Any, gamma: Any, beta: Any) -> Tensor:
+        y: Tensor = TransformedBlock.apply(  # type: ignore[no-untyped-call]
+            x, w, b, *numbers, gamma, beta, eps, precision
+        )
         return y
-    low = torch.get_autocast_dtype(device_type)
-    cast = [value.to(low) if isinstance(value, Tensor) else value for value in arguments]
-    with torch.autocast(device_type, enabled=False):
-        y = TransformedBlock.apply(*cast)  # type: ignore[no-untyped-call]
-    return y.float() if device_type == "cuda" else y
+
+    return under_autocast(run, (input, weight, bias, norm_weight, norm_bias))
 
 
 def register() -> None:

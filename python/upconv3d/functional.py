@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
-from ._autograd import record_block
-from ._transforms import transformed_block
+from ._autograd import record_block, under_autocast
+from ._transforms import differentiated, transformed_block
 
 IntOrTriple = int | Sequence[int]
 
@@ -255,9 +255,8 @@ def conv_transpose3d_relu_group_norm(
     Source: GroupNorm, Wu & He, arXiv:1803.08494.
     """
     tensors: tuple[Any, ...] = (input, weight, bias, norm_weight, norm_bias)
-    if not isinstance(tensors[0], Tensor) and _has_torch_function(
-        tensors
-    ):  # torch.fx's proxies are no tensors
+    # torch.fx's proxies are no tensors.
+    if not isinstance(tensors[0], Tensor) and _has_torch_function(tensors):
         overridden: Tensor = handle_torch_function(
             conv_transpose3d_relu_group_norm,
             tensors,
@@ -287,17 +286,18 @@ def conv_transpose3d_relu_group_norm(
         tracing = _tracing()
         recording = _grad_enabled() and _any_requires_grad(*tensors)
         # Autograd of a custom operator runs in Python, which takes tens of microseconds, some of them where
-        # there is nothing to record. It has to run where others than autograd want to see the operator
-        # (tracers, and __torch_function__ of the caller's), and where autocast's casts are recorded too.
-        whole = (
-            _compiling() or _has_torch_function(tensors) or (recording and (_autocast_enabled() or tracing))
-        )
+        # there is nothing to record. It has to run where requires_grad does not say what is recorded
+        # (torch.func's transforms), and where others than autograd want to see the operator (tracers, and
+        # __torch_function__ of the caller's).
+        whole = transforms or _compiling() or _has_torch_function(tensors) or (recording and tracing)
     dims = input.dim()
     # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.
     if not tracing and (dims == 4 or (dims == 5 and input.size(0) == 1)):
         _check_values_per_group(input, weight, stride, padding, output_padding, groups, dilation, num_groups)
-    if recording and not whole and not transforms:
+    if recording and not whole:
         numbers = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
+        if _autocast_enabled():
+            return under_autocast(record_block, tensors, numbers, recompute)
         recorded: Tensor = record_block(*tensors, numbers, recompute)
         return recorded
     arguments = (
@@ -315,7 +315,7 @@ def conv_transpose3d_relu_group_norm(
         eps,
         precision,
     )
-    if transforms:
+    if transforms and differentiated():
         return transformed_block(*arguments)
     if whole:
         y: Tensor = _op(*arguments)
