@@ -110,7 +110,8 @@ def test_gradients_lie_as_what_they_belong_to(hopper, layout, kind):
         for name, gradient in gradients(block, grad_y).items():
             assert relative_error(gradient, expected[name].double()) <= 1e-2, name
     constant = torch.ones((), device=hopper, dtype=y.dtype).expand_as(y)
-    repeated = gradients(block, constant.contiguous())
+    own = torch.contiguous_format if layout == "NCDHW" else torch.channels_last_3d
+    repeated = gradients(block, constant.contiguous(memory_format=own))
     for name, gradient in gradients(block, constant).items():
         assert torch.equal(gradient, repeated[name]), name
 
@@ -203,6 +204,21 @@ def test_peak_memory(hopper, layout, kind):
         assert ours <= 0.7 * eager
 
 
+@every_kind
+def test_kept_graph(hopper, kind):
+    """A backward that keeps the graph leaves what the next one reads; the last one may overwrite it."""
+    block = kind_block("headline_small", kind, "NDHWC", hopper).requires_grad()
+    tensors = list(block.tensors().values())
+    y = block.ours()
+    grad_y = torch.randn_like(y)
+    first, second, last = (
+        torch.autograd.grad(y, tensors, grad_y, retain_graph=retain) for retain in (True, True, False)
+    )
+    for gradients_of_one in zip(first, second, last, strict=True):
+        assert torch.equal(gradients_of_one[0], gradients_of_one[1])
+        assert torch.equal(gradients_of_one[0], gradients_of_one[2])
+
+
 @both_layouts
 def test_what_the_forward_kept_must_fit(hopper, layout):
     block = kind_block("headline_small", "bfloat16", layout, hopper)
@@ -224,4 +240,5 @@ def test_what_the_forward_kept_must_fit(hopper, layout):
             kwargs["precision"],
             torch.empty(256, dtype=torch.uint8, device=hopper),
             31,
+            False,
         )

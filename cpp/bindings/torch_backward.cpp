@@ -68,77 +68,115 @@ void* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->mutable_data_ptr() : nullptr;
 }
 
-Gradients run(const PreparedCall& call, const GradientMask& wanted, const Tensor& grad_y, const Tensor& input,
-              const Tensor& weight, const std::optional<Tensor>& norm_weight, const Tensor& saved) {
-  const Problem& p = call.problem;
-  const std::int32_t index = input.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(index);
-  const BackwardPlan& plan = call.backward_plans->find(p, call.device, wanted);
-  const Tensor x = contiguous_in(input, p.x_layout);
-  const bool dense = is_dense_in(grad_y, Layout::kNCDHW) || is_dense_in(grad_y, Layout::kNDHWC);
-  const Tensor dense_grad_y = dense ? grad_y : contiguous_in(grad_y, p.y_layout);
-  const std::optional<Tensor> gamma = contiguous_vector(norm_weight);
-  std::optional<Tensor> grad_x, grad_w, grad_c;
-  if (plan.grad_x) grad_x = empty_strided_like(x, sizes_of(x), dense_strides(sizes_of(x), p.x_layout));
-  if (plan.grad_w) grad_w = empty_gradient(weight);
-  if (plan.library) {
-    const std::int64_t pitch = plan.grad_c_pitch;
-    grad_c = empty_strided_like(x, {p.n, p.positions(), pitch}, {p.positions() * pitch, pitch, 1});
-  }
-  const std::optional<Tensor> grad_bias = vector_if(wanted.bias, x, p.k);
-  const std::optional<Tensor> grad_gamma = vector_if(wanted.gamma, x, p.k);
-  const std::optional<Tensor> grad_beta = vector_if(wanted.beta, x, p.k);
-
+/// The tensors of a backward call but for what each stage brings with it.
+cuda::BackwardTensors common_tensors(const Problem& p, const Tensor& grad_y, const Tensor& saved,
+                                     const Tensor& x, const Tensor& weight,
+                                     const std::optional<Tensor>& gamma) {
   cuda::BackwardTensors t;
-  t.grad_y = dense_grad_y.const_data_ptr();
-  t.grad_y_layout = is_dense_in(dense_grad_y, p.y_layout) ? p.y_layout
-                    : p.y_layout == Layout::kNCDHW        ? Layout::kNDHWC
-                                                          : Layout::kNCDHW;
-  t.saved = saved.const_data_ptr();
+  t.grad_y = grad_y.const_data_ptr();
+  const Layout other = p.y_layout == Layout::kNCDHW ? Layout::kNDHWC : Layout::kNCDHW;
+  t.grad_y_layout = is_dense_in(grad_y, p.y_layout) ? p.y_layout : other;
+  t.saved = saved.mutable_data_ptr();
   t.x = x.const_data_ptr();
   t.w = weight.const_data_ptr();
   for (int axis = 0; axis < 5; ++axis) t.w_strides[axis] = weight.stride(axis);
   t.gamma = gamma ? gamma->const_data_ptr() : nullptr;
-  t.grad_x = data_or_null(grad_x);
-  t.grad_w = data_or_null(grad_w);
-  for (int axis = 0; grad_w && axis < 5; ++axis) t.grad_w_strides[axis] = grad_w->stride(axis);
+  return t;
+}
+
+/// Runs a stage with scratch memory that is the allocator's again when it has been launched.
+void run_stage(const cuda::BackwardCall& call, cuda::BackwardStage stage, cuda::BackwardTensors t,
+               const Tensor& like, std::int32_t index) {
+  const Tensor workspace = empty_bytes_like(like, cuda::backward_workspace_bytes(call, stage, t));
+  t.workspace = workspace.mutable_data_ptr();
+  cuda::run_backward_stage(call, stage, t, static_cast<cudaStream_t>(current_cuda_stream(index)));
+}
+
+/// grad_c [N,Z,P,Q,pitch], and where it is scaled, its exponent behind it.
+struct GradC {
+  std::optional<Tensor> memory;  // none where it takes the activation's place
+  std::optional<Tensor> unscale;
+
+  GradC(const cuda::BackwardCall& call, const Tensor& like, bool consume_saved, cuda::BackwardTensors& t) {
+    const BackwardPlan& plan = call.plan;
+    if (plan.grad_c_pitch == 0) return;
+    if (plan.scaled) {
+      unscale = empty_bytes_like(like, sizeof(std::int32_t));
+      t.unscale = static_cast<std::int32_t*>(unscale->mutable_data_ptr());
+    }
+    if (consume_saved) t.grad_c = cuda::overwritable_activation(call, t.saved);
+    if (t.grad_c) return;
+    const std::int64_t values = call.problem.n * call.problem.positions() * plan.grad_c_pitch;
+    memory = plan.scaled ? empty_bytes_like(like, values * size_of(DType::kFloat16))
+                         : empty_strided_like(like, {values}, {1});
+    t.grad_c = memory->mutable_data_ptr();
+  }
+};
+
+Gradients run(const PreparedCall& prepared, const GradientMask& wanted, const Tensor& grad_y,
+              const Tensor& input, const Tensor& weight, const std::optional<Tensor>& norm_weight,
+              const Tensor& saved, bool consume_saved) {
+  const Problem& p = prepared.problem;
+  const std::int32_t index = input.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(index);
+  const BackwardPlan& plan = prepared.backward_plans->find(p, prepared.device, wanted);
+  const cuda::BackwardCall call{p, prepared.plan, plan, prepared.device};
+  const Tensor x = contiguous_in(input, p.x_layout);
+  const bool dense = is_dense_in(grad_y, Layout::kNCDHW) || is_dense_in(grad_y, Layout::kNDHWC);
+  const Tensor dense_grad_y = dense ? grad_y : contiguous_in(grad_y, p.y_layout);
+  const std::optional<Tensor> gamma = contiguous_vector(norm_weight);
+  const std::optional<Tensor> grad_bias = vector_if(wanted.bias, x, p.k);
+  const std::optional<Tensor> grad_gamma = vector_if(wanted.gamma, x, p.k);
+  const std::optional<Tensor> grad_beta = vector_if(wanted.beta, x, p.k);
+  cuda::BackwardTensors t = common_tensors(p, dense_grad_y, saved, x, weight, gamma);
   t.grad_bias = data_or_null(grad_bias);
   t.grad_gamma = data_or_null(grad_gamma);
   t.grad_beta = data_or_null(grad_beta);
-  t.grad_c = data_or_null(grad_c);
-  const Tensor workspace =
-      empty_bytes_like(x, cuda::backward_workspace_bytes(p, call.plan, plan, call.device, t));
-  t.workspace = workspace.mutable_data_ptr();
-  cuda::run_backward(p, call.plan, plan, call.device, t,
-                     static_cast<cudaStream_t>(current_cuda_stream(index)));
+  // What the library convolves is PyTorch's to free, when it wants to: never in saved memory.
+  const GradC grad_c(call, x, consume_saved && !plan.library, t);
+  run_stage(call, cuda::BackwardStage::kGroupNorm, t, x, index);
 
+  std::optional<Tensor> grad_x, grad_w, grad_c_view;
+  if (plan.grad_w) {
+    grad_w = empty_gradient(weight);
+    t.grad_w = grad_w->mutable_data_ptr();
+    for (int axis = 0; axis < 5; ++axis) t.grad_w_strides[axis] = grad_w->stride(axis);
+    run_stage(call, cuda::BackwardStage::kGradW, t, x, index);
+  }
+  if (plan.grad_x) {
+    grad_x = empty_strided_like(x, sizes_of(x), dense_strides(sizes_of(x), p.x_layout));
+    t.grad_x = grad_x->mutable_data_ptr();
+    run_stage(call, cuda::BackwardStage::kGradX, t, x, index);
+  }
+  if (plan.library) {
+    const Extent3 out = p.out();
+    const std::int64_t pitch = plan.grad_c_pitch;
+    grad_c_view = reinterpret(*grad_c.memory, prepared.y_sizes,
+                              {p.positions() * pitch, 1, out[1] * out[2] * pitch, out[2] * pitch, pitch});
+  }
   const auto or_empty = [&](const std::optional<Tensor>& tensor) {
     return tensor ? *tensor : empty_strided_like(x, {0}, {1});
   };
-  if (grad_c) {
-    const Extent3 out = p.out();
-    const std::int64_t pitch = plan.grad_c_pitch;
-    grad_c = reinterpret(*grad_c, call.y_sizes,
-                         {p.positions() * pitch, 1, out[1] * out[2] * pitch, out[2] * pitch, pitch});
-  }
   return {or_empty(grad_x),     or_empty(grad_w),    or_empty(grad_bias),
-          or_empty(grad_gamma), or_empty(grad_beta), or_empty(grad_c)};
+          or_empty(grad_gamma), or_empty(grad_beta), or_empty(grad_c_view)};
 }
 
 /// grad_y [N,K,Z,P,Q], input [N,C,D,H,W], saved [bytes] uint8. Returns the five gradients, empty where they
 /// are not wanted, and grad_c [N,K,Z,P,Q] where it is left to the caller to convolve it.
+/// \param consume_saved whether `saved` may be overwritten, as nobody needs it again
 Gradients fused_backward(const Tensor& grad_y, const Tensor& input, const Tensor& weight,
                          const std::optional<Tensor>& bias, const Ints& stride, const Ints& padding,
                          const Ints& output_padding, std::int64_t groups, const Ints& dilation,
                          std::int64_t num_groups, const std::optional<Tensor>& norm_weight, double eps,
-                         StringHandle precision_handle, const Tensor& saved, std::int64_t wanted) {
+                         StringHandle precision_handle, const Tensor& saved, std::int64_t wanted,
+                         bool consume_saved) {
   const std::string precision = take_string(precision_handle);
   const std::optional<Tensor> norm_bias;
   const auto call = prepare_call({input, weight, bias, norm_weight, norm_bias, stride, padding,
                                   output_padding, dilation, groups, num_groups, eps, precision, true});
   require_matching(*call, grad_y, input, saved);
   return run(*call, mask_of(wanted, bias.has_value(), norm_weight.has_value()), grad_y, input, weight,
-             norm_weight, saved);
+             norm_weight, saved, consume_saved);
 }
 
 }  // namespace
@@ -148,7 +186,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(upconv3d, library) {
   library.def(
       "fused_backward(Tensor grad_y, Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
       "int[] output_padding, int groups, int[] dilation, int num_groups, Tensor? norm_weight, float eps, "
-      "str precision, Tensor saved, int wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "str precision, Tensor(a!) saved, int wanted, bool consume_saved) -> (Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(upconv3d, CUDA, library) {

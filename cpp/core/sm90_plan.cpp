@@ -147,9 +147,10 @@ double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& s
   constexpr double kSharedBytesPerCycle = 118;
   // Filling the pipeline, and handing the accumulators over.
   constexpr double kTileCycles = 1500;
-  // Tiles of 256 positions and few k-blocks took this long, in either width: they wait for the tile before to
-  // be stored and its moments to be taken. Smaller ones were not looked at.
-  constexpr double kLeastCycles = 12000;
+  // Tiles of few k-blocks took this long, in either width, 256 positions 12000 and 128 positions 13500: they
+  // wait for the tile before to be stored and its moments to be taken. A little less for the smaller ones, so
+  // that they win where either makes one wave.
+  const double least = instance.block_positions < 256 ? 11000 : 12000;
   const double bc = instance.block_channels;
   const double bp = instance.block_positions;
   const double copies = instance.products == 1 ? 1 : 2;  // hi, or hi and lo
@@ -170,7 +171,7 @@ double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& s
   const double staged = 3 * bc * bp * instance.stored_bits / 8;
   const double cycles =
       kTileCycles + std::max(multiply, (k_blocks * (written + read) + staged) / kSharedBytesPerCycle);
-  return instance.block_positions < 256 ? cycles : std::max(cycles, kLeastCycles);
+  return p.operation == Operation::kConvTranspose ? std::max(cycles, least) : cycles;
 }
 
 /// Estimated cycles of the convolution: those of block 0, which takes the first and costliest tile of every

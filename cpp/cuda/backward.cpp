@@ -16,12 +16,10 @@
 namespace upconv3d::cuda {
 namespace {
 
-/// Backward stage 1 but for its scratch memory and what it writes there.
-GroupNormBackwardParams group_norm_params(const Problem& problem, const Plan& forward,
-                                          const BackwardPlan& plan, const Device& device,
-                                          const BackwardTensors& tensors) {
-  Carver carver(const_cast<void*>(tensors.saved));
-  const ActivationMemory activation(problem, forward, carver);
+GroupNormBackwardParams group_norm_params(const BackwardCall& call, const BackwardTensors& tensors) {
+  const Problem& problem = call.problem;
+  Carver carver(tensors.saved);
+  const ActivationMemory activation(problem, call.forward, carver);
   GroupNormBackwardParams params;
   params.n = problem.n;
   params.k = problem.k;
@@ -34,92 +32,89 @@ GroupNormBackwardParams group_norm_params(const Problem& problem, const Plan& fo
   params.a_pitch = padded_channels(problem.k);
   params.steps = activation.steps;
   params.moment_of = activation.moment_of;
-  params.moments = forward.tiles;
+  params.moments = call.forward.tiles;
   params.table = activation.table;
   params.gamma = tensors.gamma;
-  params.operand = plan.scaled ? GradOperand::kScaledFloat16 : GradOperand::kOwn;
-  params.grad_c_pitch = plan.grad_c_pitch;
+  params.operand = call.plan.scaled ? GradOperand::kScaledFloat16 : GradOperand::kOwn;
+  params.grad_c = tensors.grad_c;
+  params.grad_c_pitch = call.plan.grad_c_pitch;
+  params.unscale = tensors.unscale;
   params.grad_gamma = tensors.grad_gamma;
   params.grad_beta = tensors.grad_beta;
   params.grad_bias = tensors.grad_bias;
-  params.sm_count = device.sm_count;
+  params.scratch = tensors.workspace;
+  params.sm_count = call.device.sm_count;
   return params;
 }
 
-/// Scratch memory of a backward call. The two convolutions, one after the other, share theirs.
-struct BackwardWorkspace {
-  void* group_norm;
-  std::int32_t* unscale;  // [1], where grad_c is scaled
-  void* grad_c;           // [N,Z,P,Q,plan.grad_c_pitch] operand, where our kernels read it
-  void* convolution;
-  std::int64_t bytes;
+void run_group_norm(const BackwardCall& call, const BackwardTensors& tensors, cudaStream_t stream) {
+  const StageRange range("upconv3d::group_norm_backward");
+  launch_group_norm_backward(group_norm_params(call, tensors), stream);
+}
 
-  BackwardWorkspace(const Problem& problem, const BackwardPlan& plan, const GroupNormBackwardParams& params,
-                    void* base) {
-    Carver carver(base);
-    group_norm = carver.take(group_norm_backward_scratch_bytes(params));
-    unscale = carver.take<std::int32_t>(plan.scaled ? 1 : 0);
-    constexpr std::int64_t kOperandBytes = 2;
-    const bool ours = plan.grad_x || plan.grad_w;
-    grad_c = carver.take(ours ? problem.n * problem.positions() * plan.grad_c_pitch * kOperandBytes : 0);
-    convolution = carver.take(std::max(plan.grad_x ? grad_x_workspace_bytes(*plan.grad_x) : 0,
-                                       plan.grad_w ? grad_w_workspace_bytes(problem, *plan.grad_w) : 0));
-    bytes = carver.used();
-  }
-};
+void run_weight(const BackwardCall& call, const BackwardTensors& tensors, cudaStream_t stream) {
+  const StageRange range("upconv3d::grad_w");
+  GradWTensors grad_w;
+  grad_w.x = tensors.x;
+  grad_w.grad_c = tensors.grad_c;
+  grad_w.grad_c_pitch = call.plan.grad_c_pitch;
+  grad_w.unscale_grad_c = tensors.unscale;
+  grad_w.grad_w = tensors.grad_w;
+  std::copy_n(tensors.grad_w_strides, 5, grad_w.w_strides);
+  grad_w.workspace = tensors.workspace;
+  run_grad_w(call.problem, *call.plan.grad_w, call.device, grad_w, stream);
+}
 
-void run_stages(const Problem& problem, const Plan& forward, const BackwardPlan& plan, const Device& device,
-                const BackwardTensors& tensors, cudaStream_t stream) {
-  GroupNormBackwardParams norm = group_norm_params(problem, forward, plan, device, tensors);
-  const BackwardWorkspace workspace(problem, plan, norm, tensors.workspace);
-  norm.scratch = workspace.group_norm;
-  norm.unscale = workspace.unscale;
-  norm.grad_c = plan.library ? tensors.grad_c : workspace.grad_c;
-  {
-    const StageRange range("upconv3d::group_norm_backward");
-    launch_group_norm_backward(norm, stream);
-  }
-
-  if (plan.grad_x) {
-    GradXTensors grad_x;
-    grad_x.grad_c = workspace.grad_c;
-    grad_x.unscale = workspace.unscale;
-    grad_x.w = tensors.w;
-    std::copy_n(tensors.w_strides, 5, grad_x.w_strides);
-    grad_x.grad_x = tensors.grad_x;
-    grad_x.workspace = workspace.convolution;
-    const StageRange range("upconv3d::grad_x");
-    run_grad_x(*plan.grad_x, device, grad_x, stream);
-  }
-  if (plan.grad_w) {
-    GradWTensors grad_w;
-    grad_w.x = tensors.x;
-    grad_w.grad_c = workspace.grad_c;
-    grad_w.grad_c_pitch = plan.grad_c_pitch;
-    grad_w.unscale_grad_c = workspace.unscale;
-    grad_w.grad_w = tensors.grad_w;
-    std::copy_n(tensors.grad_w_strides, 5, grad_w.w_strides);
-    grad_w.workspace = workspace.convolution;
-    const StageRange range("upconv3d::grad_w");
-    run_grad_w(problem, *plan.grad_w, device, grad_w, stream);
-  }
+void run_input(const BackwardCall& call, const BackwardTensors& tensors, cudaStream_t stream) {
+  const StageRange range("upconv3d::grad_x");
+  GradXTensors grad_x;
+  grad_x.grad_c = tensors.grad_c;
+  grad_x.unscale = tensors.unscale;
+  grad_x.w = tensors.w;
+  std::copy_n(tensors.w_strides, 5, grad_x.w_strides);
+  grad_x.grad_x = tensors.grad_x;
+  grad_x.workspace = tensors.workspace;
+  run_grad_x(*call.plan.grad_x, call.device, grad_x, stream);
 }
 
 }  // namespace
 
-std::int64_t backward_workspace_bytes(const Problem& problem, const Plan& forward, const BackwardPlan& plan,
-                                      const Device& device, const BackwardTensors& tensors) {
-  return BackwardWorkspace(problem, plan, group_norm_params(problem, forward, plan, device, tensors), nullptr)
-      .bytes;
+void* overwritable_activation(const BackwardCall& call, void* saved) {
+  const Problem& problem = call.problem;
+  const bool sixteen_bits =
+      call.forward.instance->stored_bits == 16 && (call.plan.scaled || size_of(problem.dtype) == 2);
+  if (!sixteen_bits || call.plan.grad_c_pitch != padded_channels(problem.k)) return nullptr;
+  Carver carver(saved);
+  return ActivationMemory(problem, call.forward, carver).a;
 }
 
-void run_backward(const Problem& problem, const Plan& forward, const BackwardPlan& plan, const Device& device,
-                  const BackwardTensors& tensors, cudaStream_t stream) {
+std::int64_t backward_workspace_bytes(const BackwardCall& call, BackwardStage stage,
+                                      const BackwardTensors& tensors) {
+  switch (stage) {
+    case BackwardStage::kGroupNorm:
+      return group_norm_backward_scratch_bytes(group_norm_params(call, tensors));
+    case BackwardStage::kGradW:
+      return grad_w_workspace_bytes(call.problem, *call.plan.grad_w, call.plan.grad_c_pitch);
+    case BackwardStage::kGradX:
+      return grad_x_workspace_bytes(*call.plan.grad_x);
+  }
+  throw std::logic_error("upconv3d: BackwardStage out of range");
+}
+
+void run_backward_stage(const BackwardCall& call, BackwardStage stage, const BackwardTensors& tensors,
+                        cudaStream_t stream) {
   try {
-    run_stages(problem, forward, plan, device, tensors, stream);
+    switch (stage) {
+      case BackwardStage::kGroupNorm:
+        return run_group_norm(call, tensors, stream);
+      case BackwardStage::kGradW:
+        return run_weight(call, tensors, stream);
+      case BackwardStage::kGradX:
+        return run_input(call, tensors, stream);
+    }
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(std::string(error.what()) + "\n  while running the backward pass of " +
-                             describe(problem) + "\n" + describe(plan));
+                             describe(call.problem) + "\n" + describe(call.plan));
   }
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Runs a backward plan on a stream. No torch: pointers, extents and a cudaStream_t.
+/// Runs a backward plan on a stream, stage by stage, so that each stage's scratch memory can be the next
+/// one's result. No torch: pointers, extents and a cudaStream_t.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,9 +18,9 @@ namespace upconv3d::cuda {
 struct BackwardTensors {
   const void* grad_y = nullptr;  // [N,K,Z,P,Q] or [N,Z,P,Q,K] dtype, dense, any alignment
   Layout grad_y_layout = Layout::kNCDHW;
-  const void* saved = nullptr;  // saved_bytes(problem, forward), as the forward pass left it
-  const void* x = nullptr;      // [N,C,D,H,W] or [N,D,H,W,C] dtype, dense, problem.x_layout; for grad_w
-  const void* w = nullptr;      // [C,K,T,R,S] dtype; for grad_x
+  void* saved = nullptr;    // saved_bytes(problem, forward), as the forward pass left it
+  const void* x = nullptr;  // [N,C,D,H,W] or [N,D,H,W,C] dtype, dense, problem.x_layout; for grad_w
+  const void* w = nullptr;  // [C,K,T,R,S] dtype; for grad_x
   std::int64_t w_strides[5] = {};
   const void* gamma = nullptr;  // [K] dtype, or null for 1
 
@@ -29,18 +30,34 @@ struct BackwardTensors {
   void* grad_bias = nullptr;   // [K] dtype
   void* grad_gamma = nullptr;  // [K] dtype
   void* grad_beta = nullptr;   // [K] dtype
-  void* grad_c = nullptr;      // plan.library: [N,Z,P,Q,plan.grad_c_pitch] dtype, 16-byte aligned
-  void* workspace = nullptr;   // backward_workspace_bytes, 256-byte aligned
+  // Gradient at the convolution's output, between the stages, 16-byte aligned: [N,Z,P,Q,plan.grad_c_pitch],
+  // dtype or float16 (plan.scaled). May be overwritable_activation.
+  void* grad_c = nullptr;
+  std::int32_t* unscale = nullptr;  // [1] with plan.scaled: grad_c is to be multiplied by 2^unscale
+  void* workspace = nullptr;        // of the stage that runs, 256-byte aligned
 };
 
-/// Scratch memory of run_backward.
-/// \param forward the plan of the forward pass, which kept relu(conv)
-std::int64_t backward_workspace_bytes(const Problem& problem, const Plan& forward, const BackwardPlan& plan,
-                                      const Device& device, const BackwardTensors& tensors);
+/// In launch order; the last two where the plan has them.
+enum class BackwardStage : std::uint8_t { kGroupNorm, kGradW, kGradX };
 
-/// Launches every stage. Asynchronous. problem.n is at least 1.
+/// What a stage is to run: a forward plan that kept relu(conv), and the backward plan.
+struct BackwardCall {
+  const Problem& problem;
+  const Plan& forward;
+  const BackwardPlan& plan;
+  const Device& device;
+};
+
+/// Where relu(conv) lies in `saved` if grad_c may take its place, element by element; else null.
+void* overwritable_activation(const BackwardCall& call, void* saved);
+
+/// Scratch memory of a stage; pointers of `tensors` tell which gradients are wanted.
+std::int64_t backward_workspace_bytes(const BackwardCall& call, BackwardStage stage,
+                                      const BackwardTensors& tensors);
+
+/// Launches a stage. Asynchronous. problem.n is at least 1.
 /// \throws std::runtime_error that names problem and plan where CUDA refuses a launch.
-void run_backward(const Problem& problem, const Plan& forward, const BackwardPlan& plan, const Device& device,
-                  const BackwardTensors& tensors, cudaStream_t stream);
+void run_backward_stage(const BackwardCall& call, BackwardStage stage, const BackwardTensors& tensors,
+                        cudaStream_t stream);
 
 }  // namespace upconv3d::cuda

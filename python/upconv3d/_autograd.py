@@ -189,18 +189,58 @@ def _fused_backward(
     args: BlockArguments,
     mask: Sequence[bool],
     saved: Tensor,
+    consume_saved: bool,
 ) -> list[Tensor | None]:
     """_native_backward by our kernels, from what the forward kept.
 
     Where they cannot compute the convolution's gradients, they end with grad_c.
+
+    consume_saved: whether `saved` may be overwritten.
     """
     bits = sum(1 << i for i, wanted in enumerate(mask) if wanted)
     *gradients, grad_c = torch.ops.upconv3d.fused_backward.default(
-        grad_y, x, weight, bias, *args[:6], norm_weight, args.eps, args.precision, saved, bits
+        grad_y, x, weight, bias, *args[:6], norm_weight, args.eps, args.precision, saved, bits, consume_saved
     )
     if grad_c.numel() > 0:
         gradients[:2] = _convolution_backward(grad_c, x, weight, args, [mask[0], mask[1], False])[:2]
     return list(gradients)
+
+
+def _kernel_gradients(
+    grad_y: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    args: BlockArguments,
+    mask: Sequence[bool],
+    saved: Tensor | None,
+    consume_saved: bool,
+) -> tuple[Tensor, ...]:
+    """Each gradient in the sizes and the memory format of what it belongs to; empty where `mask` says so.
+
+    saved: what the forward kept; empty where that is nothing; None where it is to be computed again.
+    """
+    x = batched(input)
+    block = (x, weight, bias, norm_weight, args)
+    if saved is None and x.is_cuda and x.numel() > 0 and any(mask):
+        saved, consume_saved = _keep_again(*block), True
+    if saved is not None and saved.numel() > 0:
+        gradients = _fused_backward(batched(grad_y), *block, mask, saved, consume_saved)
+    else:
+        gradients = _native_backward(batched(grad_y), *block, mask)
+    outputs = []
+    for gradient, owner in zip(gradients, (x, weight), strict=False):
+        if gradient is not None:
+            gradient = gradient.contiguous(memory_format=memory_format_of(owner))
+        outputs.append(gradient)
+    if outputs[0] is not None and input.dim() == 4:
+        outputs[0] = outputs[0].squeeze(0)
+    outputs += gradients[2:]
+    return tuple(
+        gradient if wanted and gradient is not None else input.new_empty(0)
+        for gradient, wanted in zip(outputs, mask, strict=True)
+    )
 
 
 def _backward_kernel(
@@ -220,30 +260,10 @@ def _backward_kernel(
     output_mask: Sequence[bool],
     saved: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The backward operator: each gradient in the sizes and the memory format of what it belongs to.
-
-    saved: what the forward kept; empty where that is nothing; None where it is to be computed again.
-    """
+    """The backward operator; it leaves its arguments as they are."""
     args = BlockArguments(stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
-    x = batched(input)
-    block = (x, weight, bias, norm_weight, args)
-    if saved is None and x.is_cuda and x.numel() > 0 and any(output_mask):
-        saved = _keep_again(*block)
-    if saved is not None and saved.numel() > 0:
-        gradients = _fused_backward(batched(grad_y), *block, output_mask, saved)
-    else:
-        gradients = _native_backward(batched(grad_y), *block, output_mask)
-    outputs = []
-    for gradient, owner in zip(gradients, (x, weight), strict=False):
-        if gradient is not None:
-            gradient = gradient.contiguous(memory_format=memory_format_of(owner))
-        outputs.append(gradient)
-    if outputs[0] is not None and input.dim() == 4:
-        outputs[0] = outputs[0].squeeze(0)
-    outputs += gradients[2:]
-    return tuple(
-        gradient if wanted and gradient is not None else input.new_empty(0)
-        for gradient, wanted in zip(outputs, output_mask, strict=True)
+    return _kernel_gradients(
+        grad_y, input, weight, bias, norm_weight, args, output_mask, saved, consume_saved=False
     )
 
 
@@ -264,6 +284,11 @@ def _gradients(ctx: Any, grad_y: Tensor, mask: Sequence[bool]) -> Iterator[Tenso
         )
         if gradients[0] is not None:
             gradients[0] = gradients[0].reshape(input.shape)
+    elif saved is not None and saved.numel() > 0:
+        # Where the graph is not kept, nobody reads `saved` again: grad_c takes relu(conv)'s place.
+        consume_saved = not torch._C._autograd._get_current_graph_task_keep_graph()
+        block = (input, weight, bias, norm_weight, args)
+        gradients = list(_kernel_gradients(grad_y, *block, mask, saved, consume_saved))
     else:
         op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_backward.default
         gradients = list(
