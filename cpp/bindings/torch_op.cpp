@@ -82,7 +82,8 @@ Tensor output_for(const DenseResult& conv, const PreparedCall& call) {
                                               : empty_strided_like(conv.tensor, call.y_sizes, call.y_strides);
 }
 
-Tensor run_cpu(const PreparedCall& call, const BlockTensors& t) {
+/// \param saved set, unless null, to the convolution [N,K,Z,P,Q] dtype: with the bias in 16 bit, else without
+Tensor run_cpu(const PreparedCall& call, const BlockTensors& t, std::optional<Tensor>* saved) {
   const Problem& p = call.problem;
   const Plan& plan = call.plan;
   // A channels_last_3d weight alone would make PyTorch's convolution choose that format.
@@ -94,7 +95,9 @@ Tensor run_cpu(const PreparedCall& call, const BlockTensors& t) {
   const DenseResult conv =
       as_dense(conv_transpose3d(contiguous_in(t.x, plan.conv_layout), w, conv_bias, p, std::nullopt),
                plan.conv_layout);
-  const Tensor y = output_for(conv, call);
+  if (saved) *saved = conv.tensor;
+  const Tensor y =
+      saved ? empty_strided_like(conv.tensor, call.y_sizes, call.y_strides) : output_for(conv, call);
   cpu::ReluGroupNormParams params;
   params.n = p.n;
   params.k = p.k;
@@ -127,13 +130,17 @@ cuda::ForwardTensors forward_tensors(const BlockTensors& t, const Tensor& y, con
   return f;
 }
 
-Tensor run_implicit_gemm(const PreparedCall& call, const BlockTensors& t, const Tensor* saved,
+/// \param saved set, unless null, to what the plan keeps, if anything: [call.saved_bytes] uint8
+Tensor run_implicit_gemm(const PreparedCall& call, const BlockTensors& t, std::optional<Tensor>* saved,
                          std::int32_t index) {
   const Tensor x = contiguous_in(t.x, call.problem.x_layout);
   const Tensor y = empty_strided_like(x, call.y_sizes, call.y_strides);
   const Tensor workspace = empty_bytes_like(x, call.plan.workspace_bytes);
   cuda::ForwardTensors f = forward_tensors(t, y, workspace);
-  if (saved) f.saved = saved->mutable_data_ptr();
+  if (saved && call.saved_bytes > 0) {
+    *saved = empty_bytes_like(x, call.saved_bytes);
+    f.saved = (*saved)->mutable_data_ptr();
+  }
   f.x = x.const_data_ptr();
   f.w = t.w.const_data_ptr();
   for (int axis = 0; axis < 5; ++axis) f.w_strides[axis] = t.w.stride(axis);
@@ -165,8 +172,8 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, std::in
 }
 #endif
 
-/// \param saved [call.saved_bytes] uint8, or null where that is 0
-Tensor run_plan(const PreparedCall& call, const BlockTensors& t, [[maybe_unused]] const Tensor* saved) {
+/// \param saved set, unless null, to what a backward pass will read, if the plan keeps anything
+Tensor run_plan(const PreparedCall& call, const BlockTensors& t, std::optional<Tensor>* saved) {
 #if UPCONV3D_WITH_CUDA
   if (call.device.is_cuda) {
     const std::int32_t index = t.x.get_device_index();
@@ -175,7 +182,7 @@ Tensor run_plan(const PreparedCall& call, const BlockTensors& t, [[maybe_unused]
                                                           : run_implicit_gemm(call, t, saved, index);
   }
 #endif
-  return run_cpu(call, t);
+  return run_cpu(call, t, saved);
 }
 
 /// \param saved set where the plan keeps something for a backward pass; null where arguments do not ask for
@@ -183,13 +190,12 @@ Tensor run_plan(const PreparedCall& call, const BlockTensors& t, [[maybe_unused]
 Tensor run_call(const OpArguments& a, std::optional<Tensor>* saved) {
   const auto call = prepare_call(a);
   print_plan_if_asked(call->problem, call->plan);
-  if (saved && call->saved_bytes > 0) *saved = empty_bytes_like(a.input, call->saved_bytes);
   const Tensor y = call->problem.n == 0
                        ? empty_strided_like(a.input, call->y_sizes, call->y_strides)
                        : run_plan(*call,
                                   {batched(a.input), a.weight, contiguous_vector(a.bias),
                                    contiguous_vector(a.norm_weight), contiguous_vector(a.norm_bias)},
-                                  saved && *saved ? &**saved : nullptr);
+                                  saved);
   return a.input.dim() == 5 ? y : unbatched(y);
 }
 

@@ -7,7 +7,7 @@
 
 Where the forward ran the SM90 plan, our kernels compute this from a and its moments, which the forward kept,
 or which the backward computes again (`recompute`, and under torch.compile). Elsewhere it is written in
-PyTorch's operators, which compute c again from the inputs.
+PyTorch's operators, from c, which the CPU's forward keeps and other plans' backward computes again.
 
 It is one operator of its own, upconv3d::conv_transpose3d_relu_group_norm_backward, so that torch.compile runs
 it as it stands, with the precision that was asked for. With create_graph=True the same gradient is written in
@@ -116,9 +116,19 @@ def _native_backward(
     norm_weight: Tensor | None,
     args: BlockArguments,
     mask: Sequence[bool],
+    conv: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of x, weight, bias, norm_weight, norm_bias; x and grad_y are batched."""
-    a = _aten.relu.default(_convolution(x, weight, bias, args))
+    """Gradients of x, weight, bias, norm_weight, norm_bias; x and grad_y are batched.
+
+    conv: the convolution, where the CPU's forward kept it; in float32 and float64 without the bias.
+    """
+    if conv is None:
+        c = _convolution(x, weight, bias, args)
+    elif bias is not None and x.dtype in (torch.float32, torch.float64):
+        c = conv + bias.view(1, -1, 1, 1, 1)
+    else:
+        c = conv
+    a = _aten.relu.default(c)
     # On the GPU native_group_norm and its backward read contiguous tensors only; on the CPU both formats.
     norm_format = memory_format_of(a) if a.device.type == "cpu" else torch.contiguous_format
     a = a.contiguous(memory_format=norm_format)
@@ -225,10 +235,12 @@ def _kernel_gradients(
     block = (x, weight, bias, norm_weight, args)
     if saved is None and x.is_cuda and x.numel() > 0 and any(mask):
         saved, consume_saved = _keep_again(*block), True
-    if saved is not None and saved.numel() > 0:
+    if saved is None or saved.numel() == 0:
+        gradients = _native_backward(batched(grad_y), *block, mask)
+    elif x.is_cuda:
         gradients = _fused_backward(batched(grad_y), *block, mask, saved, consume_saved)
     else:
-        gradients = _native_backward(batched(grad_y), *block, mask)
+        gradients = _native_backward(batched(grad_y), *block, mask, saved)
     outputs = []
     for gradient, owner in zip(gradients, (x, weight), strict=False):
         if gradient is not None:
@@ -342,7 +354,7 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
         y: Tensor
         saved: Tensor | None = None
         with torch._C._AutoDispatchBelowAutograd():
-            if recompute or not input.is_cuda:
+            if recompute:
                 y = _forward_op(*arguments)
             else:
                 y, saved = _training_op(*arguments)

@@ -234,9 +234,10 @@ def conv_transpose3d_relu_group_norm(
         precision: concerns float32 input on CUDA. "ieee": float32's error; "tf32": at most TF32's error
             (operands of a 10-bit mantissa); None: what torch.backends.cudnn.conv.fp32_precision says at the
             call (under torch.compile: when the graph is compiled, for PyTorch has no guard on that setting).
-        recompute: concerns gradients on CUDA. False: relu(conv) is kept for the backward, in 16 bit or as
-            precision needs; True: the backward computes it again from input, which alone is kept, as it
-            always does under torch.compile. The gradients have the same bits.
+        recompute: concerns gradients. False: relu(conv) is kept for the backward, on an SM90 GPU in 16 bit or
+            as precision needs, on the CPU in the input's dtype; True: the backward computes it again from
+            input, which alone is kept, as it always does under torch.compile and on other GPUs. The gradients
+            have the same bits.
 
     Returns:
         [N, K, Z, P, Q] or [K, Z, P, Q], dtype of input; Z = (D-1)*stride - 2*padding + dilation*(T-1)
