@@ -19,6 +19,9 @@ std::string plan_convolutions(const Problem& p, const Device& device, const Grad
   if (wanted.w) {
     plan.grad_w = grad_w_plan(p, device, grad_w_variants);
     if (!plan.grad_w->obstacle.empty()) return concat("grad_w: ", plan.grad_w->obstacle);
+    // Its kernel could, from float32; but then grad_x, which takes 16 bits, would need another grad_c.
+    if (plan.grad_w->pack_grad_c())
+      return "grad_w: at float32's accuracy it takes float32, not 16-bit operands";
   }
   return "";
 }

@@ -27,8 +27,9 @@ struct GradWTensors {
 };
 
 /// Scratch memory of a plan without obstacle.
-/// \param grad_c_pitch as in GradWTensors
-std::int64_t grad_w_workspace_bytes(const Problem& problem, const GradWPlan& plan, std::int64_t grad_c_pitch);
+/// \param grad_c_pitch as in GradWTensors; matters where plan.pack_grad_c()
+std::int64_t grad_w_workspace_bytes(const Problem& problem, const GradWPlan& plan,
+                                    std::int64_t grad_c_pitch = 0);
 
 /// Launches packing of x and grad_c where the plan asks for it, conv_transpose_grad_w_sm90 and grad_w_reduce.
 /// Asynchronous.

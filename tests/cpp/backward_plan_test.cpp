@@ -63,6 +63,8 @@ void test_library() {
            std::string(part) + ": " + describe(plan));
   };
   expect_library(headline(DType::kFloat32), "three products");
+  const BackwardPlan weight = plan_of(headline(DType::kFloat32), {false, true, false, false, false});
+  expect(weight.library && !weight.grad_w && has_part(weight.reason, "grad_w"), "the weight's alone in ieee");
   Problem groups = headline();
   groups.groups = 2;
   expect_library(groups, "groups");
