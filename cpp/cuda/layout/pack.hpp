@@ -106,8 +106,9 @@ struct PackParams {
   OperandScales scales;             // float32 only
   void* zero = nullptr;             // [zero_bytes] bytes, 16-byte aligned: cleared by the first launch, for
   std::int64_t zero_bytes = 0;      // counters of later kernels; 0: nothing to clear
-  // What pack_weight takes for granted of every channel[c], Scaling::kAssumed.
-  int assumed_channel = 0;      // launch_pack sets it
+  // float32: what pack_weight takes for granted of every channel[c]. launch_pack takes assumed_exponent
+  // instead, whatever stands here.
+  int assumed_channel = 0;
   bool shared_samples = false;  // sample[n] = 0: x' is scaled by channel alone, for sums over samples
 };
 
