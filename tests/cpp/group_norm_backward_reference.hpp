@@ -141,7 +141,10 @@ inline void add_group(const BackwardCase& c, BackwardReference& ref, std::int64_
     c2_size += std::fabs(ref.gamma[k0 + k]) * sums[k].grad_xhat_size / m;
     ref.grad_beta[k0 + k] += sums[k].grad, ref.grad_gamma[k0 + k] += sums[k].grad_xhat;
     ref.beta_slack[k0 + k] += 8 * kRoundoff * sums[k].grad_size;
-    ref.gamma_slack[k0 + k] += 8 * kRoundoff * sums[k].grad_xhat_size;
+    // Products below float's smallest number are rounded to a multiple of it.
+    const double lost = static_cast<double>(c.positions) * 0x1p-149 * std::max(rstd, 1.0);
+    ref.gamma_slack[k0 + k] += 8 * kRoundoff * sums[k].grad_xhat_size + lost;
+    ref.bias_slack[k0 + k] += lost * std::max(rstd, 1.0);
   }
   for (std::int64_t k = 0; k < channels; ++k) {
     bound = std::max(bound, rstd * (std::fabs(ref.gamma[k0 + k]) * sums[k].max_grad + std::fabs(c1) +
