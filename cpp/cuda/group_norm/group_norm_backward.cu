@@ -23,7 +23,7 @@ constexpr int kBlocksPerMultiprocessor = 2;
 constexpr std::int64_t kPitchUnit = 8;
 
 std::int64_t counter_count(const GroupNormBackwardParams& params) {
-  return params.n * (2 + params.num_groups) + 2;
+  return params.n * (2 + params.num_groups) + 1;
 }
 
 void require(bool holds, const std::string& rule_and_value) {
@@ -97,10 +97,9 @@ BackwardShape backward_shape(const GroupNormBackwardParams& params) {
 
 BackwardScratch::BackwardScratch(const GroupNormBackwardParams& params, void* base) : carver(base) {
   const BackwardShape shape = backward_shape(params);
-  part_units = std::max(shape.max_blocks, shape.channel_blocks);
+  const std::int64_t units = std::max(shape.max_blocks, shape.channel_blocks);
   counters = carver.take(counter_count(params) * std::int64_t{sizeof(std::int32_t)});
-  part = carver.take(2 * std::int64_t{part_units} * shape.block_channels * kPartFields *
-                     std::int64_t{sizeof(float)});
+  part = carver.take(units * shape.block_channels * kPartFields * std::int64_t{sizeof(float)});
   sums = carver.take(params.n * params.k * std::int64_t{sizeof(ChannelSums)});
   terms = carver.take(params.n * params.num_groups * std::int64_t{sizeof(GroupTerms)});
   bytes = carver.used();
