@@ -46,7 +46,7 @@ struct BackwardTraits {
   static constexpr int kStages = 5;
 
   // A tile of grad_y NCDHW.
-  static constexpr int kTileChannels = 64;
+  static constexpr int kTileChannels = kPlaneTileChannels;
   static constexpr int kTileWords = kGradBytes / 4 / kTileChannels;  // of a channel
   static constexpr int kWordPositions = 4 / int(sizeof(T));
   static constexpr int kTilePositions = kTileWords * kWordPositions;

@@ -14,11 +14,6 @@
 namespace upconv3d::cuda {
 namespace {
 
-/// Channels of a unit where grad_y is NCDHW: BackwardTraits::kTileChannels.
-constexpr std::int64_t kPlaneTileChannels = 64;
-
-constexpr int kBlocksPerMultiprocessor = 2;
-
 /// Rows of a and grad_c are multiples of this, so that vectors of channels are aligned in either.
 constexpr std::int64_t kPitchUnit = 8;
 
@@ -80,7 +75,7 @@ BackwardShape backward_shape(const GroupNormBackwardParams& params) {
   const std::int64_t channels = std::max(params.k, params.grad_c_pitch);
   BackwardShape shape;
   if (params.grad_y_layout == Layout::kNCDHW) {
-    shape.vectors = static_cast<int>(kPlaneTileChannels) / kBackwardVector;
+    shape.vectors = kPlaneTileChannels / kBackwardVector;
     shape.slots = kStreamThreads / shape.vectors;
     shape.channel_blocks = static_cast<int>(ceil_div(channels, kPlaneTileChannels));
   } else {
@@ -91,7 +86,7 @@ BackwardShape backward_shape(const GroupNormBackwardParams& params) {
     shape.channel_blocks = static_cast<int>(half.blocks);
   }
   shape.block_channels = shape.vectors * kBackwardVector;
-  shape.max_blocks = kBlocksPerMultiprocessor * std::max(params.sm_count, 1);
+  shape.max_blocks = kBackwardBlocksPerMultiprocessor * std::max(params.sm_count, 1);
   return shape;
 }
 

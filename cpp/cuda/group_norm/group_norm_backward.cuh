@@ -21,9 +21,6 @@
 
 namespace upconv3d::cuda {
 
-/// Two blocks: while one merges or waits, the other streams.
-inline constexpr int kBackwardBlocksPerMultiprocessor = 2;
-
 /// Shared memory in which a block merges its threads' sums: those of half its threads. In the apply phase it
 /// holds a ChannelGrad for each of a unit's channels.
 template <class Traits>
