@@ -87,8 +87,8 @@ cuda::BackwardTensors common_tensors(const Problem& p, const Tensor& grad_y, con
 /// Runs a stage with scratch memory that is the allocator's again when it has been launched.
 void run_stage(const cuda::BackwardCall& call, cuda::BackwardStage stage, cuda::BackwardTensors t,
                const Tensor& like, std::int32_t index) {
-  const Tensor workspace = empty_bytes_like(like, cuda::backward_workspace_bytes(call, stage, t));
-  t.workspace = workspace.mutable_data_ptr();
+  const DeviceScratch workspace(like, cuda::backward_workspace_bytes(call, stage, t));
+  t.workspace = workspace.data();
   cuda::run_backward_stage(call, stage, t, static_cast<cudaStream_t>(current_cuda_stream(index)));
 }
 

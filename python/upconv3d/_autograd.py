@@ -24,6 +24,7 @@ from torch import Tensor
 from . import _C
 from ._facts import block_facts
 from ._geometry import batched, memory_format_of
+from ._numbered import numbered_block, numbered_block_for_training
 
 _aten = torch.ops.aten
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
@@ -332,9 +333,23 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
         norm_weight: Tensor | None,
         norm_bias: Tensor | None,
         block: tuple[Any, ...],
+        number: int | None,
         recompute: bool,
     ) -> Tensor:
-        """`block` holds the fields of BlockArguments; the named tuple itself costs a tenth of this node."""
+        """`block` holds the fields of BlockArguments; the named tuple itself costs a tenth of this node.
+
+        number: settings_number(block), None where the operator is to be called by its public name.
+        """
+        y: Tensor
+        saved: Tensor | None = None
+        if number is not None:
+            if recompute:
+                y = numbered_block(input, weight, bias, norm_weight, norm_bias, number)
+            else:
+                y, saved = numbered_block_for_training(input, weight, bias, norm_weight, norm_bias, number)
+            ctx.save_for_backward(input, weight, bias, norm_weight, saved)
+            ctx.block = block
+            return y
         stride, padding, output_padding, groups, dilation, num_groups, eps, precision = block
         arguments = (
             input,
@@ -351,8 +366,6 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
             eps,
             precision,
         )
-        y: Tensor
-        saved: Tensor | None = None
         with torch._C._AutoDispatchBelowAutograd():
             if recompute:
                 y = _forward_op(*arguments)
@@ -364,7 +377,7 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_gradients(ctx, grad_y, ctx.needs_input_grad[:5]), None, None)
+        return (*_gradients(ctx, grad_y, ctx.needs_input_grad[:5]), None, None, None)
 
 
 # Function.apply without what it does for torch.func's transforms, under which this node is not used.
