@@ -227,8 +227,8 @@ def _kernel_gradients(
     mask: Sequence[bool],
     saved: Tensor | None,
     consume_saved: bool,
-) -> tuple[Tensor, ...]:
-    """Each gradient in the sizes and the memory format of what it belongs to; empty where `mask` says so.
+) -> list[Tensor | None]:
+    """Each gradient in the sizes and the memory format of what it belongs to; None where `mask` says so.
 
     saved: what the forward kept; empty where that is nothing; None where it is to be computed again.
     """
@@ -250,10 +250,7 @@ def _kernel_gradients(
     if outputs[0] is not None and input.dim() == 4:
         outputs[0] = outputs[0].squeeze(0)
     outputs += gradients[2:]
-    return tuple(
-        gradient if wanted and gradient is not None else input.new_empty(0)
-        for gradient, wanted in zip(outputs, mask, strict=True)
-    )
+    return [gradient if wanted else None for gradient, wanted in zip(outputs, mask, strict=True)]
 
 
 def _backward_kernel(
@@ -273,11 +270,12 @@ def _backward_kernel(
     output_mask: Sequence[bool],
     saved: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The backward operator; it leaves its arguments as they are."""
+    """The backward operator: empty tensors for what is not asked for. It leaves its arguments as they are."""
     args = BlockArguments(stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
-    return _kernel_gradients(
+    gradients = _kernel_gradients(
         grad_y, input, weight, bias, norm_weight, args, output_mask, saved, consume_saved=False
     )
+    return tuple(input.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -301,7 +299,7 @@ def _gradients(ctx: Any, grad_y: Tensor, mask: Sequence[bool]) -> Iterator[Tenso
         # Where the graph is not kept, nobody reads `saved` again: grad_c takes relu(conv)'s place.
         consume_saved = not torch._C._autograd._get_current_graph_task_keep_graph()
         block = (input, weight, bias, norm_weight, args)
-        gradients = list(_kernel_gradients(grad_y, *block, mask, saved, consume_saved))
+        gradients = _kernel_gradients(grad_y, *block, mask, saved, consume_saved)
     else:
         op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_backward.default
         gradients = list(
