@@ -133,13 +133,18 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def public_name(requires_grad):
+    """The operator of a call that keeps something for its backward has a name of its own."""
+    return f"{OP_NAME}_for_training" if requires_grad else OP_NAME
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_dispatch_modes_see_the_operator(requires_grad):
     block = shape_block("padding")
     block = block.requires_grad() if requires_grad else block
     with _Operators() as seen:
         y = block.ours()
-    assert seen.names.count(OP_NAME) == 1
+    assert seen.names.count(public_name(requires_grad)) == 1
     assert y.requires_grad == requires_grad
 
 
@@ -149,7 +154,7 @@ def test_profiler_sees_the_operator(requires_grad):
     block = block.requires_grad() if requires_grad else block
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         block.ours()
-    assert OP_NAME in {event.name for event in profiler.events()}
+    assert public_name(requires_grad) in {event.name for event in profiler.events()}
 
 
 def test_both_ways_into_autograd_agree(device):
