@@ -14,6 +14,7 @@
 #include "bindings/plan_query.hpp"
 #include "bindings/python_arguments.hpp"
 #include "core/arguments.hpp"
+#include "core/backward_plan.hpp"
 #include "core/errors.hpp"
 #include "core/plan.hpp"
 
@@ -77,7 +78,19 @@ py::dict explain(const py::dict& dict) {
   result["problem"] = to_dict(problem);
   result["plan"] = to_dict(plan);
   result["flops"] = problem.useful_flops();
-  result["description"] = describe(problem) + "\n" + describe(plan);
+  std::string description = describe(problem) + "\n" + describe(plan);
+  std::vector<std::string> backward_stages;
+  if (plan.keeps_activation) {
+    std::vector<GradWInstance> grad_w_variants = grad_w_instances();
+    for (GradWInstance& instance : grad_w_variants) instance.compiled = instance.compiled || assume_compiled;
+    const GradientMask all = {true, true, problem.has_bias, true, true};
+    const BackwardPlan backward =
+        select_backward_plan(problem, device, all, instances_for(assume_compiled), grad_w_variants);
+    backward_stages = backward.stages;
+    description += describe(backward) + "\n";
+  }
+  result["backward_stages"] = backward_stages;
+  result["description"] = description;
   return result;
 }
 

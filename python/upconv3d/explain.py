@@ -40,6 +40,8 @@ class Plan:
             channel.
         stages: in launch order.
         workspace_bytes: scratch memory beside the result.
+        backward_stages: of a call whose gradients are wanted, in launch order; empty where the backward is
+            PyTorch's operators.
         flops: multiplications and additions that touch an input value.
         problem: the block in the letters of the design: n, c, k, in, kernel, ...
         description: the plan in a few lines of text.
@@ -65,6 +67,7 @@ class Plan:
     tiles: int
     stages: tuple[str, ...]
     workspace_bytes: int
+    backward_stages: tuple[str, ...]
     flops: float
     problem: Mapping[str, Any]
     description: str
@@ -97,6 +100,7 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         tiles=plan["tiles"],
         stages=tuple(plan["stages"]),
         workspace_bytes=plan["workspace_bytes"],
+        backward_stages=tuple(result["backward_stages"]),
         flops=result["flops"],
         problem=dict(result["problem"]),
         description=result["description"],

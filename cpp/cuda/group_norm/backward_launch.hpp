@@ -21,11 +21,10 @@ BackwardShape backward_shape(const GroupNormBackwardParams& params);
 /// Scratch memory, the counters first.
 struct BackwardScratch {
   Carver carver;
-  void* counters;  // arrivals [N], merged [N], finished_groups, largest, tickets [N,G] int32
-  void* part;      // [2,units,block_channels,8] float
+  void* counters;  // arrivals [N], ready [N], largest [1], tickets [N,G] int32
+  void* part;      // [units,block_channels,8] float
   void* sums;      // [N,K] ChannelSums
   void* terms;     // [N,G] GroupTerms
-  int part_units;
   std::int64_t bytes;
 
   BackwardScratch(const GroupNormBackwardParams& params, void* base);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// The warp of each block of group_norm_backward that merges sums while the others stream.
+/// What group_norm_backward does between the phases of a step: the warps of all blocks merge sums.
 ///
-/// Per step it waits until all blocks have written their part, merges a share of the step's channels over the
-/// units, and tells its own block when all channels are merged. Then it computes c1, c2 and the largest
-/// |grad_c| of those groups whose last channel it merged: which warp that is depends on timing, what it
-/// computes does not. In the end it sums up the parameters' gradients. All of this is in double.
+/// Once all blocks have written their part of a step, each warp merges a share of its channels over the
+/// units, and computes c1, c2 and the largest |grad_c| of those groups whose last channel it merged: which
+/// warp that is depends on timing, what it computes does not. In the end they sum up the parameters'
+/// gradients. All of this is in double.
 #pragma once
 
 #include <cstdint>
@@ -38,22 +38,6 @@ __device__ __forceinline__ void wait_counter(const int* counter, int target) {
   __syncwarp();
 }
 
-/// Steps that are ready, told from one warp of a block to the others. \param flag in shared memory
-__device__ __forceinline__ void tell_ready(int* flag, int steps) {
-  const auto at = static_cast<unsigned>(__cvta_generic_to_shared(flag));
-  asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(at), "r"(steps) : "memory");
-}
-__device__ __forceinline__ void wait_ready(const int* flag, int steps) {
-  const auto at = static_cast<unsigned>(__cvta_generic_to_shared(flag));
-  int value;
-  for (;;) {
-    asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
-    if (value >= steps) break;
-    __nanosleep(20);
-  }
-  __syncwarp();  // barriers want whole warps
-}
-
 __device__ __forceinline__ double warp_sum(double value) {
 #pragma unroll
   for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffffu, value, lane);
@@ -71,36 +55,39 @@ class MergeWarp {
   using T = typename Traits::T;
   using Args = typename Traits::Args;
 
-  /// \param ready_steps in shared memory, 0 at first
-  __device__ __forceinline__ MergeWarp(const Args& args, int* ready_steps)
-      : args_(args), ready_steps_(ready_steps), lane_(threadIdx.x % 32) {}
+  __device__ __forceinline__ explicit MergeWarp(const Args& args)
+      : args_(args),
+        lane_(threadIdx.x % 32),
+        warp_(blockIdx.x * (kStreamThreads / 32) + threadIdx.x / 32),
+        warps_(gridDim.x * (kStreamThreads / 32)) {}
 
-  __device__ __forceinline__ void run() {
-    for (int step = 0; step < args_.num_steps; ++step) {
-      const StepShape shape = step_shape(args_, step);
-      const int channels = shape.samples * args_.k, first = step * args_.step_samples;
-      if (static_cast<int>(blockIdx.x) < channels) wait_counter(args_.arrivals + step, gridDim.x);
-      for (int i = blockIdx.x; i < channels; i += gridDim.x) {
-        const int sample = i / args_.k;
-        merge_channel(step, shape, sample, i - sample * args_.k);
-      }
-      wait_counter(args_.merged + step, channels);
-      if (lane_ == 0) tell_ready(ready_steps_, step + 1);
-      // Nobody waits for these before the last step.
-      for (int i = blockIdx.x; i < channels; i += gridDim.x) {
-        const int sample = i / args_.k;
-        take_ticket(first + sample, args_.group_channels.divide(i - sample * args_.k));
-      }
+  /// Merges this warp's share of a step's channels, once all blocks have arrived there.
+  __device__ __forceinline__ void merge_step(int step) const {
+    const StepShape shape = step_shape(args_, step);
+    const int channels = shape.samples * args_.k;
+    if (warp_ < channels) wait_counter(args_.arrivals + step, gridDim.x);
+#pragma unroll 1
+    for (int i = warp_; i < channels; i += warps_) {
+      const int sample = i / args_.k;
+      merge_channel(step, shape, sample, i - sample * args_.k);
     }
-    wait_counter(args_.finished_groups, args_.n * args_.num_groups);
-    if (lane_ == 0) tell_ready(ready_steps_, args_.num_steps + 1);
-    if (Traits::kScaled && blockIdx.x == 0 && lane_ == 0 && args_.unscale != nullptr) {
-      *args_.unscale = -scale_exponent(args_);
-    }
-    for (int channel = blockIdx.x; channel < args_.k; channel += gridDim.x) sum_samples(channel);
   }
 
-  /// E of grad_c * 2^E; once all groups are finished.
+  /// Waits until c1 and c2 of a step's groups are known, and all that went before.
+  __device__ __forceinline__ void wait_ready(int step) const {
+    wait_counter(args_.ready + step, step_shape(args_, step).samples * args_.num_groups);
+  }
+
+  /// Writes what is left to write, once all steps are ready.
+  __device__ __forceinline__ void finish() const {
+    if (Traits::kScaled && warp_ == 0 && lane_ == 0 && args_.unscale != nullptr) {
+      *args_.unscale = -scale_exponent(args_);
+    }
+#pragma unroll 1
+    for (int channel = warp_; channel < args_.k; channel += warps_) sum_samples(channel);
+  }
+
+  /// E of grad_c * 2^E; once all steps are ready.
   static __device__ __forceinline__ int scale_exponent(const Args& args) {
     const int biased = __ldcg(args.largest);
     return biased == 0 ? 0 : kGradReach - (biased - kReachBias);
@@ -112,11 +99,11 @@ class MergeWarp {
   }
 
   /// \param sample of the step
-  __device__ __forceinline__ void merge_channel(int step, const StepShape& shape, int sample, int channel) {
+  __device__ __forceinline__ void merge_channel(int step, const StepShape& shape, int sample,
+                                                int channel) const {
     constexpr int kLoads = 5;  // records in flight per lane: half of what a block per share makes on an H200
     const int block = channel / args_.block_channels;
-    const std::int64_t first_unit =
-        std::int64_t{step % 2} * args_.part_units + (sample * args_.channel_blocks + block) * shape.shares;
+    const std::int64_t first_unit = (sample * args_.channel_blocks + block) * shape.shares;
     const float* const part =
         args_.part +
         (first_unit * args_.block_channels + channel - block * args_.block_channels) * kPartFields;
@@ -155,20 +142,21 @@ class MergeWarp {
     if constexpr (Traits::kScaled) {
       for (float& maximum : maxima) maximum = warp_max(maximum);
     }
-    if (lane_ != 0) return;
     sample += step * args_.step_samples;
-    const float4 table =
-        __ldg(args_.table + sample * args_.num_groups + args_.group_channels.divide(channel));
-    const double rest = table.y, rstd = table.z;
-    args_.sums[std::int64_t{sample} * args_.k + channel] = {
-        sums[kSumGrad],     rstd * (sums[kSumGradDeviation] - rest * sums[kSumGrad]),   sums[kCountOpen],
-        sums[kSumGradOpen], rstd * (sums[kSumDeviationOpen] - rest * sums[kCountOpen]), maxima[0],
-        maxima[1]};
-    release_one(args_.merged + step);
+    const int group = args_.group_channels.divide(channel);
+    if (lane_ == 0) {
+      const float4 table = __ldg(args_.table + sample * args_.num_groups + group);
+      const double rest = table.y, rstd = table.z;
+      args_.sums[std::int64_t{sample} * args_.k + channel] = {
+          sums[kSumGrad],     rstd * (sums[kSumGradDeviation] - rest * sums[kSumGrad]),   sums[kCountOpen],
+          sums[kSumGradOpen], rstd * (sums[kSumDeviationOpen] - rest * sums[kCountOpen]), maxima[0],
+          maxima[1]};
+    }
+    take_ticket(step, sample, group);
   }
 
   /// For each merged channel of a group; the last one finishes the group.
-  __device__ __forceinline__ void take_ticket(int sample, int group) {
+  __device__ __forceinline__ void take_ticket(int step, int sample, int group) const {
     int* const tickets = args_.tickets + sample * args_.num_groups + group;
     int last = 0;
     if (lane_ == 0) {
@@ -176,11 +164,11 @@ class MergeWarp {
       asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(tickets) : "memory");
       last = before == args_.k / args_.num_groups - 1;
     }
-    if (__shfl_sync(0xffffffffu, last, 0) != 0) finish_group(sample, group);
+    if (__shfl_sync(0xffffffffu, last, 0) != 0) finish_group(step, sample, group);
   }
 
   /// c1 and c2 of a group all of whose channels are merged, and how large its grad_c can be.
-  __device__ __forceinline__ void finish_group(int sample, int group) {
+  __device__ __forceinline__ void finish_group(int step, int sample, int group) const {
     const int channels = args_.k / args_.num_groups;
     const ChannelSums* const sums = args_.sums + std::int64_t{sample} * args_.k;
     const int begin = group * channels, end = begin + channels;
@@ -193,8 +181,8 @@ class MergeWarp {
     c1 = warp_sum(c1) / count;
     c2 = warp_sum(c2) / count;
     const int row = sample * args_.num_groups + group;
+    const float4 table = __ldg(args_.table + row);
     if constexpr (Traits::kScaled) {
-      const float4 table = __ldg(args_.table + row);
       for (int channel = begin + lane_; channel < end; channel += 32) {
         const double xhat = (double(__ldcg(&sums[channel].max_deviation)) + fabs(double(table.y))) * table.z;
         const double direct = fabs(gamma(channel)) * __ldcg(&sums[channel].max_grad);
@@ -202,14 +190,19 @@ class MergeWarp {
         raise(table.z * (direct + fabs(c1) + xhat * fabs(c2)) * (1 + 0x1p-18));
       }
     }
-    if (lane_ == 0) args_.terms[row] = {c1, c2};
+    if (lane_ == 0) {
+      const double rstd = table.z;
+      GroupTerms terms{c1, c2, -rstd * rstd * c2, 0};
+      terms.constant = -rstd * c1 - terms.from_deviation * table.y;
+      args_.terms[row] = terms;
+    }
     __syncwarp();  // orders what the other lanes did before lane 0's release, which thus covers it
-    if (lane_ == 0) release_one(args_.finished_groups);
+    if (lane_ == 0) release_one(args_.ready + step);
   }
 
   /// Takes a bound into the largest one. A group with Inf or NaN in grad_y or in a has nothing finite to be
   /// scaled: its c1 or its rstd is not finite, nor then is the bound.
-  __device__ __forceinline__ void raise(double bound) {
+  __device__ __forceinline__ void raise(double bound) const {
     if (!(bound > 0) || isinf(bound)) return;
     int exponent;
     frexp(bound, &exponent);
@@ -217,7 +210,7 @@ class MergeWarp {
   }
 
   /// Gradients of a channel's parameters.
-  __device__ __forceinline__ void sum_samples(int channel) {
+  __device__ __forceinline__ void sum_samples(int channel) const {
     const int group = args_.group_channels.divide(channel);
     double grad_gamma = 0, grad_beta = 0, grad_bias = 0;
     for (int sample = lane_; sample < args_.n; sample += 32) {
@@ -242,8 +235,8 @@ class MergeWarp {
   }
 
   const Args& args_;
-  int* ready_steps_;
-  int lane_;
+  const int lane_;
+  const int warp_, warps_;  // of all blocks
 };
 
 }  // namespace upconv3d::cuda

@@ -46,7 +46,7 @@ struct BackwardTraits {
   static constexpr int kStages = 5;
 
   // A tile of grad_y NCDHW.
-  static constexpr int kTileChannels = 64;
+  static constexpr int kTileChannels = kPlaneTileChannels;
   static constexpr int kTileWords = kGradBytes / 4 / kTileChannels;  // of a channel
   static constexpr int kWordPositions = 4 / int(sizeof(T));
   static constexpr int kTilePositions = kTileWords * kWordPositions;
@@ -163,14 +163,9 @@ class StageRing {
   /// Waits for the next stage and starts the load of one further ahead. The stage before may be overwritten.
   __device__ __forceinline__ void next() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Traits::kStages - 2) : "memory");
-    if constexpr (Traits::kPlanes) stream_barrier();
+    if constexpr (Traits::kPlanes) __syncthreads();
     issue(front_);  // the slot of the stage before
     front_ = front_ + 1 == Traits::kStages ? 0 : front_ + 1;
-  }
-
-  /// Barrier of the threads that stream, not of the whole block.
-  static __device__ __forceinline__ void stream_barrier() {
-    asm volatile("bar.sync 1, %0;" ::"n"(kStreamThreads) : "memory");
   }
 
   /// grad_y of this thread's i-th row in the current stage.

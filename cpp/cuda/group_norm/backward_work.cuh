@@ -2,10 +2,9 @@
 /// \file
 /// How group_norm_backward divides its work: arguments, phases, units, and which block has what.
 ///
-/// A step is one sample, or several where samples are small. Its sums phase reads grad_y and a for s1, s2 and
-/// so on; its apply phase reads them again, from L2 where the phases lie close together, and writes grad_c. A
-/// unit is a share of a sample's positions for one block of channels; each block of the grid has one unit of
-/// a step as a rule, and the same one in both phases.
+/// A step is one sample or several. Its sums phase reads grad_y and a for s1, s2 and so on; its apply phase
+/// reads them again and writes grad_c. A unit is a share of a sample's positions for one block of channels;
+/// each block of the grid has one unit of a step as a rule, and the same one in both phases.
 #pragma once
 
 #include <cstdint>
@@ -36,14 +35,23 @@ struct ChannelSums {
   float max_grad, max_deviation;
 };
 
-/// Of a (sample, group).
+/// Of a (sample, group): c1 and c2, and what they make of grad_c = rstd*gamma*grad_y + from_deviation*(a -
+/// mean)
+/// + constant.
 struct GroupTerms {
   double c1, c2;
+  double from_deviation, constant;
 };
 
 /// Channels of a thread. With eight, sums of eight channels would leave too few registers for two blocks per
 /// multiprocessor. The steps of four are a word.
 inline constexpr int kBackwardVector = 4;
+
+/// Blocks per multiprocessor: while one waits at a barrier, the other goes on.
+inline constexpr int kBackwardBlocksPerMultiprocessor = 2;
+
+/// Channels of a unit where grad_y is NCDHW.
+inline constexpr int kPlaneTileChannels = 64;
 
 /// Positions between whose multiples units begin: 16 bytes of any grad_y.
 inline constexpr int kPositionGranule = 8;
@@ -82,23 +90,20 @@ struct BackwardArgs {
   T* grad_bias;
   int a_pitch, grad_c_pitch, moments;
   Divisor group_channels;  // K/G
-  // Scratch. The first five are 0 when the kernel begins.
-  int* arrivals;         // [steps] blocks that have written their part of a step
-  int* merged;           // [steps] channels of a step whose sums are merged
-  int* finished_groups;  // [1] whose terms are known
-  int* largest;          // [1] biased reach of the largest |grad_c|, 0: none
-  int* tickets;          // [N,G] merged channels of a group
-  float* part;           // [2,part_units,block_channels,8] step s in half s % 2
-  ChannelSums* sums;     // [N,K]
-  GroupTerms* terms;     // [N,G]
+  // Scratch. The first four are 0 when the kernel begins.
+  int* arrivals;      // [steps] blocks that have written their part of a step
+  int* ready;         // [steps] groups of a step whose terms are written
+  int* largest;       // [1] biased reach of the largest |grad_c|, 0: none
+  int* tickets;       // [N,G] channels of a group that are merged
+  float* part;        // [units,block_channels,8] of the current step
+  ChannelSums* sums;  // [N,K]
+  GroupTerms* terms;  // [N,G]
   // Division of the work.
   int vectors, slots;  // of a block: vectors of channels x positions that are loaded side by side
   int block_channels;  // of a unit
   int channel_blocks;  // that make up a row
   int step_samples, num_steps;
   int step_shares, last_shares;  // units of a sample's channel block, in whole steps and in the last one
-  int part_units;                // units of a step, at most
-  int lag;                       // sums phases that run ahead of the apply phase
 };
 
 struct Phase {
@@ -106,20 +111,19 @@ struct Phase {
   int step;
 };
 
-/// Position of a step's sums and apply phases in a block's work.
-///
-/// Interleaved, lag = 1: S0 S1 A0 S2 A1 ... With kLast, the sums of all steps come first, and apply begins
-/// with the last step, which is still in L2: a scale for all of grad_c must be known before the first store.
-template <bool kLast>
-__device__ __forceinline__ Phase phase_at(int index, int num_steps, int max_lag) {
-  if (kLast) {
-    return index < num_steps ? Phase{false, index} : Phase{true, 2 * num_steps - 1 - index};
-  }
-  const int lag = min(max_lag, num_steps - 1);
-  if (index <= lag) return {false, index};
-  if (index >= 2 * num_steps - 1 - lag) return {true, index - num_steps};
-  const int pair = index - lag - 1;
-  return pair % 2 == 0 ? Phase{true, pair / 2} : Phase{false, lag + 1 + pair / 2};
+/// Phases of a block's work: each step's sums and, where grad_c is wanted, its apply phase.
+template <class Args>
+__device__ __forceinline__ int phase_count(const Args& args) {
+  return args.num_steps * (args.grad_c != nullptr ? 2 : 1);
+}
+
+/// Step by step; or, with kLast, the sums of all steps first, where a scale for all of grad_c must be known
+/// before the first store. Apply then begins with the last step, whose end is still in L2.
+template <bool kLast, class Args>
+__device__ __forceinline__ Phase phase_at(const Args& args, int index) {
+  if (args.grad_c == nullptr) return {false, index};
+  if (!kLast) return {index % 2 == 1, index / 2};
+  return index < args.num_steps ? Phase{false, index} : Phase{true, 2 * args.num_steps - 1 - index};
 }
 
 /// Samples of a step, units of a sample's channel block, units of a step.
@@ -176,8 +180,13 @@ __device__ __forceinline__ Unit find_unit(const Args& args, const FirstUnits& fi
   return unit;
 }
 
+/// First position of a unit's last stage of `stage` positions.
+__device__ __forceinline__ int last_stage(const Unit& unit, int stage) {
+  return unit.begin + (unit.end - unit.begin - 1) / stage * stage;
+}
+
 /// Goes through all stages of a block's work in their order: a stage is as many positions of a unit as the
-/// block's threads load at once.
+/// block's threads load at once. The apply phase goes backwards: it begins with what was read last.
 template <class Args, bool kLast>
 class StageCursor {
  public:
@@ -189,39 +198,34 @@ class StageCursor {
     next_unit();
   }
 
-  __device__ __forceinline__ bool done() const { return phase_ >= phases(); }
+  __device__ __forceinline__ bool done() const { return phase_ >= phase_count(args_); }
   __device__ __forceinline__ const Unit& unit() const { return unit_; }
   __device__ __forceinline__ int position() const { return position_; }
 
   __device__ __forceinline__ void advance() {
-    position_ += stage_positions_;
-    if (position_ >= unit_.end) next_unit();
+    position_ += apply_ ? -stage_positions_ : stage_positions_;
+    if (position_ >= unit_.end || position_ < unit_.begin) next_unit();
   }
 
  private:
-  __device__ __forceinline__ int phases() const {
-    return args_.num_steps * (args_.grad_c != nullptr ? 2 : 1);
-  }
-
-  __device__ __forceinline__ int lag() const { return args_.grad_c != nullptr ? args_.lag : args_.num_steps; }
-
   __device__ __forceinline__ void next_unit() {
     unit_index_ += gridDim.x;
-    Phase phase = phase_at<kLast>(phase_, args_.num_steps, lag());
     while (unit_index_ >= units_) {
-      if (++phase_ >= phases()) return;
-      phase = phase_at<kLast>(phase_, args_.num_steps, lag());
-      units_ = step_shape(args_, phase.step).units;
+      if (++phase_ >= phase_count(args_)) return;
+      units_ = step_shape(args_, phase_at<kLast>(args_, phase_).step).units;
       unit_index_ = blockIdx.x;
     }
+    const Phase phase = phase_at<kLast>(args_, phase_);
     unit_ = find_unit(args_, first_, phase.step, step_shape(args_, phase.step), unit_index_);
-    position_ = unit_.begin;
+    position_ = phase.apply ? last_stage(unit_, stage_positions_) : unit_.begin;
+    apply_ = phase.apply;
   }
 
   const Args& args_;
   const FirstUnits& first_;
-  int stage_positions_;
+  const int stage_positions_;
   int phase_, unit_index_, units_, position_;
+  bool apply_;
   Unit unit_;
 };
 

@@ -69,7 +69,7 @@ struct NormalizeParams {
   const void* table = nullptr;  // [3,N,K] stat
   void* y = nullptr;            // y_layout, y_dtype; may be `a` where dtype, layout and pitch are equal
   // Where given, a holds 16 bits each that stand for float32: a value is bits * 2^step, or NaN where step is
-  // -128. Only from NDHWC to NCDHW, a_pitch a multiple of 8 and a 16-byte aligned.
+  // -128. Only from NDHWC, a_pitch a multiple of 8 and a 16-byte aligned.
   const std::int8_t* steps = nullptr;       // [N,tiles,a_pitch], or null
   const std::int32_t* moment_of = nullptr;  // [Z*P*Q] partial moment of a position, below tiles; with steps
 };

@@ -14,16 +14,11 @@
 namespace upconv3d::cuda {
 namespace {
 
-/// Channels of a unit where grad_y is NCDHW: BackwardTraits::kTileChannels.
-constexpr std::int64_t kPlaneTileChannels = 64;
-
-constexpr int kBlocksPerMultiprocessor = 2;
-
 /// Rows of a and grad_c are multiples of this, so that vectors of channels are aligned in either.
 constexpr std::int64_t kPitchUnit = 8;
 
 std::int64_t counter_count(const GroupNormBackwardParams& params) {
-  return params.n * (2 + params.num_groups) + 2;
+  return params.n * (2 + params.num_groups) + 1;
 }
 
 void require(bool holds, const std::string& rule_and_value) {
@@ -80,7 +75,7 @@ BackwardShape backward_shape(const GroupNormBackwardParams& params) {
   const std::int64_t channels = std::max(params.k, params.grad_c_pitch);
   BackwardShape shape;
   if (params.grad_y_layout == Layout::kNCDHW) {
-    shape.vectors = static_cast<int>(kPlaneTileChannels) / kBackwardVector;
+    shape.vectors = kPlaneTileChannels / kBackwardVector;
     shape.slots = kStreamThreads / shape.vectors;
     shape.channel_blocks = static_cast<int>(ceil_div(channels, kPlaneTileChannels));
   } else {
@@ -91,16 +86,15 @@ BackwardShape backward_shape(const GroupNormBackwardParams& params) {
     shape.channel_blocks = static_cast<int>(half.blocks);
   }
   shape.block_channels = shape.vectors * kBackwardVector;
-  shape.max_blocks = kBlocksPerMultiprocessor * std::max(params.sm_count, 1);
+  shape.max_blocks = kBackwardBlocksPerMultiprocessor * std::max(params.sm_count, 1);
   return shape;
 }
 
 BackwardScratch::BackwardScratch(const GroupNormBackwardParams& params, void* base) : carver(base) {
   const BackwardShape shape = backward_shape(params);
-  part_units = std::max(shape.max_blocks, shape.channel_blocks);
+  const std::int64_t units = std::max(shape.max_blocks, shape.channel_blocks);
   counters = carver.take(counter_count(params) * std::int64_t{sizeof(std::int32_t)});
-  part = carver.take(2 * std::int64_t{part_units} * shape.block_channels * kPartFields *
-                     std::int64_t{sizeof(float)});
+  part = carver.take(units * shape.block_channels * kPartFields * std::int64_t{sizeof(float)});
   sums = carver.take(params.n * params.k * std::int64_t{sizeof(ChannelSums)});
   terms = carver.take(params.n * params.num_groups * std::int64_t{sizeof(GroupTerms)});
   bytes = carver.used();

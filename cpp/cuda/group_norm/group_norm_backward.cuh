@@ -6,11 +6,9 @@
 ///   a      [N,Z,P,Q,a_pitch]           its dtype, or uint16 with steps
 ///   grad_c [N,Z,P,Q,grad_c_pitch]      its dtype, or fp16 * 2^-unscale
 ///
-/// One persistent kernel: eight warps of a block stream, the ninth merges sums (backward_merge.cuh). Memory
-/// is what this costs: 2 reads and 1 write of the tensors at least, 4 reads and 1 write where c1 and c2 would
-/// be known only after a pass over everything. So samples follow each other closely (phase_at): when a
-/// sample's apply phase reads grad_y and a, they still are in L2. Blocks wait for each other, so all of them
-/// must be on the card: a cooperative launch.
+/// One persistent kernel of phases: sums of a step, merging (backward_merge.cuh), grad_c of the step. Blocks
+/// wait for each other between them, so all must be on the card: a cooperative launch. While they wait, the
+/// ring's loads of the next phase are on their way.
 ///
 /// Blocks own fixed shares of positions and channels, threads fixed channels; sums are merged in an order
 /// that depends on the number of blocks alone.
@@ -23,11 +21,6 @@
 
 namespace upconv3d::cuda {
 
-inline constexpr int kBackwardThreads = kStreamThreads + 32;
-
-/// Two blocks: while one merges or waits, the other streams.
-inline constexpr int kBackwardBlocksPerMultiprocessor = 2;
-
 /// Shared memory in which a block merges its threads' sums: those of half its threads. In the apply phase it
 /// holds a ChannelGrad for each of a unit's channels.
 template <class Traits>
@@ -37,16 +30,10 @@ struct alignas(16) MergeMemory {
   float sums[Traits::kFields * Traits::kVector * kPitch];
 };
 
-/// What a block's warps share.
-struct BlockState {
-  FirstUnits first;
-  int ready_steps;  // whose channels are merged; one more than all: the scale is known too
-};
-
 template <class Traits>
 inline constexpr int kBackwardSharedBytes =
     Traits::kStages * Traits::kStageBytes +
-    static_cast<int>(sizeof(MergeMemory<Traits>) + sizeof(BlockState));
+    static_cast<int>(sizeof(MergeMemory<Traits>) + sizeof(FirstUnits));
 
 /// A thread's sums of its channels over its positions of a unit.
 template <class Traits>
@@ -83,7 +70,7 @@ struct ThreadSums {
 #pragma unroll
       for (int i = 0; i < Traits::kFields * kVector; ++i) own[i * kPitch] = at[i / kVector][i % kVector];
     }
-    StageRing<Traits>::stream_barrier();
+    __syncthreads();
     if (place.slot < half) {
 #pragma unroll
       for (int i = 0; i < Traits::kFields * kVector; ++i) {
@@ -91,7 +78,7 @@ struct ThreadSums {
         own[i * kPitch] = i / kVector < kSumFields ? mine + other : fmaxf(mine, other);
       }
     }
-    StageRing<Traits>::stream_barrier();
+    __syncthreads();
     for (int i = threadIdx.x; i < channels * kPartFields; i += kStreamThreads) {
       const int channel = i / kPartFields, field = i % kPartFields;
       if (field >= Traits::kFields) continue;
@@ -107,7 +94,7 @@ struct ThreadSums {
       }
       part[i] = sum;
     }
-    StageRing<Traits>::stream_barrier();
+    __syncthreads();
   }
 };
 
@@ -123,8 +110,7 @@ struct GradMap {
   ChannelGrad at[kVector];
   float prescale;  // of grad_y
 
-  /// A warp or less finds c1 and c2 of a group, and what they make of its channels; then threads read their
-  /// own.
+  /// The block's threads find a channel each, and then read their own.
   ///
   /// \param exponent of the power of two that grad_c is multiplied by
   /// \param memory   [block_channels]
@@ -134,23 +120,13 @@ struct GradMap {
     // side.
     const int grad_exponent = exponent > 96 ? 48 : exponent < -96 ? -48 : 0;
     prescale = __int_as_float((127 + grad_exponent) << 23);
-    const double powers[2] = {double_power(exponent - grad_exponent), double_power(exponent)};
-    StageRing<Traits>::stream_barrier();  // the last map may still be read
-    const int channels = args.k / args.num_groups;
-    int width = 1;  // lanes of a group
-    while (width < channels && width < 32) width *= 2;
-    const int lane = threadIdx.x % width, end = min(unit.channel + args.block_channels, args.k);
-    const int groups_end = args.group_channels.divide(end - 1) + 1;
-    // Rounds are the same for all lanes of a warp, which shuffle together.
-    const int first = args.group_channels.divide(unit.channel);
-#pragma unroll 1
-    for (int round = 0; first + round * (kStreamThreads / width) < groups_end; ++round) {
-      const int group = first + round * (kStreamThreads / width) + threadIdx.x / width;
-      find_group(args, unit, group < groups_end ? group : -1, lane, width, powers, memory);
+    __syncthreads();  // the last map may still be read
+    for (int i = threadIdx.x; i < args.block_channels; i += kStreamThreads) {
+      const int channel = unit.channel + i;
+      memory[i] =
+          channel < args.k ? find(args, unit.sample, channel, exponent, grad_exponent) : ChannelGrad{};
     }
-    for (int i = end - unit.channel + threadIdx.x; i < args.block_channels; i += kStreamThreads)
-      memory[i] = {};
-    StageRing<Traits>::stream_barrier();
+    __syncthreads();
     if (!place.used) return;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
@@ -182,39 +158,15 @@ struct GradMap {
   }
 
  private:
-  /// \param group  of this lane's `width` lanes, or -1
-  /// \param powers of two for from_grad, and for the rest
-  static __device__ __forceinline__ void find_group(const typename Traits::Args& args, const Unit& unit,
-                                                    int group, int lane, int width, const double (&powers)[2],
-                                                    ChannelGrad* memory) {
-    const int channels = args.k / args.num_groups;
-    const int begin = group * channels, end = group < 0 ? begin : begin + channels;
-    const ChannelSums* const sums = args.sums + std::int64_t{unit.sample} * args.k;
-    double c1 = 0, c2 = 0;
-#pragma unroll 1
-    for (int channel = begin + lane; channel < end; channel += width) {
-      const double gamma = args.gamma != nullptr ? double(to_stat(args.gamma[channel])) : 1.0;
-      c1 += gamma * __ldcg(&sums[channel].grad);
-      c2 += gamma * __ldcg(&sums[channel].grad_xhat);
-    }
-#pragma unroll 1
-    for (int other = width / 2; other > 0; other /= 2) {
-      c1 += __shfl_xor_sync(0xffffffffu, c1, other);
-      c2 += __shfl_xor_sync(0xffffffffu, c2, other);
-    }
-    if (group < 0) return;
-    const float4 table = __ldg(args.table + unit.sample * args.num_groups + group);
-    const double rstd = table.z, count = double(args.positions) * channels;
-    const double from_deviation = -rstd * rstd * (c2 / count);
-    const double constant = -rstd * (c1 / count) - from_deviation * table.y;
-    const int stop = min(end, unit.channel + args.block_channels);
-#pragma unroll 1
-    for (int channel = begin + lane; channel < stop; channel += width) {
-      if (channel < unit.channel) continue;
-      const float gamma = args.gamma != nullptr ? to_stat(args.gamma[channel]) : 1.f;
-      memory[channel - unit.channel] = {table.x, float(rstd * gamma * powers[0]),
-                                        float(from_deviation * powers[1]), float(constant * powers[1])};
-    }
+  static __device__ __forceinline__ ChannelGrad find(const typename Traits::Args& args, int sample,
+                                                     int channel, int exponent, int grad_exponent) {
+    const int row = sample * args.num_groups + args.group_channels.divide(channel);
+    const float4 table = __ldg(args.table + row);
+    const float gamma = args.gamma != nullptr ? to_stat(args.gamma[channel]) : 1.f;
+    const GroupTerms* const terms = args.terms + row;
+    return {table.x, float(double(table.z) * gamma * double_power(exponent - grad_exponent)),
+            float(__ldcg(&terms->from_deviation) * double_power(exponent)),
+            float(__ldcg(&terms->constant) * double_power(exponent))};
   }
 
   /// 2^exponent, at most 2^1000 either way.
@@ -223,46 +175,46 @@ struct GradMap {
   }
 };
 
-/// The streaming warps of a block.
+/// A block's work.
 template <class Traits>
-class StreamWarps {
+class BackwardBlock {
  public:
   using Args = typename Traits::Args;
   static constexpr int kVector = Traits::kVector;
   static constexpr int kRows = Traits::kRows;
 
-  __device__ __forceinline__ StreamWarps(const Args& args, char* memory, MergeMemory<Traits>& merge,
-                                         const BlockState& state)
-      : args_(args), place_(args), ring_(args, place_, state.first, memory), merge_(merge), state_(state) {}
+  __device__ __forceinline__ BackwardBlock(const Args& args, char* memory, MergeMemory<Traits>& merge,
+                                           const FirstUnits& first)
+      : args_(args), place_(args), ring_(args, place_, first, memory), merge_(merge), first_(first) {}
 
   __device__ __forceinline__ void run() {
-    const int phases = args_.num_steps * (args_.grad_c != nullptr ? 2 : 1);
-    const int lag = args_.grad_c != nullptr ? args_.lag : args_.num_steps;
+    const MergeWarp<Traits> merge_warp(args_);
 #pragma unroll 1
-    for (int i = 0; i < phases; ++i) {
-      const Phase phase = phase_at<Traits::kScaled>(i, args_.num_steps, lag);
+    for (int i = 0; i < phase_count(args_); ++i) {
+      const Phase phase = phase_at<Traits::kScaled>(args_, i);
       const StepShape shape = step_shape(args_, phase.step);
-      if (phase.apply) {
-        wait_ready(&state_.ready_steps, Traits::kScaled ? args_.num_steps + 1 : phase.step + 1);
-      }
 #pragma unroll 1
       for (int index = blockIdx.x; index < shape.units; index += gridDim.x) {
-        const Unit unit = find_unit(args_, state_.first, phase.step, shape, index);
+        const Unit unit = find_unit(args_, first_, phase.step, shape, index);
         if (phase.apply) {
           apply(unit);
         } else {
-          sum(unit, phase.step, index);
+          sum(unit, index);
         }
       }
-      if (!phase.apply && threadIdx.x == 0) {
-        // The merge ended with a barrier: this thread's release covers what the others wrote.
-        release_one(args_.arrivals + phase.step);
-      }
+      if (phase.apply) continue;
+      // sum() ended with a barrier: this thread's release covers what the others wrote.
+      if (threadIdx.x == 0) release_one(args_.arrivals + phase.step);
+      __syncwarp();
+      merge_warp.merge_step(phase.step);
+      // From then on `part` may be written again.
+      merge_warp.wait_ready(phase.step);
     }
+    merge_warp.finish();
   }
 
  private:
-  __device__ __forceinline__ void sum(const Unit& unit, int step, int index) {
+  __device__ __forceinline__ void sum(const Unit& unit, int index) {
     const int channel = unit.channel + place_.vector * kVector;
     float mean[kVector];
 #pragma unroll
@@ -283,11 +235,8 @@ class StreamWarps {
         sums.add(grad, a, mean);
       }
     }
-    // Before its half of `part` is written again, the step before last must have been merged.
-    if (step >= 2) wait_ready(&state_.ready_steps, step - 1);
-    const std::int64_t record = std::int64_t{step % 2} * args_.part_units + index;
     sums.merge(args_, place_, merge_, min(args_.block_channels, args_.k - unit.channel),
-               args_.part + record * args_.block_channels * kPartFields);
+               args_.part + std::int64_t{index} * args_.block_channels * kPartFields);
   }
 
   __device__ __forceinline__ void apply(const Unit& unit) {
@@ -298,8 +247,9 @@ class StreamWarps {
     typename Traits::Out* const to =
         args_.grad_c + std::int64_t{unit.sample} * args_.positions * args_.grad_c_pitch + channel;
     const bool stored = place_.used && channel < args_.grad_c_pitch;
+    const int stage = Place<Traits>::stage_positions(args_);
 #pragma unroll 1
-    for (int first = unit.begin; first < unit.end; first += Place<Traits>::stage_positions(args_)) {
+    for (int first = last_stage(unit, stage); first >= unit.begin; first -= stage) {
       ring_.next();
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -317,26 +267,21 @@ class StreamWarps {
   const Place<Traits> place_;
   StageRing<Traits> ring_;
   MergeMemory<Traits>& merge_;
-  const BlockState& state_;
+  const FirstUnits& first_;
 };
 
 template <class Traits>
-__global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kStreamThreads, kBackwardBlocksPerMultiprocessor)
     group_norm_backward(const __grid_constant__ typename Traits::Args args) {
-  extern __shared__ __align__(16) char memory[];  // ring, MergeMemory, BlockState
+  extern __shared__ __align__(16) char memory[];  // ring, MergeMemory, FirstUnits
   auto& merge = *reinterpret_cast<MergeMemory<Traits>*>(memory + Traits::kStages * Traits::kStageBytes);
-  auto& state = *reinterpret_cast<BlockState*>(memory + kBackwardSharedBytes<Traits> - sizeof(BlockState));
+  auto& first = *reinterpret_cast<FirstUnits*>(memory + kBackwardSharedBytes<Traits> - sizeof(FirstUnits));
   if (threadIdx.x == 0) {
-    state.first.whole = unit_at(args, step_shape(args, 0), blockIdx.x);
-    state.first.last = unit_at(args, step_shape(args, args.num_steps - 1), blockIdx.x);
-    state.ready_steps = 0;
+    first.whole = unit_at(args, step_shape(args, 0), blockIdx.x);
+    first.last = unit_at(args, step_shape(args, args.num_steps - 1), blockIdx.x);
   }
   __syncthreads();
-  if (threadIdx.x < kStreamThreads) {
-    StreamWarps<Traits>(args, memory, merge, state).run();
-  } else {
-    MergeWarp<Traits>(args, &state.ready_steps).run();
-  }
+  BackwardBlock<Traits>(args, memory, merge, first).run();
 }
 
 }  // namespace upconv3d::cuda

@@ -115,7 +115,7 @@ void with_normalize_types(const NormalizeParams& params, Visit&& visit) {
 /// a and y in the same layout.
 void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stream);
 
-/// a [N,Z,P,Q,a_pitch] in 16 bits with steps, y [N,K,Z,P,Q] float32.
+/// a [N,Z,P,Q,a_pitch] in 16 bits with steps, y [N,K,Z,P,Q] or [N,Z,P,Q,K] float32.
 /// \throws std::invalid_argument where params say otherwise.
 void launch_normalize_steps(const NormalizeParams& params, cudaStream_t stream);
 

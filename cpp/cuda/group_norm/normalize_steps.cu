@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// group_norm_normalize: forward stage 4 of 4, where relu(conv) was stored in 16 bits with a step and y wants
-/// the other layout than it has.
+/// group_norm_normalize: forward stage 4 of 4, where relu(conv) was stored in 16 bits with a step.
 ///
 ///   a         [N,Z,P,Q,pitch]    uint16  relu(conv) = a * 2^step
 ///   steps     [N,moments,pitch]  int8    -128: not finite
 ///   moment_of [Z*P*Q]            int32   whose steps a position has
 ///   table     [3,N,K]            float   mean, scale, shift
-///   y         [N,K,Z,P,Q]        float   (relu(conv) - mean)*scale + shift
+///   y         [N,K,Z,P,Q] or [N,Z,P,Q,K]  float   (relu(conv) - mean)*scale + shift
 ///
-/// A block carries tiles of 8192 values through shared memory: positions x channels, 128 x 64, or longer ones
-/// where K is small. It reads a in vectors of 8 channels and their 8 steps, normalizes in registers, stores
-/// the values channel by channel, and writes y along the positions, 512 bytes or more at a time. The next
-/// tile's loads are issued before this tile's stores. A thread's channels are the same for all of the block's
-/// tiles, which follow each other along the positions; whose steps those positions have, the block reads
-/// once.
+/// y in a's layout takes a streaming kernel whose threads own fixed channels. To the other layout, a block
+/// carries tiles of 8192 values through shared memory: positions x channels, 128 x 64, or longer ones where K
+/// is small. It reads a in vectors of 8 channels and their 8 steps, normalizes in registers, stores the
+/// values channel by channel, and writes y along the positions, 512 bytes or more at a time. The next tile's
+/// loads are issued before this tile's stores. A thread's channels are the same for all of the block's tiles,
+/// which follow each other along the positions; whose steps those positions have, the block reads once.
 ///
 /// Shared memory is [channels][positions] with the 16-byte chunks of a channel permuted: chunk' = chunk ^
 /// (channel/8 * 8/kVectors). A warp writes kVectors vectors of channels at 32/kVectors positions, into 32
@@ -23,6 +22,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/group_norm/geometry.hpp"
 #include "cuda/group_norm/normalize.cuh"
 #include "cuda/group_norm/steps.cuh"
 
@@ -66,6 +66,18 @@ struct AffineMap {
     for (int j = 0; j < kVector; ++j) {
       scale[j] = map.scale[j];
       shift[j] = map.shift[j] - map.mean[j] * map.scale[j];
+    }
+  }
+
+  __device__ __forceinline__ void apply(const uint4& stored, const uint2& steps,
+                                        Vector<float, kVector>& y) const {
+    const unsigned words[4] = {stored.x, stored.y, stored.z, stored.w};
+    StepValues halves[2];
+    halves[0].set(steps.x);
+    halves[1].set(steps.y);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      y.at[j] = stored_bits(words[j / 2], j % 2) * halves[j / 4].at(j % 4) * scale[j] + shift[j];
     }
   }
 };
@@ -124,15 +136,10 @@ struct StepsTile {
     float* to = shared + offset(vector() * kVector, row0() / kChunk) + row0() % kChunk;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const unsigned words[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
-      StepValues halves[2];
-      halves[0].set(steps[i].x);
-      halves[1].set(steps[i].y);
+      Vector<float, kVector> y;
+      map.apply(values[i], steps[i], y);
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        const float v = stored_bits(words[j / 2], j % 2) * halves[j / 4].at(j % 4);
-        to[j * kRows + i * kRowStep] = v * map.scale[j] + map.shift[j];
-      }
+      for (int j = 0; j < kVector; ++j) to[j * kRows + i * kRowStep] = y.at[j];
     }
   }
 
@@ -219,13 +226,68 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor)
   }
 }
 
+/// Positions of a thread where y has a's layout: enough that the table's rows cost little.
+constexpr int kThreadPositions = 16;
+
+/// y [N,Z,P,Q,K]. Blocks: channel block fastest, then position block, then sample; x: vectors of channels,
+/// y: positions. kVectorOut: y takes 16-byte stores.
+template <bool kVectorOut>
+__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor)
+    group_norm_normalize_steps_rows(const StepsArgs args) {
+  const auto& common = args.common;
+  const std::int64_t k = common.shape.k, positions = common.shape.positions, pitch = common.a_pitch;
+  const std::int64_t block = reversed_block();
+  const std::int64_t sample_positions = block / common.channel_blocks;
+  const std::int64_t channel_block = block - sample_positions * common.channel_blocks;
+  const std::int64_t sample = sample_positions / common.position_blocks;
+  const std::int64_t begin = (sample_positions - sample * common.position_blocks) * common.position_steps;
+  const std::int64_t end = min(begin + common.position_steps, positions);
+  const std::int64_t channel = (channel_block * blockDim.x + threadIdx.x) * kVector;
+  if (channel >= k) return;
+  AffineMap map;
+  map.load(common, sample, channel);
+  const std::int8_t* const steps = args.steps + sample * common.shape.tiles * pitch + channel;
+  for (std::int64_t first = begin + threadIdx.y; first < end; first += kLoads * blockDim.y) {
+    uint4 values[kLoads];
+    uint2 exponents[kLoads];
+    int moment[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const std::int64_t position = min(first + i * blockDim.y, end - 1);
+      values[i] = __ldcs(
+          reinterpret_cast<const uint4*>(common.a + (sample * positions + position) * pitch + channel));
+      moment[i] = __ldg(args.moment_of + position);
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      exponents[i] = __ldg(reinterpret_cast<const uint2*>(steps + moment[i] * pitch));
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const std::int64_t position = first + i * blockDim.y;
+      if (position >= end) return;
+      float* const to = common.y + (sample * positions + position) * k + channel;
+      Vector<float, kVector> y;
+      map.apply(values[i], exponents[i], y);
+      if constexpr (kVectorOut) {
+        store_once<kVector>(to, y);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          if (channel + j < k) to[j] = y.at[j];
+        }
+      }
+    }
+  }
+}
+
 void require_steps_form(const NormalizeParams& params) {
-  const bool right = params.a_layout == Layout::kNDHWC && params.y_layout == Layout::kNCDHW &&
-                     params.y_dtype == DType::kFloat32 && !params.apply_relu && is_aligned(params.a) &&
-                     row_pitch(params) % kVector == 0 && params.moment_of != nullptr;
+  const bool right = params.a_layout == Layout::kNDHWC && params.y_dtype == DType::kFloat32 &&
+                     !params.apply_relu && is_aligned(params.a) && row_pitch(params) % kVector == 0 &&
+                     params.moment_of != nullptr;
   if (right) return;
   throw std::invalid_argument(
-      "upconv3d: values with steps are normalized from aligned NDHWC in rows of multiples of 8 to NCDHW "
+      "upconv3d: values with steps are normalized from aligned NDHWC in rows of multiples of 8 to "
       "float32, without ReLU; got " +
       std::string(name(params.a_layout)) + " in rows of " + std::to_string(row_pitch(params)) + " to " +
       name(params.y_layout) + ' ' + name(params.y_dtype) + (params.apply_relu ? " with ReLU" : "") +
@@ -233,25 +295,43 @@ void require_steps_form(const NormalizeParams& params) {
       (params.moment_of != nullptr ? "" : ", no moment_of") + ". Store the activation as float32.");
 }
 
+StepsArgs steps_args(const NormalizeParams& params) {
+  StepsArgs args{};
+  args.common.shape = params.shape;
+  args.common.a = static_cast<const std::uint16_t*>(params.a);
+  args.common.table = static_cast<const float*>(params.table);
+  args.common.y = static_cast<float*>(params.y);
+  args.common.a_pitch = row_pitch(params);
+  args.common.table_vectors = params.shape.k % kVector == 0 && is_aligned(params.table);
+  args.steps = params.steps;
+  args.moment_of = params.moment_of;
+  return args;
+}
+
+void launch_rows(const NormalizeParams& params, cudaStream_t stream) {
+  StepsArgs args = steps_args(params);
+  const BlockShape block = channel_block_shape(params.shape.k, kVector, kStreamThreads);
+  args.common.channel_blocks = block.blocks;
+  args.common.position_steps = std::int64_t{block.y} * kThreadPositions;
+  args.common.position_blocks = ceil_div(params.shape.positions, args.common.position_steps);
+  const bool vector_out = is_aligned(params.y) && params.shape.k % kVector == 0;
+  launch("group_norm_normalize_steps_rows",
+         vector_out ? group_norm_normalize_steps_rows<true> : group_norm_normalize_steps_rows<false>,
+         params.shape.n * args.common.position_blocks * args.common.channel_blocks, dim3(block.x, block.y),
+         stream, args);
+}
+
 template <int kVectors>
 void launch_vectors(const NormalizeParams& params, cudaStream_t stream) {
   using Tile = StepsTile<kVectors>;
   const GroupNormShape& shape = params.shape;
   const std::int64_t tiles = ceil_div(shape.positions, Tile::kRows);
-  StepsArgs args{};
-  args.common.shape = shape;
-  args.common.a = static_cast<const std::uint16_t*>(params.a);
-  args.common.table = static_cast<const float*>(params.table);
-  args.common.y = static_cast<float*>(params.y);
-  args.common.a_pitch = row_pitch(params);
-  args.common.table_vectors = shape.k % kVector == 0 && is_aligned(params.table);
+  StepsArgs args = steps_args(params);
   args.common.channel_blocks = ceil_div(shape.k, Tile::kChannels);
   args.common.position_steps =
       shape.n * args.common.channel_blocks * tiles < kTilesToShare ? 1 : kTilesPerBlock;
   args.common.position_blocks = ceil_div(tiles, args.common.position_steps);
   const bool vector_out = is_aligned(params.y) && shape.positions % Tile::kChunk == 0;
-  args.steps = params.steps;
-  args.moment_of = params.moment_of;
   launch(
       "group_norm_normalize_steps",
       vector_out ? group_norm_normalize_steps<kVectors, true> : group_norm_normalize_steps<kVectors, false>,
@@ -262,6 +342,7 @@ void launch_vectors(const NormalizeParams& params, cudaStream_t stream) {
 
 void launch_normalize_steps(const NormalizeParams& params, cudaStream_t stream) {
   require_steps_form(params);
+  if (params.y_layout == Layout::kNDHWC) return launch_rows(params, stream);
   // Threads of channels beyond K would have nothing to do.
   if (params.shape.k > 32) {
     launch_vectors<8>(params, stream);
