@@ -5,11 +5,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdint>
 #include <exception>
+#include <optional>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "bindings/block_settings.hpp"
 #include "bindings/build_info.hpp"
 #include "bindings/plan_query.hpp"
 #include "bindings/python_arguments.hpp"
@@ -94,6 +98,20 @@ py::dict explain(const py::dict& dict) {
   return result;
 }
 
+using Ints = std::vector<std::int64_t>;
+
+std::optional<std::int64_t> remember(
+    const std::tuple<Ints, Ints, Ints, std::int64_t, Ints, std::int64_t, double, std::string>& settings) {
+  return std::apply([](const auto&... fields) { return remember_settings({fields...}); }, settings);
+}
+
+py::tuple remembered(std::int64_t number) {
+  const BlockSettings& s = remembered_settings(number);
+  const auto triple = [](const Ints& list) { return py::make_tuple(list.at(0), list.at(1), list.at(2)); };
+  return py::make_tuple(triple(s.stride), triple(s.padding), triple(s.output_padding), s.groups,
+                        triple(s.dilation), s.num_groups, s.eps, s.precision);
+}
+
 /// What pybind11 does not translate by itself.
 void translate(std::exception_ptr pointer) {
   try {
@@ -120,4 +138,8 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "validate", [](const py::dict& args) { upconv3d::make_problem(parse_arguments(args)); },
       py::arg("args"), "Checks every rule of the block on `args`; raises as explain does.");
+  module.def("remember_settings", &remember, py::arg("settings"),
+             "A number for (stride, padding, output_padding, groups, dilation, num_groups, eps, precision), "
+             "which torch.ops.upconv3d._numbered_block takes; None where too many are remembered already.");
+  module.def("remembered_settings", &remembered, py::arg("number"), "What remember_settings was given.");
 }

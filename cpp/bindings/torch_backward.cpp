@@ -87,22 +87,22 @@ cuda::BackwardTensors common_tensors(const Problem& p, const Tensor& grad_y, con
 /// Runs a stage with scratch memory that is the allocator's again when it has been launched.
 void run_stage(const cuda::BackwardCall& call, cuda::BackwardStage stage, cuda::BackwardTensors t,
                const Tensor& like, std::int32_t index) {
-  const Tensor workspace = empty_bytes_like(like, cuda::backward_workspace_bytes(call, stage, t));
-  t.workspace = workspace.mutable_data_ptr();
+  const DeviceScratch workspace(like, cuda::backward_workspace_bytes(call, stage, t));
+  t.workspace = workspace.data();
   cuda::run_backward_stage(call, stage, t, static_cast<cudaStream_t>(current_cuda_stream(index)));
 }
 
 /// grad_c [N,Z,P,Q,pitch], and where it is scaled, its exponent behind it.
 struct GradC {
   std::optional<Tensor> memory;  // none where it takes the activation's place
-  std::optional<Tensor> unscale;
+  std::optional<DeviceScratch> unscale;
 
   GradC(const cuda::BackwardCall& call, const Tensor& like, bool consume_saved, cuda::BackwardTensors& t) {
     const BackwardPlan& plan = call.plan;
     if (plan.grad_c_pitch == 0) return;
     if (plan.scaled) {
-      unscale = empty_bytes_like(like, sizeof(std::int32_t));
-      t.unscale = static_cast<std::int32_t*>(unscale->mutable_data_ptr());
+      unscale.emplace(like, static_cast<std::int64_t>(sizeof(std::int32_t)));
+      t.unscale = static_cast<std::int32_t*>(unscale->data());
     }
     if (consume_saved) t.grad_c = cuda::overwritable_activation(call, t.saved);
     if (t.grad_c) return;
@@ -154,9 +154,8 @@ Gradients run(const PreparedCall& prepared, const GradientMask& wanted, const Te
     grad_c_view = reinterpret(*grad_c.memory, prepared.y_sizes,
                               {p.positions() * pitch, 1, out[1] * out[2] * pitch, out[2] * pitch, pitch});
   }
-  const auto or_empty = [&](const std::optional<Tensor>& tensor) {
-    return tensor ? *tensor : empty_strided_like(x, {0}, {1});
-  };
+  const Tensor empty = empty_strided_like(x, {0}, {1});  // one for all: it takes as long as one of any size
+  const auto or_empty = [&](const std::optional<Tensor>& tensor) { return tensor ? *tensor : empty; };
   return {or_empty(grad_x),     or_empty(grad_w),    or_empty(grad_bias),
           or_empty(grad_gamma), or_empty(grad_beta), or_empty(grad_c_view)};
 }

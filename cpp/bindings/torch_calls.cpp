@@ -85,6 +85,27 @@ Tensor empty_strided(const std::vector<std::int64_t>& sizes, const std::vector<s
   return Tensor(handle);
 }
 
+/// A function of libtorch_cuda, or null. The symbols are only in CUDA builds of torch; linking to them would
+/// tie this module to those.
+template <typename Function>
+Function torch_cuda_function(const char* symbol) {
+  void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+  return library ? reinterpret_cast<Function>(dlsym(library, symbol)) : nullptr;
+}
+
+/// What PyTorch's allocator offers beside tensors.
+struct RawAllocator {
+  AOTITorchError (*allocate)(std::uint64_t, void**) =
+      torch_cuda_function<decltype(allocate)>("aoti_torch_cuda_caching_allocator_raw_alloc");
+  AOTITorchError (*free)(void*) =
+      torch_cuda_function<decltype(free)>("aoti_torch_cuda_caching_allocator_raw_delete");
+};
+
+const RawAllocator& raw_allocator() {
+  static const RawAllocator allocator;
+  return allocator;
+}
+
 }  // namespace
 
 std::vector<std::int64_t> sizes_of(const Tensor& tensor) {
@@ -141,6 +162,22 @@ Tensor empty_bytes_like(const Tensor& like, std::int64_t bytes) {
   TensorKind kind = kind_of(like);
   kind.dtype = aoti_torch_dtype_uint8();
   return empty_strided({bytes}, {1}, kind);
+}
+
+DeviceScratch::DeviceScratch(const Tensor& like, std::int64_t bytes) {
+  const RawAllocator& allocator = raw_allocator();
+  if (!allocator.allocate || !allocator.free) {
+    tensor_ = empty_bytes_like(like, bytes);
+    return;
+  }
+  void* memory = nullptr;
+  check_torch(allocator.allocate(static_cast<std::uint64_t>(bytes), &memory),
+              [&] { return concat("allocating ", bytes, " bytes of scratch memory"); });
+  memory_.reset(memory);
+}
+
+void DeviceScratch::Free::operator()(void* memory) const {
+  check_torch(raw_allocator().free(memory), "freeing scratch memory");
 }
 
 Tensor reinterpret(const Tensor& tensor, const std::vector<std::int64_t>& sizes,
@@ -207,13 +244,8 @@ Tensor conv_transpose3d(const Tensor& x, const Tensor& w, const std::optional<Te
 }
 
 void* current_cuda_stream(std::int32_t index) {
-  // The symbol is only in CUDA builds of torch; linking to it would tie this module to them.
   using CurrentStream = AOTITorchError (*)(std::int32_t, void**);
-  static const auto current_stream = [] {
-    void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    return library ? reinterpret_cast<CurrentStream>(dlsym(library, "aoti_torch_get_current_cuda_stream"))
-                   : nullptr;
-  }();
+  static const auto current_stream = torch_cuda_function<CurrentStream>("aoti_torch_get_current_cuda_stream");
   if (!current_stream) {
     throw std::runtime_error(
         "upconv3d: PyTorch's current CUDA stream is needed; got a torch without "

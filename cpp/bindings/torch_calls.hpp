@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -46,6 +47,23 @@ Tensor empty_strided_like(const Tensor& like, const std::vector<std::int64_t>& s
 
 /// Uninitialized [bytes] uint8 tensor on the device of `like`.
 Tensor empty_bytes_like(const Tensor& like, std::int64_t bytes);
+
+/// Uninitialized memory of the current CUDA device, the allocator's again when the object dies: for launches
+/// on the current stream, which it orders before the next use. A tensor around it would take as long as the
+/// allocation itself.
+class DeviceScratch {
+ public:
+  /// \param like a tensor on that device
+  DeviceScratch(const Tensor& like, std::int64_t bytes);
+  void* data() const { return tensor_ ? tensor_->mutable_data_ptr() : memory_.get(); }
+
+ private:
+  struct Free {
+    void operator()(void* memory) const;
+  };
+  std::unique_ptr<void, Free> memory_;
+  std::optional<Tensor> tensor_;  // instead, with a torch that does not offer its allocator
+};
 
 /// The same memory under other sizes and strides; no view relation, as for memory that the op owns.
 Tensor reinterpret(const Tensor& tensor, const std::vector<std::int64_t>& sizes,

@@ -2,7 +2,8 @@
 /// \file
 /// torch.ops.upconv3d.conv_transpose3d_relu_group_norm: schema and implementations for CPU and CUDA. And
 /// _for_training, the same with what a backward pass reads of it, an opaque piece of memory: empty where the
-/// plan keeps nothing. Fake kernels and autograd are registered in Python.
+/// plan keeps nothing. Fake kernels and autograd are registered in Python. And both once more with their
+/// numbers as one (block_settings.hpp), for calls that nothing but a CPU or CUDA kernel is to see.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -14,6 +15,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/block_settings.hpp"
 #include "bindings/plan_query.hpp"
 #include "bindings/prepared_call.hpp"
 #include "bindings/torch_calls.hpp"
@@ -120,13 +122,13 @@ Tensor run_cpu(const PreparedCall& call, const BlockTensors& t, std::optional<Te
 }
 
 #if UPCONV3D_WITH_CUDA
-cuda::ForwardTensors forward_tensors(const BlockTensors& t, const Tensor& y, const Tensor& workspace) {
+cuda::ForwardTensors forward_tensors(const BlockTensors& t, const Tensor& y, const DeviceScratch& workspace) {
   cuda::ForwardTensors f;
   f.bias = data_or_null(t.bias);
   f.gamma = data_or_null(t.gamma);
   f.beta = data_or_null(t.beta);
   f.y = y.mutable_data_ptr();
-  f.workspace = workspace.mutable_data_ptr();
+  f.workspace = workspace.data();
   return f;
 }
 
@@ -135,7 +137,7 @@ Tensor run_implicit_gemm(const PreparedCall& call, const BlockTensors& t, std::o
                          std::int32_t index) {
   const Tensor x = contiguous_in(t.x, call.problem.x_layout);
   const Tensor y = empty_strided_like(x, call.y_sizes, call.y_strides);
-  const Tensor workspace = empty_bytes_like(x, call.plan.workspace_bytes);
+  const DeviceScratch workspace(x, call.plan.workspace_bytes);
   cuda::ForwardTensors f = forward_tensors(t, y, workspace);
   if (saved && call.saved_bytes > 0) {
     *saved = empty_bytes_like(x, call.saved_bytes);
@@ -164,7 +166,7 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, std::in
   }
   const Plan& plan = other_layout ? *other_layout : call.plan;
   const Tensor y = output_for(conv, call);
-  const Tensor workspace = empty_bytes_like(conv.tensor, plan.workspace_bytes);
+  const DeviceScratch workspace(conv.tensor, plan.workspace_bytes);
   cuda::ForwardTensors f = forward_tensors(t, y, workspace);
   f.conv = conv.tensor.const_data_ptr();
   cuda::run_forward(p, plan, call.device, f, static_cast<cudaStream_t>(current_cuda_stream(index)));
@@ -213,23 +215,59 @@ Tensor conv_transpose3d_relu_group_norm(const Tensor& input, const Tensor& weigh
 }
 
 /// The block, and what the backward operator takes as `saved`: [bytes] uint8.
+std::tuple<Tensor, Tensor> run_for_training(const OpArguments& a) {
+  std::optional<Tensor> saved;
+  const Tensor y = run_call(a, &saved);
+  return {y, saved ? *saved : empty_bytes_like(a.input, 0)};
+}
+
 std::tuple<Tensor, Tensor> conv_transpose3d_relu_group_norm_for_training(
     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const Ints& stride,
     const Ints& padding, const Ints& output_padding, std::int64_t groups, const Ints& dilation,
     std::int64_t num_groups, const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
     double eps, StringHandle precision_handle) {
   const std::string precision = take_string(precision_handle);
-  std::optional<Tensor> saved;
-  const Tensor y = run_call({input, weight, bias, norm_weight, norm_bias, stride, padding, output_padding,
-                             dilation, groups, num_groups, eps, precision, true},
-                            &saved);
-  return {y, saved ? *saved : empty_bytes_like(input, 0)};
+  return run_for_training({input, weight, bias, norm_weight, norm_bias, stride, padding, output_padding,
+                           dilation, groups, num_groups, eps, precision, true});
+}
+
+OpArguments numbered_arguments(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                               const std::optional<Tensor>& norm_weight,
+                               const std::optional<Tensor>& norm_bias, const BlockSettings& s,
+                               bool for_training) {
+  return {input,       weight,           bias,       norm_weight, norm_bias,    s.stride,
+          s.padding,   s.output_padding, s.dilation, s.groups,    s.num_groups, s.eps,
+          s.precision, for_training};
+}
+
+/// conv_transpose3d_relu_group_norm with remembered_settings(settings).
+Tensor numbered_block(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                      std::int64_t settings) {
+  return run_call(
+      numbered_arguments(input, weight, bias, norm_weight, norm_bias, remembered_settings(settings), false),
+      nullptr);
+}
+
+/// conv_transpose3d_relu_group_norm_for_training with remembered_settings(settings).
+std::tuple<Tensor, Tensor> numbered_block_for_training(const Tensor& input, const Tensor& weight,
+                                                       const std::optional<Tensor>& bias,
+                                                       const std::optional<Tensor>& norm_weight,
+                                                       const std::optional<Tensor>& norm_bias,
+                                                       std::int64_t settings) {
+  return run_for_training(
+      numbered_arguments(input, weight, bias, norm_weight, norm_bias, remembered_settings(settings), true));
 }
 
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("conv_transpose3d_relu_group_norm", TORCH_BOX(&conv_transpose3d_relu_group_norm));
   library.impl("conv_transpose3d_relu_group_norm_for_training",
                TORCH_BOX(&conv_transpose3d_relu_group_norm_for_training));
+}
+
+void implement_numbered(torch::stable::detail::StableLibrary& library) {
+  library.impl("_numbered_block", TORCH_BOX(&numbered_block));
+  library.impl("_numbered_block_for_training", TORCH_BOX(&numbered_block_for_training));
 }
 
 }  // namespace
@@ -243,13 +281,19 @@ STABLE_TORCH_LIBRARY(upconv3d, library) {
   const std::string block = "conv_transpose3d_relu_group_norm";
   library.def((block + arguments + " -> Tensor").c_str());
   library.def((block + "_for_training" + arguments + " -> (Tensor y, Tensor saved)").c_str());
+  const std::string numbered =
+      "(Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, int settings)";
+  library.def(("_numbered_block" + numbered + " -> Tensor").c_str());
+  library.def(("_numbered_block_for_training" + numbered + " -> (Tensor y, Tensor saved)").c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(upconv3d, CPU, library) {
   upconv3d::bindings::implement(library);
+  upconv3d::bindings::implement_numbered(library);
 }
 STABLE_TORCH_LIBRARY_IMPL(upconv3d, CUDA, library) {
   upconv3d::bindings::implement(library);
+  upconv3d::bindings::implement_numbered(library);
 }
 // Sparse tensors break a rule; only an implementation gets to say which, and what to do about it.
 STABLE_TORCH_LIBRARY_IMPL(upconv3d, SparseCPU, library) {

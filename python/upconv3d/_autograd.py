@@ -24,6 +24,7 @@ from torch import Tensor
 from . import _C
 from ._facts import block_facts
 from ._geometry import batched, memory_format_of
+from ._numbered import numbered_block, numbered_block_for_training
 
 _aten = torch.ops.aten
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
@@ -226,8 +227,8 @@ def _kernel_gradients(
     mask: Sequence[bool],
     saved: Tensor | None,
     consume_saved: bool,
-) -> tuple[Tensor, ...]:
-    """Each gradient in the sizes and the memory format of what it belongs to; empty where `mask` says so.
+) -> list[Tensor | None]:
+    """Each gradient in the sizes and the memory format of what it belongs to; None where `mask` says so.
 
     saved: what the forward kept; empty where that is nothing; None where it is to be computed again.
     """
@@ -249,10 +250,7 @@ def _kernel_gradients(
     if outputs[0] is not None and input.dim() == 4:
         outputs[0] = outputs[0].squeeze(0)
     outputs += gradients[2:]
-    return tuple(
-        gradient if wanted and gradient is not None else input.new_empty(0)
-        for gradient, wanted in zip(outputs, mask, strict=True)
-    )
+    return [gradient if wanted else None for gradient, wanted in zip(outputs, mask, strict=True)]
 
 
 def _backward_kernel(
@@ -272,11 +270,12 @@ def _backward_kernel(
     output_mask: Sequence[bool],
     saved: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The backward operator; it leaves its arguments as they are."""
+    """The backward operator: empty tensors for what is not asked for. It leaves its arguments as they are."""
     args = BlockArguments(stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
-    return _kernel_gradients(
+    gradients = _kernel_gradients(
         grad_y, input, weight, bias, norm_weight, args, output_mask, saved, consume_saved=False
     )
+    return tuple(input.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -300,7 +299,7 @@ def _gradients(ctx: Any, grad_y: Tensor, mask: Sequence[bool]) -> Iterator[Tenso
         # Where the graph is not kept, nobody reads `saved` again: grad_c takes relu(conv)'s place.
         consume_saved = not torch._C._autograd._get_current_graph_task_keep_graph()
         block = (input, weight, bias, norm_weight, args)
-        gradients = list(_kernel_gradients(grad_y, *block, mask, saved, consume_saved))
+        gradients = _kernel_gradients(grad_y, *block, mask, saved, consume_saved)
     else:
         op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_backward.default
         gradients = list(
@@ -332,9 +331,23 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
         norm_weight: Tensor | None,
         norm_bias: Tensor | None,
         block: tuple[Any, ...],
+        number: int | None,
         recompute: bool,
     ) -> Tensor:
-        """`block` holds the fields of BlockArguments; the named tuple itself costs a tenth of this node."""
+        """`block` holds the fields of BlockArguments; the named tuple itself costs a tenth of this node.
+
+        number: settings_number(block), None where the operator is to be called by its public name.
+        """
+        y: Tensor
+        saved: Tensor | None = None
+        if number is not None:
+            if recompute:
+                y = numbered_block(input, weight, bias, norm_weight, norm_bias, number)
+            else:
+                y, saved = numbered_block_for_training(input, weight, bias, norm_weight, norm_bias, number)
+            ctx.save_for_backward(input, weight, bias, norm_weight, saved)
+            ctx.block = block
+            return y
         stride, padding, output_padding, groups, dilation, num_groups, eps, precision = block
         arguments = (
             input,
@@ -351,8 +364,6 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
             eps,
             precision,
         )
-        y: Tensor
-        saved: Tensor | None = None
         with torch._C._AutoDispatchBelowAutograd():
             if recompute:
                 y = _forward_op(*arguments)
@@ -364,7 +375,7 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_gradients(ctx, grad_y, ctx.needs_input_grad[:5]), None, None)
+        return (*_gradients(ctx, grad_y, ctx.needs_input_grad[:5]), None, None, None)
 
 
 # Function.apply without what it does for torch.func's transforms, under which this node is not used.

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from ._autograd import record_block, under_autocast
+from ._numbered import numbered_block, settings_number
 from ._transforms import differentiated, transformed_block
 
 IntOrTriple = int | Sequence[int]
@@ -31,6 +32,8 @@ _tracing = torch._C._is_tracing
 _grad_enabled = torch.is_grad_enabled
 _dynamo_compiling = torch.compiler.is_dynamo_compiling
 _compiling = torch.compiler.is_compiling
+_profiling = torch._C._autograd._profiler_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -295,12 +298,20 @@ def conv_transpose3d_relu_group_norm(
     # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.
     if not tracing and (dims == 4 or (dims == 5 and input.size(0) == 1)):
         _check_values_per_group(input, weight, stride, padding, output_padding, groups, dilation, num_groups)
-    if recording and not whole:
+    y: Tensor
+    if not whole:
         numbers = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
-        if _autocast_enabled():
-            return under_autocast(record_block, tensors, numbers, recompute)
-        recorded: Tensor = record_block(*tensors, numbers, recompute)
-        return recorded
+        # Who watches operators is to see the one that he knows.
+        watched = tracing or _profiling() or _dispatch_modes() > 0
+        number = None if watched else settings_number(numbers)
+        if recording:
+            if _autocast_enabled():
+                return under_autocast(record_block, tensors, numbers, number, recompute)
+            y = record_block(*tensors, numbers, number, recompute)
+            return y
+        if number is not None:
+            y = numbered_block(*tensors, number)
+            return y
     arguments = (
         input,
         weight,
@@ -319,7 +330,7 @@ def conv_transpose3d_relu_group_norm(
     if transforms and differentiated():
         return transformed_block(*arguments)
     if whole:
-        y: Tensor = _op(*arguments)
+        y = _op(*arguments)
         return y
     with _BelowAutograd():
         y = _op(*arguments)

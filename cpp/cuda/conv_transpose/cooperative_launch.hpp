@@ -22,10 +22,11 @@ struct CooperativeShape {
 ///
 /// \param prepare (blocks) called before every attempt, for parameters that depend on their number
 template <class Prepare>
-void launch_cooperative(const std::string& name, const void* kernel, void* params,
-                        const CooperativeShape& shape, cudaStream_t stream, Prepare prepare) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes),
-        "reserving shared memory for " + name);
+void launch_cooperative(const char* name, const void* kernel, void* params, const CooperativeShape& shape,
+                        cudaStream_t stream, Prepare prepare) {
+  const cudaError_t reserved =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
+  if (reserved != cudaSuccess) check(reserved, std::string("reserving shared memory for ") + name);
   cudaLaunchAttribute cooperative{};
   cooperative.id = cudaLaunchAttributeCooperative;
   cooperative.val.cooperative = 1;

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// The numbers of a block, remembered under a number of their own.
+///
+/// PyTorch's dispatcher and its stable ABI copy a list of three integers several times on the way into an
+/// operator: four lists, a float and a string take longer than all that this module does before it launches.
+/// The Python layer therefore passes one integer for them (torch.ops.upconv3d._numbered_block).
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace upconv3d::bindings {
+
+/// What the op takes beside tensors.
+struct BlockSettings {
+  std::vector<std::int64_t> stride;  // depth, height, width, as the next three
+  std::vector<std::int64_t> padding;
+  std::vector<std::int64_t> output_padding;
+  std::int64_t groups;
+  std::vector<std::int64_t> dilation;
+  std::int64_t num_groups;
+  double eps;  // activation units squared
+  std::string precision;
+};
+
+/// Remembers `settings` for the life of the process, unchanged. Returns their number, or nothing where as
+/// many as are worth remembering already are. May be called from several threads at once.
+std::optional<std::int64_t> remember_settings(BlockSettings settings);
+
+/// The settings of a number that remember_settings returned.
+/// \throws std::out_of_range for another number.
+const BlockSettings& remembered_settings(std::int64_t number);
+
+}  // namespace upconv3d::bindings

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls whose numbers PyTorch's dispatcher gets as one integer.
+
+No settings may be taken for others, and whoever is not a CPU or CUDA kernel must get the public operator.
+"""
+
+import subprocess
+import sys
+import threading
+from typing import ClassVar
+
+import pytest
+import torch
+from oracles import make_block
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from upconv3d import _C
+from upconv3d._numbered import numbered_block, numbered_block_for_training, settings_number
+
+ONES, ZEROS = (1, 1, 1), (0, 0, 0)
+BASE = (ONES, ZEROS, ZEROS, 1, ONES, 2, 1e-5, "ieee")
+VARIANTS = [
+    BASE,
+    ((2, 1, 1), *BASE[1:]),
+    ((1, 1, 2), *BASE[1:]),
+    (ONES, ONES, *BASE[2:]),
+    ((2, 2, 2), ZEROS, ONES, *BASE[3:]),
+    (*BASE[:3], 2, *BASE[4:]),
+    (*BASE[:4], (2, 2, 2), *BASE[5:]),
+    (*BASE[:5], 4, *BASE[6:]),
+    (*BASE[:6], 2.0, "ieee"),
+    (*BASE[:7], "tf32"),
+]
+PUBLIC = "upconv3d::conv_transpose3d_relu_group_norm"
+
+
+def tensors(device="cpu"):
+    block = make_block(2, 8, 8, 3, 3, num_groups=2, device=device)
+    return block.input, block.weight, block.bias, block.norm_weight, block.norm_bias
+
+
+def public(settings, x, w, bias, gamma, beta):
+    *numbers, eps, precision = settings
+    return torch.ops.upconv3d.conv_transpose3d_relu_group_norm(
+        x, w, bias, *numbers, gamma, beta, eps, precision
+    )
+
+
+def test_settings_have_a_number_each():
+    numbers = [settings_number(settings) for settings in VARIANTS]
+    assert len(set(numbers)) == len(VARIANTS)
+    assert [settings_number(settings) for settings in VARIANTS] == numbers
+    assert [_C.remembered_settings(number) for number in numbers] == VARIANTS
+
+
+def test_a_tensor_as_eps_has_no_number():
+    """Its value may change behind the number."""
+    assert settings_number((*BASE[:6], torch.tensor(1e-5), "ieee")) is None
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 20])
+def test_numbers_that_nobody_gave_out(number):
+    with pytest.raises(IndexError, match="number that this process gave out"):
+        numbered_block(*tensors(), number)
+
+
+def test_same_tensors_under_every_number(device):
+    """In turns, so that all calls find the addresses of the others."""
+    given = tensors(device)
+    weights = {
+        settings[3]: given[1] if settings[3] == 1 else given[1][:, :4].contiguous() for settings in VARIANTS
+    }
+    for _ in range(2):
+        for settings in VARIANTS:
+            x, _, *vectors = given
+            arguments = (x, weights[settings[3]], *vectors)
+            expected = public(settings, *arguments)
+            number = settings_number(settings)
+            assert torch.equal(numbered_block(*arguments, number), expected)
+            assert torch.equal(numbered_block_for_training(*arguments, number)[0], expected)
+
+
+class _Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class _Wrapped(torch.Tensor):
+    """A tensor that others than __torch_function__ look at."""
+
+    names: ClassVar[list[str]] = []
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, plain):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, plain.shape, strides=plain.stride(), dtype=plain.dtype
+        )
+
+    def __init__(self, plain):
+        self.plain = plain
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.names.append(func.name())
+        return func(*(a.plain if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+
+
+def test_others_than_kernels_get_the_public_operator():
+    given, number = tensors(), settings_number(BASE)
+    expected = public(BASE, *given)
+    with _Names() as seen:
+        assert torch.equal(numbered_block(*given, number), expected)
+        numbered_block_for_training(*given, number)
+    assert seen.names.count(PUBLIC) == 1 and seen.names.count(f"{PUBLIC}_for_training") == 1
+    assert not [name for name in seen.names if "numbered" in name]
+    _Wrapped.names.clear()
+    y = numbered_block(_Wrapped(given[0]), *given[1:], number)
+    assert torch.equal(y, expected) and _Wrapped.names == [PUBLIC]
+
+
+def test_tensors_without_data():
+    given, number = tensors(), settings_number(BASE)
+    expected = public(BASE, *given)
+    meta = numbered_block(*(tensor.to("meta") for tensor in given), number)
+    assert meta.is_meta and meta.shape == expected.shape and meta.stride() == expected.stride()
+    with FakeTensorMode() as mode:
+        fake = numbered_block(*(mode.from_tensor(tensor) for tensor in given), number)
+    assert fake.shape == expected.shape and fake.stride() == expected.stride()
+
+
+def test_autocast():
+    given, number = tensors(), settings_number(BASE)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert numbered_block(*given, number).dtype == torch.bfloat16
+
+
+def test_threads_agree_on_what_a_number_means():
+    settings = [(*BASE[:6], 1e-3 + 1e-6 * index, "ieee") for index in range(200)]
+    differing = []
+
+    def ask():
+        for wanted in settings:
+            if _C.remembered_settings(settings_number(wanted)) != wanted:
+                differing.append(wanted)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not differing
+
+
+FULL = """
+import torch, upconv3d
+from upconv3d import _C
+from upconv3d._numbered import settings_number
+ones, zeros = (1, 1, 1), (0, 0, 0)
+count = 0
+while _C.remember_settings((ones, zeros, zeros, 1, ones, 2, 1.0 + count, "ieee")) is not None:
+    count += 1
+assert count == 4096, count
+assert settings_number((ones, zeros, zeros, 1, ones, 2, 1e-5, "ieee")) is None
+x, w = torch.rand(1, 4, 3, 3, 3), torch.rand(4, 4, 3, 3, 3).requires_grad_()
+y = upconv3d.conv_transpose3d_relu_group_norm(x, w, num_groups=2)
+expected = torch.nn.functional.group_norm(torch.nn.functional.conv_transpose3d(x, w).relu(), 2)
+torch.testing.assert_close(y, expected)
+(grad,) = torch.autograd.grad(y.square().sum(), w)
+assert grad.shape == w.shape
+"""
+
+
+def test_more_settings_than_are_remembered():
+    subprocess.run([sys.executable, "-c", FULL], check=True, timeout=120)
