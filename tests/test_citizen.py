@@ -4,6 +4,7 @@
 import copy
 import io
 import itertools
+import multiprocessing
 import pickle
 import shutil
 import warnings
@@ -77,19 +78,30 @@ def test_export_round_trip(device):
         torch.testing.assert_close(program.module()(x), block(x))
 
 
-def test_aot_inductor_round_trip(device, tmp_path):
-    """AOTInductor's runtime calls the operator by its schema; upconv3d must be imported where it runs."""
-    if shutil.which("c++") is None and shutil.which("g++") is None:
-        pytest.skip("needs a C++ compiler")
+def _aot_inductor_round_trip(device, package_path):
     block = _module(device).eval()
     with torch.no_grad():
-        path = torch._inductor.aoti_compile_and_package(
-            _exported(block, device), package_path=str(tmp_path / "block.pt2")
-        )
+        path = torch._inductor.aoti_compile_and_package(_exported(block, device), package_path=package_path)
         runner = torch._inductor.aoti_load_package(path)
         for n, extent in ((1, 3), (2, 2), (5, 6)):
             x = torch.randn(n, 4, extent, 4, 5, device=device)
             torch.testing.assert_close(runner(x), block(x))
+
+
+def test_aot_inductor_round_trip(device, tmp_path):
+    """AOTInductor's runtime calls the operator by its schema; upconv3d must be imported where it runs.
+
+    In a process of its own: the loader of torch 2.11 was seen to crash.
+    """
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    arguments = (device, str(tmp_path / "block.pt2"))
+    process = multiprocessing.get_context("spawn").Process(target=_aot_inductor_round_trip, args=arguments)
+    process.start()
+    process.join()
+    if process.exitcode < 0 and torch.__version__ < torch.torch_version.TorchVersion("2.12"):
+        pytest.xfail(f"aoti_load_package of torch {torch.__version__} ends with signal {-process.exitcode}")
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("n", [1, 2])

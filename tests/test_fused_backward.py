@@ -181,7 +181,10 @@ def test_cuda_graph_of_a_training_step(hopper, kind):
 @every_kind
 @both_layouts
 def test_peak_memory(hopper, layout, kind):
-    """Forward and backward, gradients included: at most 0.7 of what eager needs."""
+    """Forward and backward, gradients included: at most 0.7 of what eager needs.
+
+    At float32's accuracy, both halves of x and grad_c as the tensor cores take them lie beside grad_c.
+    """
     dtype, precision = KINDS[kind]
     block = make_block(4, 64, 128, 32, 3, num_groups=8, device=hopper, dtype=dtype)
     block = replace(block, precision=precision)
@@ -200,8 +203,7 @@ def test_peak_memory(hopper, layout, kind):
 
     ours, eager = peak(block.ours), peak(block.eager)
     print(f"{kind} {layout}: {ours / 2**20:.0f} MiB, eager {eager / 2**20:.0f} MiB, {ours / eager:.2f}")
-    if kind != "ieee":  # whose convolutions' gradients PyTorch computes
-        assert ours <= 0.7 * eager
+    assert ours <= (0.95 if kind == "ieee" else 0.7) * eager
 
 
 @every_kind

@@ -19,9 +19,6 @@ std::string plan_convolutions(const Problem& p, const Device& device, const Grad
   if (wanted.w) {
     plan.grad_w = grad_w_plan(p, device, grad_w_variants);
     if (!plan.grad_w->obstacle.empty()) return concat("grad_w: ", plan.grad_w->obstacle);
-    // Its kernel could, from float32; but then grad_x, which takes 16 bits, would need another grad_c.
-    if (plan.grad_w->pack_grad_c())
-      return "grad_w: at float32's accuracy it takes float32, not 16-bit operands";
   }
   return "";
 }
@@ -43,7 +40,7 @@ BackwardPlan select_backward_plan(const Problem& p, const Device& device, const 
     plan.stages.push_back("aten::convolution_backward");
     return plan;
   }
-  plan.scaled = p.dtype == DType::kFloat32;
+  plan.scaled = p.dtype == DType::kFloat32 && p.precision != Precision::kIEEE;
   plan.grad_c_pitch = grad_c_pitch(p);
   if (plan.grad_x)
     plan.stages.insert(plan.stages.end(), plan.grad_x->stages.begin(), plan.grad_x->stages.end());

@@ -49,9 +49,6 @@ std::string grad_x_obstacle(const Problem& block, const Device& device,
                             const std::vector<ConvInstance>& instances, std::optional<GradXPlan>& plan) {
   plan.reset();
   if (block.groups != 1) return concat("groups ", block.groups, " is not 1");
-  if (block.dtype == DType::kFloat32 && block.precision == Precision::kIEEE) {
-    return "float32's accuracy takes three products, in which grad_c is not stored";
-  }
   const Problem p = grad_x_problem(block);
   std::optional<ConvInstance> instance;
   const std::string obstacle = sm90_obstacle(p, device, instances, instance);
@@ -68,7 +65,12 @@ std::string grad_x_obstacle(const Problem& block, const Device& device,
   }
   if (!plan->in_place) cut_output(*plan, cheapest);
   plan->estimated_multiply_ms = estimated_multiply_ms(p, *instance, plan->cut, device.sm_count);
-  plan->stages = {p.dtype == DType::kFloat32 ? "pack_weight" : "pack_operands", instance->name};
+  if (plan->pack_grad_c()) {
+    plan->stages = {"pack_weight", "pack_input", "repack"};
+  } else {
+    plan->stages = {p.dtype == DType::kFloat32 ? "pack_weight" : "pack_operands"};
+  }
+  plan->stages.emplace_back(instance->name);
   if (!plan->in_place) plan->stages.emplace_back("unpack_rows");
   return "";
 }

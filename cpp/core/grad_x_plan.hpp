@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "core/channels.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 #include "core/sm90_plan.hpp"
@@ -22,20 +23,25 @@ namespace upconv3d {
 /// y_layout is that of grad_x, x's.
 Problem grad_x_problem(const Problem& block);
 
-/// Channels of a row of grad_c [N,Z,P,Q,pitch] in operand form, zeros behind K: whole sectors, see
-/// operand_channels.
+/// Channels of a row of grad_c [N,Z,P,Q,pitch], zeros behind K. In operand form whole sectors, see
+/// operand_channels; float32 that is packed later lies as relu(conv) does, so that it may take its place.
 inline std::int64_t grad_c_pitch(const Problem& block) {
-  return ceil_div(block.k, kSectorChannels) * kSectorChannels;
+  const bool packed_later = block.dtype == DType::kFloat32 && block.precision == Precision::kIEEE;
+  return packed_later ? padded_channels(block.k) : ceil_div(block.k, kSectorChannels) * kSectorChannels;
 }
 
 struct GradXPlan {
   Problem problem;          // grad_x_problem of the block
-  ConvInstance instance{};  // operand is the dtype of grad_c, which is scaled where that is not x's dtype
+  ConvInstance instance{};  // operand is the dtype of grad_c, which is scaled where that is not x's dtype,
+                            // unless pack_grad_c()
   std::int64_t grad_c_pitch = 0;  // see there
   Cut cut;
   bool in_place = false;               // the kernel stores grad_x itself, else rows that are then unpacked
   double estimated_multiply_ms = 0.0;  // of the convolution, without packing and unpacking
   std::vector<std::string> stages;     // kernels in launch order, by name
+
+  // Of float32's accuracy: grad_c comes as float32 and is copied into operand form first.
+  bool pack_grad_c() const { return instance.products == 3; }
 };
 
 /// Sets the cut and what follows from it: whether the kernel can store grad_x where it belongs, in rows of

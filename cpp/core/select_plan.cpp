@@ -94,11 +94,13 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
       if (keeps_activation && backward_can_count(problem, plan)) {
         plan.keeps_activation = true;
         plan.activation_in_y = false;
-        return plan;
+      } else {
+        const std::string twice_obstacle = consider_twice(problem, device, instances, plan);
+        if (forced == "twice") require_no_obstacle(problem, forced, twice_obstacle);
       }
-      const std::string twice_obstacle = consider_twice(problem, device, instances, plan);
-      if (forced == "twice") require_no_obstacle(problem, forced, twice_obstacle);
-      return plan;
+      const std::string disadvantage = forced.empty() ? sm90_disadvantage(problem, plan) : "";
+      if (disadvantage.empty()) return plan;
+      return cuda_library_plan(problem, "not the SM90 kernel: " + disadvantage);
     }
     reason = concat("not the SM90 kernel: ", obstacle);
   }

@@ -81,9 +81,10 @@ void run_input(const BackwardCall& call, const BackwardTensors& tensors, cudaStr
 
 void* overwritable_activation(const BackwardCall& call, void* saved) {
   const Problem& problem = call.problem;
-  const bool sixteen_bits =
-      call.forward.instance->stored_bits == 16 && (call.plan.scaled || size_of(problem.dtype) == 2);
-  if (!sixteen_bits || call.plan.grad_c_pitch != padded_channels(problem.k)) return nullptr;
+  const std::int64_t bits = 8 * size_of(call.plan.scaled ? DType::kFloat16 : problem.dtype);
+  const bool same_rows =
+      call.forward.instance->stored_bits == bits && call.plan.grad_c_pitch == padded_channels(problem.k);
+  if (!same_rows) return nullptr;
   Carver carver(saved);
   return ActivationMemory(problem, call.forward, carver).a;
 }

@@ -48,6 +48,10 @@ void test_backward_plans() {
   Problem tf32 = headline(DType::kFloat32, Layout::kNCDHW);
   tf32.precision = Precision::kTF32;
   expect(plan_of(tf32, kAll).scaled, "float32 at TF32's accuracy takes scaled float16");
+  const BackwardPlan ieee = plan_of(headline(DType::kFloat32), kAll);
+  expect(ieee.grad_x && ieee.grad_w && !ieee.library && !ieee.scaled && ieee.grad_x->pack_grad_c() &&
+             ieee.grad_w->pack_grad_c(),
+         "float32's accuracy takes float32: " + describe(ieee));
   const BackwardPlan vectors = plan_of(headline(), {false, false, true, true, true});
   expect(!vectors.grad_x && !vectors.grad_w && !vectors.library && vectors.grad_c_pitch == 0,
          "grad_c is not wanted for vectors alone");
@@ -62,9 +66,6 @@ void test_library() {
                has_part(plan.reason, part),
            std::string(part) + ": " + describe(plan));
   };
-  expect_library(headline(DType::kFloat32), "three products");
-  const BackwardPlan weight = plan_of(headline(DType::kFloat32), {false, true, false, false, false});
-  expect(weight.library && !weight.grad_w && has_part(weight.reason, "grad_w"), "the weight's alone in ieee");
   Problem groups = headline();
   groups.groups = 2;
   expect_library(groups, "groups");

@@ -420,6 +420,12 @@ void test_library_selection() {
   expect(has(select_plan(headline(), hopper(), {}).reason, "no kernel"), "nothing compiled");
   const Plan cpu = select_plan(headline(), Device{.max_threads = 2});
   expect(cpu.algorithm == Algorithm::kCpuLibrary && !cpu.instance, "CPU");
+  Problem p = headline();
+  p.n = 64, p.c = 2048, p.k = 512, p.in = {2, 2, 2}, p.kernel = {4, 4, 4}, p.stride = {2, 2, 2};
+  p.padding = {1, 1, 1};
+  const Plan tiny = select_plan(p, hopper(), all_compiled());
+  expect(tiny.algorithm == Algorithm::kCudaLibrary && has_part(tiny.reason, "is expected to need"),
+         "8 positions per phase leave most of a tile empty: " + tiny.reason);
 }
 
 }  // namespace

@@ -54,8 +54,14 @@ using upconv3d::tests::Tally;
 /// Few blocks, so that each walks several tiles.
 constexpr int kFewBlocks = 5;
 
-/// grad_c of a float32 block is scaled by 2^kScale, which kScale undoes.
+/// grad_c of a float32 block at TF32's accuracy is scaled by 2^kScale, which kScale undoes.
 constexpr int kScale = 3;
+
+/// In place of 1 in three products: of 13 significant bits, which take hi and lo.
+constexpr double kLongValue = 4097.0 / 1024;
+
+/// What odd samples of grad_x [N,C,D,H,W] are scaled by in three products: scales as assumed do not fit then.
+constexpr double kTiny = 0x1p-40;
 
 /// Elements behind grad_x that nobody may write.
 constexpr std::int64_t kGuard = 64;
@@ -67,14 +73,15 @@ Device device_of(int sm_count) {
   return {.is_cuda = true, .compute_capability = 90, .sm_count = sm_count, .forced_plan = "sm90"};
 }
 
-Problem make_block(const GradXCase& shape, DType dtype, Layout layout) {
+Problem make_block(const GradXCase& shape, DType dtype, Layout layout,
+                   Precision precision = Precision::kTF32) {
   Problem block;
   block.n = shape.n, block.c = shape.c, block.k = shape.k;
   block.in = shape.in, block.kernel = shape.kernel, block.stride = shape.stride;
   block.padding = shape.padding, block.output_padding = shape.output_padding;
   block.dilation = shape.dilation;
   block.dtype = dtype;
-  block.precision = Precision::kTF32;
+  block.precision = precision;
   block.x_layout = block.y_layout = layout;
   return block;
 }
@@ -118,7 +125,8 @@ __global__ void grad_x_reference(const double* grad_c, const double* w, double* 
   grad_x[index] = sum;
 }
 
-/// One block's tensors on the device and its exact grad_x, for all launches.
+/// One block's tensors on the device and its exact grad_x, for all launches. Operand is what grad_c is given
+/// as: float in three products.
 template <class Operand, class Output>
 class Fixture {
  public:
@@ -134,6 +142,7 @@ class Fixture {
     for (double& v : grad_c) v = next_random(state) % 16 == 0 ? v : 0.0;
     const auto w = small_integers(block.c * block.k * volume(block.kernel), 1, state);
     compute_reference(grad_c, w);
+    if (kSplit) scale_samples(grad_c, w_channels_last ? 1.0 : kLongValue);
     const double scale = kScaled ? double(1 << kScale) : 1.0;
     grad_c_.upload(rounded<Operand>(upconv3d::tests::packed(grad_c, 1, 1, block.k, pitch_), scale));
     unscale_.upload({-kScale});
@@ -179,7 +188,22 @@ class Fixture {
   }
 
  private:
-  static constexpr bool kScaled = std::is_same_v<Output, float>;
+  static constexpr bool kSplit = std::is_same_v<Operand, float>;
+  static constexpr bool kColumnScales = std::is_same_v<Output, float>;
+  static constexpr bool kScaled = kColumnScales && !kSplit;
+
+  /// grad_c and what is expected, where three products are to show. One of grad_c and w has long values.
+  void scale_samples(std::vector<double>& grad_c, double value) {
+    const bool has_tiny = block_.x_layout == Layout::kNCDHW;
+    const auto scale = [&](std::vector<double>& values, double factor) {
+      const std::size_t of_sample = values.size() / block_.n;
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        values[i] *= factor * (has_tiny && i / of_sample % 2 == 1 ? kTiny : 1.0);
+      }
+    };
+    scale(grad_c, value);
+    scale(expected_, kLongValue);
+  }
 
   void compute_reference(const std::vector<double>& grad_c, const std::vector<double>& w) {
     const std::int64_t elements = block_.n * volume(block_.in) * block_.c;
@@ -201,13 +225,14 @@ class Fixture {
     w_strides_[2] = kernel[1] * kernel[2] * inner;
     w_strides_[3] = kernel[2] * inner;
     w_strides_[4] = inner;
+    const double value = kSplit && channels_last ? kLongValue : 1.0;
     std::vector<double> lying(w.size());
     for (std::int64_t i = 0; i < std::int64_t(w.size()); ++i) {
       const std::int64_t c = i / taps / k;
       lying[c * w_strides_[0] + i / taps % k * w_strides_[1] + i % taps * w_strides_[4]] =
-          kScaled ? w[i] * double(1 << c % 4) : w[i];
+          value * (kColumnScales ? w[i] * double(1 << c % 4) : w[i]);
     }
-    if (kScaled) {
+    if (kColumnScales) {
       for (std::int64_t i = 0; i < std::int64_t(expected_.size()); ++i) {
         expected_[i] *= double(1 << i % block_.c % 4);
       }
@@ -254,6 +279,7 @@ void run_block(const Problem& block, bool w_channels_last, int sm_count, std::ui
     for (const Cut& cut : kCuts) {
       if (cut.share_taps && (block.stride != Extent3{1, 1, 1} || block.dilation != Extent3{1, 1, 1}))
         continue;
+      if (cut.share_taps && instance.products == 3) continue;  // which leaves three products no room for w
       GradXPlan plan = selected;
       plan.instance = instance;
       cut_output(plan, cut);
@@ -278,24 +304,28 @@ void run_checks(int sm_count, Tally& tally) {
                                                   !w_channels_last, sm_count, state, tally);
       run_block<cutlass::half_t, float>(make_block(shape, DType::kFloat32, layout), w_channels_last, sm_count,
                                         state, tally);
+      for (const bool long_weights : {false, true}) {
+        run_block<float, float>(make_block(shape, DType::kFloat32, layout, Precision::kIEEE), long_weights,
+                                sm_count, state, tally);
+      }
       w_channels_last = !w_channels_last;
     }
   }
 }
 
-/// Values between -1 and 1 that no two neighbours share: what is multiplied decides the card's power.
+/// Values between -size and size that no two neighbours share: what is multiplied decides the card's power.
 template <class T>
-__global__ void fill_random(T* data, std::int64_t count) {
+__global__ void fill_random(T* data, std::int64_t count, float size) {
   for (std::int64_t i = std::int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
        i += std::int64_t(gridDim.x) * blockDim.x) {
     std::uint32_t bits = std::uint32_t(i) * 2654435761u;
     bits = (bits ^ (bits >> 15)) * 2246822519u;
-    data[i] = T(float(bits ^ (bits >> 13)) * 0x1p-31f - 1.f);
+    data[i] = T((float(bits ^ (bits >> 13)) * 0x1p-31f - 1.f) * size);
   }
 }
 
 template <class Operand, class Output>
-void time_plan(const Problem& block, const GradXPlan& plan, int sm_count) {
+void time_plan(const Problem& block, const GradXPlan& plan, int sm_count, float size) {
   constexpr int kWarmUp = 5, kRuns = 40;
   DeviceBuffer<Operand> grad_c(block.n * block.positions() * plan.grad_c_pitch);
   DeviceBuffer<Output> w(block.c * block.k * volume(block.kernel));
@@ -303,8 +333,8 @@ void time_plan(const Problem& block, const GradXPlan& plan, int sm_count) {
   DeviceBuffer<char> workspace(upconv3d::cuda::grad_x_workspace_bytes(plan));
   DeviceBuffer<std::int32_t> unscale(1);
   unscale.clear();
-  fill_random<<<1024, 256>>>(grad_c.get(), block.n * block.positions() * plan.grad_c_pitch);
-  fill_random<<<1024, 256>>>(w.get(), block.c * block.k * volume(block.kernel));
+  fill_random<<<1024, 256>>>(grad_c.get(), block.n * block.positions() * plan.grad_c_pitch, size);
+  fill_random<<<1024, 256>>>(w.get(), block.c * block.k * volume(block.kernel), 1.f);
   const std::int64_t taps = volume(block.kernel), rs = block.kernel[1] * block.kernel[2];
   const GradXTensors tensors{grad_c.get(), unscale.get(),
                              w.get(),      {block.k * taps, taps, rs, block.kernel[2], 1},
@@ -321,8 +351,8 @@ void time_plan(const Problem& block, const GradXPlan& plan, int sm_count) {
   float ms = 0;
   check(cudaEventElapsedTime(&ms, begin, end), "timing");
   ms /= kRuns;
-  std::printf("%8.4f ms %6.0f TFLOP/s (estimated %.4f) %s%s %s %s\n", ms,
-              plan.problem.useful_flops() / ms * 1e-9, plan.estimated_multiply_ms,
+  std::printf("%8.4f ms %6.0f TFLOP/s (estimated %.4f) |grad_c| < %g %s%s %s %s\n", ms,
+              plan.problem.useful_flops() / ms * 1e-9, plan.estimated_multiply_ms, size,
               plan.instance.name + std::strlen("conv_transpose_relu_group_norm_sm90_"),
               plan.cut.share_taps ? " shared" : (" cut " + std::to_string(plan.cut.split_axes)).c_str(),
               name(block.x_layout), describe(block).c_str());
@@ -332,9 +362,9 @@ void time_plan(const Problem& block, const GradXPlan& plan, int sm_count) {
 
 /// The plan as selected, then the other variants and cuts in its place.
 template <class Operand, class Output>
-void time_block(const Problem& block, bool alternatives, int sm_count) {
+void time_block(const Problem& block, bool alternatives, int sm_count, float size = 1.f) {
   const GradXPlan selected = plan_of(block, sm_count);
-  time_plan<Operand, Output>(block, selected, sm_count);
+  time_plan<Operand, Output>(block, selected, sm_count, size);
   if (!alternatives) return;
   for (const ConvInstance& instance : family_of(selected.instance)) {
     for (const bool share_taps : {false, true}) {
@@ -342,7 +372,7 @@ void time_block(const Problem& block, bool alternatives, int sm_count) {
       GradXPlan plan = selected;
       plan.instance = instance;
       cut_output(plan, {0, share_taps});
-      time_plan<Operand, Output>(block, plan, sm_count);
+      time_plan<Operand, Output>(block, plan, sm_count, size);
     }
   }
 }
@@ -357,6 +387,11 @@ void run_timing(int sm_count) {
       time_block<cutlass::bfloat16_t, cutlass::bfloat16_t>(make_block(shape, DType::kBFloat16, layout),
                                                            alternatives, sm_count);
       time_block<cutlass::half_t, float>(make_block(shape, DType::kFloat32, layout), alternatives, sm_count);
+      // Gradients are seldom as large as activations, and small ones are packed twice.
+      for (const float size : {1.f, 0x1p-20f}) {
+        time_block<float, float>(make_block(shape, DType::kFloat32, layout, Precision::kIEEE), false,
+                                 sm_count, size);
+      }
     }
   }
 }

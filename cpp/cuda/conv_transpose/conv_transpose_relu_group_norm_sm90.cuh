@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
       // Both warpgroups are done with the operands' memory: now items come there.
       cutlass::arch::NamedBarrier::sync(32 * kConsumerWarps, 1);
       static_assert(kConsumerWarps * Traits::ITEM_BUFFERS * Traits::ITEM_BYTES <= Traits::RING_BYTES);
-      GroupNormWorker<Traits> worker(params, control, control.items[warp - 3], false);
+      GroupNormWorker<Traits, false> worker(params, control, control.items[warp - 3]);
       worker.run(shared.x + (warp - 4) * Traits::ITEM_BUFFERS * Traits::ITEM_BYTES);
     }
   } else {
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     if (threadIdx.x == 0) load_tiles(params, shared);
     if (warp == 1 || warp == 2) drain_tiles(params, shared, warp - 1);
     if (warp == 3 && !params.linear) {
-      GroupNormWorker<Traits> worker(params, control, control.items[0], true);
+      GroupNormWorker<Traits, true> worker(params, control, control.items[0]);
       params.normalizes ? worker.run(shared.items) : worker.run_finalize();
     }
   }
@@ -351,6 +351,10 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   const std::int64_t group_channels = problem.k / problem.num_groups;
   to.group_channels = cutlass::FastDivmod(static_cast<int>(group_channels));
   to.group_granules = cutlass::FastDivmod(static_cast<int>(group_channels >> to.granule_shift));
+  // A lane each for groups of few partial moments: of many such groups, a warp each would take long.
+  const std::int64_t partials = std::int64_t{to.moments} * to.group_granules.divisor;
+  to.merge_lanes = partials <= 32 ? 1 : 32;
+  to.merge_steps = static_cast<int>(ceil_div(problem.num_groups * to.merge_lanes, 32));
   to.table = reinterpret_cast<float4*>(params.table);
   to.channel_table = params.channel_table;
   to.next_tile = params.counters;

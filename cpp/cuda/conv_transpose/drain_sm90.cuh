@@ -156,6 +156,11 @@ struct Drain {
     return params.out[0] * params.out[1] * params.out[2];
   }
 
+  /// Positions whose mean is the pivot that sums of squares are shifted by. Of few values above 0 among many
+  /// zeros, a single position may be one; its square then swamps the variance by 2^7, which float32 can lose
+  /// no more than 2^3 of. 16 bits are rounded too coarsely to tell.
+  static constexpr int kPivotSamples = sizeof(Stored) == 4 ? 8 : 1;
+
   /// Takes the moments: a lane has one chunk of channels, and every 2nd or 4th position.
   CUTLASS_DEVICE static void moments(KernelParams<Traits> const& params, HalfTile const& half,
                                      char const* staging, std::int8_t const* steps) {
@@ -163,12 +168,16 @@ struct Drain {
     constexpr int kRows = 32 / kChunks;
     int const lane = threadIdx.x % 32;
     int const chunk = lane % kChunks;
-    cutlass::Array<Stored, kVector> values = load_chunk(staging + staged_chunk<Stored>(0, chunk));
+    cutlass::Array<Stored, kVector> values;
     float pivot[kVector], sum[kVector], sum_squares[kVector];
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kVector; ++i) {
-      pivot[i] = stored_to_float(values[i]);
-      sum[i] = sum_squares[i] = 0.f;
+    for (int i = 0; i < kVector; ++i) pivot[i] = sum[i] = sum_squares[i] = 0.f;
+    CUTLASS_PRAGMA_UNROLL
+    for (int sample = 0; sample < kPivotSamples; ++sample) {
+      int const position = half.valid * sample / kPivotSamples;
+      values = load_chunk(staging + staged_chunk<Stored>(position, chunk));
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kVector; ++i) pivot[i] += stored_to_float(values[i]) * (1.f / kPivotSamples);
     }
 #pragma unroll 4
     for (int position = lane / kChunks; position < half.valid; position += kRows) {

@@ -48,7 +48,8 @@ CUTLASS_DEVICE void arrive_stored(int*& pending) {
 /// Polling a counter in L2 more often than this would take bandwidth from those who are being waited for.
 inline constexpr unsigned kPollNanoseconds = 200;
 
-template <class Traits>
+/// \tparam FINALIZES whether this warp is the block's one that merges moments
+template <class Traits, bool FINALIZES>
 class GroupNormWorker {
  public:
   using Params = KernelParams<Traits>;
@@ -60,10 +61,9 @@ class GroupNormWorker {
 
   static constexpr int kItemsPerTile = Traits::ITEMS_PER_TILE;
 
-  /// \param items     this warp's barriers
-  /// \param finalizes whether this warp is the block's one that merges moments
+  /// \param items this warp's barriers
   CUTLASS_DEVICE GroupNormWorker(Params const& params, ControlStorage<Traits>& control,
-                                 RingBarriers<Traits::ITEM_BUFFERS>& items, bool finalizes)
+                                 RingBarriers<Traits::ITEM_BUFFERS>& items)
       : params_(params), control_(control), items_(items) {
     int const per_sample =
         Traits::QUANTIZED
@@ -71,7 +71,7 @@ class GroupNormWorker {
             : cutlass::ceil_div(Drain<Traits>::pixels(params), Traits::ITEM_POS) * params.k_tiles.divisor;
     items_per_sample_ = cutlass::FastDivmod(per_sample);
     all_items_ = per_sample * params.samples;
-    next_group_ = finalizes ? int(blockIdx.x) : params.samples * params.groups;
+    next_step_ = int(blockIdx.x);
     if (params.normalizes) ask();
   }
 
@@ -113,21 +113,25 @@ class GroupNormWorker {
     }
   }
 
-  /// Merges the moments of one group of this block's if its sample has arrived. Returns whether it did.
+  /// Merges the moments of this block's next groups if their sample has arrived. Returns whether it did.
   CUTLASS_DEVICE bool finalize_step() {
+    if constexpr (!FINALIZES) return false;
     if (finalize_done()) return false;
-    int const sample = next_group_ / params_.groups;
+    int const sample = next_step_ / params_.merge_steps;
     if (__shfl_sync(0xffffffffu, load_acquire(params_.arrivals + sample), 0) <
         2 * Traits::STAGE_ROUNDS * params_.tiles_per_sample.divisor) {
       return false;
     }
     __syncwarp();
-    finalize(sample, next_group_ - sample * params_.groups);
+    int const step = next_step_ - sample * params_.merge_steps;
+    params_.merge_lanes == 1 ? finalize<1>(sample, step) : finalize<32>(sample, step);
     arrive_release(params_.finalized + sample);
-    next_group_ += gridDim.x;
+    next_step_ += gridDim.x;
     return true;
   }
-  CUTLASS_DEVICE bool finalize_done() const { return next_group_ >= params_.samples * params_.groups; }
+  CUTLASS_DEVICE bool finalize_done() const {
+    return !FINALIZES || next_step_ >= params_.samples * params_.merge_steps;
+  }
 
  private:
   /// ITEM_POS positions x BLK_K channels of a sample. As a rule they lie next to each other in memory. With
@@ -200,7 +204,9 @@ class GroupNormWorker {
     int unused;
     int const sample = items_per_sample_.divmod(unused, item);
     if (sample < ready_samples_) return true;
-    if (__shfl_sync(0xffffffffu, load_acquire(params_.finalized + sample), 0) < params_.groups) return false;
+    if (__shfl_sync(0xffffffffu, load_acquire(params_.finalized + sample), 0) < params_.merge_steps) {
+      return false;
+    }
     __syncwarp();
     // What the counter says was written, TMA may now read too.
     asm volatile("fence.proxy.async;" ::: "memory");
@@ -215,10 +221,16 @@ class GroupNormWorker {
     return moment + 1 < end ? Traits::STAGED_POS : control_.last_count[slab];
   }
 
-  /// table[sample, group] from part: sums of count, count*mean and M2 + count*mean^2, means shifted by the
-  /// first one, in double: 29 bits more than what they sum, so the shift need not be good.
-  CUTLASS_DEVICE void finalize(int sample, int group) const {
+  /// table[sample, group] of a step's groups from part: sums of count, count*mean and M2 + count*mean^2,
+  /// means shifted by the first one, in double: 29 bits more than what they sum, so the shift need not be
+  /// good.
+  /// \tparam LANES that merge one group's moments
+  template <int LANES>
+  CUTLASS_DEVICE void finalize(int sample, int step) const {
     constexpr int kLoads = 8;  // in flight per lane
+    int const lane = threadIdx.x % LANES;
+    // Of the last step, lanes beyond the last group merge that one too.
+    int const group = min((step * 32 + int(threadIdx.x % 32)) / LANES, params_.groups - 1);
     int const per_moment = params_.group_granules.divisor;
     int const row = params_.k >> params_.granule_shift;
     int const total = params_.moments * per_moment;
@@ -228,16 +240,16 @@ class GroupNormWorker {
     double const pivot = __ldcg(part).x;
     double count = 0, sum = 0, sum_squares = 0;
     int slab = 0;
-    for (int first = threadIdx.x % 32; first < total; first += 32 * kLoads) {
+    for (int first = lane; first < total; first += LANES * kLoads) {
       float2 pair[kLoads];
       float pair_count[kLoads];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kLoads; ++i) {
-        int const index = min(first + 32 * i, total - 1);
+        int const index = min(first + LANES * i, total - 1);
         int sub;
         int const moment = params_.group_granules.divmod(sub, index);
         pair[i] = __ldcg(part + std::int64_t(moment) * row + sub);
-        pair_count[i] = first + 32 * i < total ? granule * float(moment_positions(moment, slab)) : 0.f;
+        pair_count[i] = first + LANES * i < total ? granule * float(moment_positions(moment, slab)) : 0.f;
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kLoads; ++i) {
@@ -249,10 +261,10 @@ class GroupNormWorker {
       }
     }
     CUTLASS_PRAGMA_UNROLL
-    for (int lane = 16; lane > 0; lane /= 2) {
-      count += __shfl_xor_sync(0xffffffffu, count, lane);
-      sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-      sum_squares += __shfl_xor_sync(0xffffffffu, sum_squares, lane);
+    for (int distance = LANES / 2; distance > 0; distance /= 2) {
+      count += __shfl_xor_sync(0xffffffffu, count, distance);
+      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+      sum_squares += __shfl_xor_sync(0xffffffffu, sum_squares, distance);
     }
     double const mean_shift = sum / count;
     double const m2 = sum_squares - sum * mean_shift;
@@ -261,13 +273,13 @@ class GroupNormWorker {
     float const mean_float = float(mean);
     float4 const row_of_table =
         make_float4(mean_float, float(mean - mean_float), float(1.0 / sqrt(variance + params_.eps)), 0.f);
-    if (params_.table != nullptr && threadIdx.x % 32 == 0) {
+    if (params_.table != nullptr && lane == 0) {
       params_.table[std::int64_t(sample) * params_.groups + group] = row_of_table;
     }
     if (params_.normalizes) return;
     std::int64_t const plane = std::int64_t(params_.samples) * params_.k;
     int const channels = params_.group_channels.divisor;
-    for (int i = threadIdx.x % 32; i < channels; i += 32) {
+    for (int i = lane; i < channels; i += LANES) {
       int const channel = group * channels + i;
       ChannelMap const map = channel_map(row_of_table, channel);
       float* const to = params_.channel_table + std::int64_t(sample) * params_.k + channel;
@@ -424,7 +436,7 @@ class GroupNormWorker {
   ChannelMap maps_[kVector];  // of the channels that items last used
   int maps_sample_ = -1;
   int maps_channel_ = -1;
-  int next_group_;  // of this block's share of all samples' groups; one warp's business
+  int next_step_;  // of this block's share of all samples' steps; one warp's business
   bool done_ = false;
 };
 

@@ -228,13 +228,15 @@ struct KernelParams {
   int groups;                          // G
   cutlass::FastDivmod group_channels;  // K/G
   cutlass::FastDivmod group_granules;  // K/G/granule
+  int merge_lanes;                     // that merge one group's partial moments, 1 or 32
+  int merge_steps;                     // of a warp, 32 / merge_lanes groups each, for all groups of a sample
   float4* table;                       // [N,G] (mean, rest of the mean, 1/sqrt(var+eps), unused), or null
   float* channel_table;                // [3,N,K] mean, scale, shift, where this kernel does not normalize
   // Counters, zero before the launch.
   int* next_tile;  // tiles handed out beyond each block's first
   int* next_item;  // normalization items handed out
   int* arrivals;   // [N] stored parts of half tiles, 2 * STAGE_ROUNDS per tile
-  int* finalized;  // [N] groups in table
+  int* finalized;  // [N] steps whose groups are in table
 };
 
 /// A tile's place.
