@@ -389,19 +389,23 @@ std::string sm90_obstacle(const Problem& p, const Device& device, const std::vec
 }
 
 std::string sm90_disadvantage(const Problem& p, const Plan& plan) {
-  // Matmul rates of an H200 in FLOP/ms and the share of them that cuDNN reached at stride 1; what its
-  // launches and ours take at least; and by how much an estimate of cuDNN must be ahead to count: of strides
-  // and few channels it was up to 5 times too low.
-  const double rate = size_of(p.dtype) == 2 ? 679e9 : p.precision == Precision::kTF32 ? 349e9 : 51e9;
-  constexpr double kShare = 0.4, kLaunchesMs = 0.02, kAhead = 7;
+  // Only where tiles are mostly empty: of strides and few channels the estimate of cuDNN below is up to 5
+  // times too low.
+  constexpr double kLeastFilled = 0.25;
   const double positions = static_cast<double>(p.positions());
+  const double filled = positions / static_cast<double>(plan.tiles * plan.tile_positions);
+  if (p.n == 0 || filled >= kLeastFilled) return "";
+  // Matmul rates of an H200 in FLOP/ms and the share of them that cuDNN reached at stride 1; what its
+  // launches and ours take at least; and by how much the estimate must be ahead to count.
+  const double rate = size_of(p.dtype) == 2 ? 679e9 : p.precision == Precision::kTF32 ? 349e9 : 51e9;
+  constexpr double kShare = 0.4, kLaunchesMs = 0.02, kAhead = 3;
   const double library = p.useful_flops() / (kShare * rate) +
                          tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(p.dtype)) +
                          3 * tensor_ms(p, p.k, positions, size_of(p.dtype)) + kLaunchesMs;
   const double ours = plan.twice ? plan.estimated_twice_ms : plan.estimated_stored_ms;
   if (ours <= kAhead * library) return "";
-  return concat("estimated ", ours, " ms, where cuDNN's convolution is expected to need ", library,
-                " ms with our normalization");
+  return concat("tiles are filled to ", 100 * filled, "% and estimated at ", ours,
+                " ms, where cuDNN's convolution is expected to need ", library, " ms with our normalization");
 }
 
 Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& instance) {
