@@ -32,8 +32,8 @@ Cut cheapest_cut(const Problem& problem, const ConvInstance& instance, int sm_co
 double estimated_multiply_ms(const Problem& problem, const ConvInstance& instance, const Cut& cut,
                              int sm_count);
 
-/// Why a plan that may run is not worth it, or "": PyTorch's convolution and our passes after it are expected to
-/// be quicker by far, as where samples of a few positions leave most of every tile empty.
+/// Why a plan that may run is not worth it, or "": PyTorch's convolution and our passes after it are expected
+/// to be quicker by far, as where samples of a few positions leave most of every tile empty.
 std::string sm90_disadvantage(const Problem& problem, const Plan& plan);
 
 /// The plan that runs `instance`, where there is no obstacle: relu(conv) is stored, then normalized.
