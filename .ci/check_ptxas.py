@@ -93,7 +93,8 @@ def installed_instances() -> list[str]:
     """Names of the convolution kernels that the installed build says it has."""
     import upconv3d
 
-    return [kernel["name"] for kernel in upconv3d.build_config()["kernels"] if kernel["compiled"]]
+    config = upconv3d.build_config()
+    return [kernel["name"] for kernel in config["kernels"] + config["grad_w_kernels"] if kernel["compiled"]]
 
 
 def main() -> int:

@@ -88,6 +88,7 @@ def test_info_as_text_and_json():
     assert found["build"]["version"] == upconv3d.__version__
     assert found["machine"]["torch"] == torch.__version__
     assert {"name", "compiled", "block_channels", "block_positions"} <= set(found["build"]["kernels"][0])
+    assert {"name", "compiled"} <= set(found["build"]["grad_w_kernels"][0])
 
 
 def test_demo():

@@ -53,6 +53,14 @@ py::dict build_config() {
   config["cxx_compiler"] = kCxxCompiler;
   config["cuda_compiler"] = text_or_none(kCudaCompiler);
   config["kernels"] = kernels;
+  py::list grad_w_kernels;
+  for (const GradWInstance& instance : grad_w_instances()) {
+    py::dict kernel;
+    kernel["name"] = instance.name;
+    kernel["compiled"] = instance.compiled;
+    grad_w_kernels.append(kernel);
+  }
+  config["grad_w_kernels"] = grad_w_kernels;
   return config;
 }
 
