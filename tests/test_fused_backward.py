@@ -143,6 +143,23 @@ def test_nan_spreads_as_far_as_eagers(hopper, kind):
 
 
 @every_kind
+def test_small_activations_beside_large_ones(hopper, kind):
+    """Outliers in the input must not close ReLU's gate of what is small beside them."""
+    block = kind_block("headline_small", kind, "NCDHW", hopper)
+    outliers = torch.rand(block.input.shape, device=hopper) < 0.002
+    block = replace(block, input=torch.where(outliers, block.input * 1e4, block.input))
+    grad_y = torch.randn_like(block.ours())
+    ours = gradients(block, grad_y)
+    eager, wide = block.requires_grad(), block.to(torch.float64).requires_grad()
+    eager.eager().backward(grad_y)
+    wide.eager().backward(grad_y.double())
+    for name in ("input", "weight", "bias"):
+        right = getattr(wide, name).grad
+        error, eager_error = (relative_error(g, right) for g in (ours[name], getattr(eager, name).grad))
+        assert error <= max(2 * eager_error, 2e-2), f"{name}: {error:.2e}, eager {eager_error:.2e}"
+
+
+@every_kind
 @pytest.mark.parametrize("wanted", ["input", "weight", "bias", "norm_weight", "norm_bias"])
 def test_only_what_is_asked_for(hopper, wanted, kind):
     block = kind_block("headline_small", kind, "NCDHW", hopper)

@@ -204,3 +204,12 @@ def test_from_modules_refuses_hooks():
     conv = torch.nn.utils.spectral_norm(torch.nn.ConvTranspose3d(4, 6, 2))
     with pytest.raises(TypeError, match="forward hooks"):
         upconv3d.ConvTranspose3dReLUGroupNorm.from_modules(conv, torch.nn.GroupNorm(2, 6))
+
+
+def test_modules_pickled_before_recompute_existed():
+    block = upconv3d.ConvTranspose3dReLUGroupNorm(4, 4, 1, 2)
+    state = {name: value for name, value in block.__dict__.items() if name != "recompute"}
+    old = upconv3d.ConvTranspose3dReLUGroupNorm.__new__(upconv3d.ConvTranspose3dReLUGroupNorm)
+    old.__setstate__(state)
+    x = torch.randn(2, 4, 2, 2, 2)
+    assert repr(old) == repr(block) and torch.equal(old(x), block(x))

@@ -3,6 +3,7 @@
 
 import copy
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -162,6 +163,18 @@ def test_batched_grad_outputs(device):
         )
         results.append(torch.autograd.grad(y, leaf, grads_y.to(y.dtype), is_grads_batched=True)[0])
     torch.testing.assert_close(*results, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_batched_grad_outputs_are_those_of_a_loop(device, dtype, layout):
+    block = make_block(2, 16, 16, 4, 3, num_groups=4, device=device, dtype=dtype).requires_grad()
+    leaf = block.input.detach().contiguous(memory_format=layout).requires_grad_()
+    y = replace(block, input=leaf).ours()
+    grads_y = torch.stack([torch.ones_like(y), torch.randn_like(y)])
+    batched = torch.autograd.grad(y, leaf, grads_y, is_grads_batched=True, retain_graph=True)[0]
+    loop = [torch.autograd.grad(y, leaf, grad_y, retain_graph=True)[0] for grad_y in grads_y]
+    torch.testing.assert_close(batched, torch.stack(loop), rtol=1e-2, atol=1e-2)
 
 
 def test_autocast_under_vmap(device):

@@ -41,7 +41,16 @@ void require_matching(const PreparedCall& call, const Tensor& grad_y, const Tens
                list_text(sizes_of(grad_y)), " for a result of ", list_text(call.y_sizes),
                ". Pass the gradient of that result."));
   }
-  if (saved.numel() != call.saved_bytes) {
+  const TensorKind kept = kind_of(saved), own = kind_of(input), incoming = kind_of(grad_y);
+  const auto same_device = [&own](const TensorKind& other) {
+    return other.device_type == own.device_type && other.device_index == own.device_index;
+  };
+  if (!same_device(kept) || !same_device(incoming)) {
+    throw RuleViolation(
+        "upconv3d: grad_y and what the forward kept must be on the device of input; got other devices. Move "
+        "them there.");
+  }
+  if (!call.plan.keeps_activation || saved.numel() != call.saved_bytes || saved.element_size() != 1) {
     throw RuleViolation(
         concat("upconv3d: what the forward kept must be of the same call; got ", saved.numel(),
                " bytes where this call keeps ", call.saved_bytes,

@@ -59,7 +59,7 @@ class DeviceScratch {
 
  private:
   struct Free {
-    void operator()(void* memory) const;
+    void operator()(void* memory) const noexcept;
   };
   std::unique_ptr<void, Free> memory_;
   std::optional<Tensor> tensor_;  // instead, with a torch that does not offer its allocator

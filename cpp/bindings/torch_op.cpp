@@ -214,7 +214,8 @@ Tensor conv_transpose3d_relu_group_norm(const Tensor& input, const Tensor& weigh
                   nullptr);
 }
 
-/// The block, and what the backward operator takes as `saved`: [bytes] uint8.
+/// The block, and what the backward operator takes as `saved`: [bytes] uint8 on CUDA, on the CPU the
+/// convolution.
 std::tuple<Tensor, Tensor> run_for_training(const OpArguments& a) {
   std::optional<Tensor> saved;
   const Tensor y = run_call(a, &saved);

@@ -67,10 +67,9 @@ struct InputBox {
   Extent3 lower{};   // first position's window, relative to the box; at most 0
   Extent3 upper{};   // last position's window, relative to the box's last input
 };
-///
-/// \param shares_taps the box of loads that serve all taps along the height. In a plain convolution its
-/// windows
-///                    go on below the last position's, down to that one's last tap.
+
+/// \param shares_taps of loads that serve all taps along the height: in a plain convolution their windows go
+/// on below the last position's, down to that one's last tap.
 InputBox input_box(const Problem& problem, const Slab& slab, bool shares_taps = false);
 
 /// The SM90 kernel's counters of tiles and positions are 32-bit; the margin is room for one step beyond the

@@ -161,6 +161,9 @@ std::vector<GradWPlan> grad_w_candidates(const Problem& p, const Device& device,
       for (int axis = 0; axis < 3; ++axis) possible = possible && can_move(p, axis, moves_x[axis]);
       if (!possible) continue;
       GradWPlan plan = plan_of(p, instance, choice < kChoices, moves_x);
+      // Positions of one tensor along one axis and of the other along the next may be more than either has.
+      if (saturating_product(p.n, plan.positions[0], plan.positions[1], plan.positions[2]) > kMaxCount)
+        continue;
       plan.estimated_cycles = choose_splits(plan, std::max(device.sm_count, 1));
       if (plan.splits * plan.tiles() <= kMaxCount) candidates.push_back(plan);
     }

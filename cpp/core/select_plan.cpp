@@ -94,6 +94,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
       if (keeps_activation && backward_can_count(problem, plan)) {
         plan.keeps_activation = true;
         plan.activation_in_y = false;
+        if (forced == "twice") plan.reason += "; stored, because the backward reads relu(conv)";
       } else {
         const std::string twice_obstacle = consider_twice(problem, device, instances, plan);
         if (forced == "twice") require_no_obstacle(problem, forced, twice_obstacle);

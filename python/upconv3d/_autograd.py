@@ -130,15 +130,16 @@ def _native_backward(
     else:
         c = conv
     a = _aten.relu.default(c)
+    del c  # what is not read again is freed: these are the largest tensors of a training step
     # On the GPU native_group_norm and its backward read contiguous tensors only; on the CPU both formats.
     norm_format = memory_format_of(a) if a.device.type == "cpu" else torch.contiguous_format
     a = a.contiguous(memory_format=norm_format)
     grad_y = grad_y.contiguous(memory_format=norm_format)
     gamma = None if norm_weight is None else norm_weight.contiguous()
     n, k, positions = a.shape[0], a.shape[1], a.shape[2] * a.shape[3] * a.shape[4]
-    _, mean, rstd = _aten.native_group_norm.default(
-        a, gamma, None, n, k, positions, args.num_groups, args.eps
-    )
+    mean, rstd = _aten.native_group_norm.default(a, gamma, None, n, k, positions, args.num_groups, args.eps)[
+        1:
+    ]
     conv_mask = list(mask[:3])
     norm_mask = [any(conv_mask), mask[3], mask[4]]
     grad_a, grad_norm_weight, grad_norm_bias = _aten.native_group_norm_backward.default(
@@ -147,6 +148,7 @@ def _native_backward(
     if not any(conv_mask):
         return [None, None, None, grad_norm_weight, grad_norm_bias]
     grad_c = _aten.threshold_backward.default(grad_a, a, 0)
+    del grad_a, a
     return [*_convolution_backward(grad_c, x, weight, args, conv_mask), grad_norm_weight, grad_norm_bias]
 
 
@@ -285,6 +287,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.block = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
 
 
+def _is_transformed(grad_y: Tensor) -> bool:
+    """Whether others than kernels see grad_y: is_grads_batched's vmap, and compilers of a backward pass."""
+    return (
+        torch._C._functorch.is_legacy_batchedtensor(grad_y)
+        or torch._C._functorch.is_batchedtensor(grad_y)
+        or torch.compiler.is_compiling()
+    )
+
+
 def _gradients(ctx: Any, grad_y: Tensor, mask: Sequence[bool]) -> Iterator[Tensor | None]:
     """Gradients of input, weight, bias, norm_weight and norm_bias; None where `mask` asks for none."""
     input, weight, bias, norm_weight, saved = ctx.saved_tensors
@@ -295,7 +306,7 @@ def _gradients(ctx: Any, grad_y: Tensor, mask: Sequence[bool]) -> Iterator[Tenso
         )
         if gradients[0] is not None:
             gradients[0] = gradients[0].reshape(input.shape)
-    elif saved is not None and saved.numel() > 0:
+    elif saved is not None and saved.numel() > 0 and not _is_transformed(grad_y):
         # Where the graph is not kept, nobody reads `saved` again: grad_c takes relu(conv)'s place.
         consume_saved = not torch._C._autograd._get_current_graph_task_keep_graph()
         block = (input, weight, bias, norm_weight, args)

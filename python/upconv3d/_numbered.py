@@ -35,9 +35,12 @@ _numbers: dict[tuple[Any, ...], int] = {}
 def settings_number(settings: tuple[Any, ...]) -> int | None:
     """The number of (stride, padding, output_padding, groups, dilation, num_groups, eps, precision).
 
-    None where they are not remembered: too many others are already, or eps is no plain number.
+    None where they are not remembered: too many others are already, or one is no plain number.
     """
-    number = _numbers.get(settings)
+    try:
+        number = _numbers.get(settings)
+    except TypeError:  # a symbolic number, which has no hash: the public operator takes it
+        return None
     return _remember(settings) if number is None else number
 
 

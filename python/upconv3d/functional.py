@@ -240,7 +240,7 @@ def conv_transpose3d_relu_group_norm(
         recompute: concerns gradients. False: relu(conv) is kept for the backward, on an SM90 GPU in 16 bit or
             as precision needs, on the CPU in the input's dtype; True: the backward computes it again from
             input, which alone is kept, as it always does under torch.compile and on other GPUs. The gradients
-            have the same bits.
+            have the same bits on an SM90 GPU; on the CPU, oneDNN's may differ in the last ones.
 
     Returns:
         [N, K, Z, P, Q] or [K, Z, P, Q], dtype of input; Z = (D-1)*stride - 2*padding + dilation*(T-1)

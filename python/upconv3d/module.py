@@ -237,6 +237,10 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         )
         return y
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Modules that were pickled before there was such a choice.
+        super().__setstate__({"recompute": False} | state)  # type: ignore[no-untyped-call]
+
     def extra_repr(self) -> str:
         said = [] if self.precision is None else [f"precision={self.precision!r}"]
         return ", ".join([*said, "recompute=True"] if self.recompute else said)

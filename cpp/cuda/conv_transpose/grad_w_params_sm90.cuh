@@ -91,8 +91,8 @@ struct GradWKernelParams {
   int splits;
   cutlass::FastDivmod column_tiles;
   cutlass::FastDivmod tiles;
-  int units;  // tiles * splits
-  float4* partial;
+  int units;        // tiles * splits
+  float4* partial;  // [splits,tiles] accumulators of a tile in the order of its threads
 };
 
 /// A tile and the k-blocks of a split.

@@ -306,9 +306,10 @@ struct ReluEpilogue {
       for (int block = 0; block < kBlocks; ++block) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2; ++i) {
-          // Beside 2^23 a float's last bit is worth 1.
+          // Beside 2^23 a float's last bit is worth 1. What is above 0 stays so, however small: the backward
+          // tells by this which values ReLU let through.
           float& v = acc(i + 2 * j + 4 * block);
-          v = v * scale + 0x1p23f;
+          v = fmaxf(v * scale + 0x1p23f, v > 0.f ? 0x1.000002p23f : 0x1p23f);
         }
       }
     }

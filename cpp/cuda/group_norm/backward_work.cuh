@@ -35,9 +35,8 @@ struct ChannelSums {
   float max_grad, max_deviation;
 };
 
-/// Of a (sample, group): c1 and c2, and what they make of grad_c = rstd*gamma*grad_y + from_deviation*(a -
-/// mean)
-/// + constant.
+/// Of a (sample, group): c1 and c2, and what they make of
+/// grad_c = rstd*gamma*grad_y + from_deviation*(a - mean) + constant.
 struct GroupTerms {
   double c1, c2;
   double from_deviation, constant;

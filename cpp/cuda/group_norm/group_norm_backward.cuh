@@ -65,6 +65,7 @@ struct ThreadSums {
                                         MergeMemory<Traits>& memory, int channels, float* part) const {
     constexpr int kPitch = MergeMemory<Traits>::kPitch;
     const int half = args.slots / 2, lower = place.slot % half;
+    __syncthreads();  // the map of the apply phase before, in the same memory, may still be read
     float* const own = memory.sums + lower * args.vectors + place.vector;
     if (place.used && place.slot >= half) {
 #pragma unroll
