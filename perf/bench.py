@@ -119,7 +119,7 @@ LINE = (
 )
 
 
-def bench_line(row: dict[str, Any]) -> str:
+def bench_line(row: dict[str, Any], kind: str = "BENCH", columns: str = LINE) -> str:
     """The greppable line of one row."""
 
     def text(value: Any) -> str:
@@ -127,7 +127,7 @@ def bench_line(row: dict[str, Any]) -> str:
             return DASH
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
-    return "BENCH " + " ".join(f"{key}={text(row[key])}" for key in LINE.split())
+    return f"{kind} " + " ".join(f"{key}={text(row[key])}" for key in columns.split())
 
 
 def parse_arguments(description: str | None = __doc__) -> argparse.Namespace:

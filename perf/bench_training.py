@@ -8,9 +8,9 @@ One line per case:
 
 ms is a median of forward and backward together, forward_ms of the forward that keeps what the backward reads.
 x_eager and x_compile are ms divided by that of PyTorch's three calls, and of torch.compile of them at its
-best. memory_mb is the peak beside parameters, input and grad_y, and x_memory its ratio to eager's. err_ratio
-is the largest, over the five gradients, of the rms error against float64 divided by eager's. check is "ok"
-where every gradient is finite and err_ratio is at most 2, rounding of the result aside.
+best. memory_mb is the peak beside parameters, input and grad_y, and x_memory its ratio to eager's, on a GPU.
+err_ratio is the largest, over the five gradients, of the rms error against float64 divided by eager's. check
+is "ok" where every gradient is finite and err_ratio is at most 2, rounding of the result aside.
 
 Exit status 1 if any check fails. perf/README.md says how to read and record results.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import cases, parse_arguments
+from bench import bench_line, cases, parse_arguments
 from torch import Tensor
 from upconv3d.profile.cases import Case, Tensors, make_tensors
 from upconv3d.profile.measure import environment, medians_ms, write_whole
@@ -62,8 +62,10 @@ def relative_rms(gradient: Tensor, right: Tensor) -> float:
     return float((gradient.double() - right).norm() / right.norm().clamp(min=1e-300))
 
 
-def peak_bytes(step: Callable[[], Any]) -> int:
-    """Peak memory of a step beside what was allocated before it."""
+def peak_bytes(step: Callable[[], Any], device: torch.device) -> int | None:
+    """Peak memory of a step beside what was allocated before it; None on a CPU, where nobody counts."""
+    if device.type != "cuda":
+        return None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -106,7 +108,7 @@ def measure(case: Case, device: torch.device, modes: list[str], budget_s: float)
         finite = finite and bool(torch.isfinite(gradient).all())
         ratios.append(relative_rms(gradient, exact) / max(relative_rms(other, exact), floor))
     del right, exact, gradient, other
-    memory, eager_memory = peak_bytes(ours), peak_bytes(theirs)
+    memory, eager_memory = peak_bytes(ours, device), peak_bytes(theirs, device)
     calls = {"ours": ours, "forward": block, "eager": theirs}
     times = medians_ms(calls | compiled_steps(t, case, modes, step_of), device, budget_s)
     compiled = min((ms for name, ms in times.items() if name.startswith("compile")), default=None)
@@ -122,8 +124,8 @@ def measure(case: Case, device: torch.device, modes: list[str], budget_s: float)
         "peers_ms": {name: value for name, value in times.items() if name != "ours"},
         "x_eager": ms / times["eager"],
         "x_compile": None if compiled is None else ms / compiled,
-        "memory_mb": memory / 1e6,
-        "x_memory": memory / eager_memory,
+        "memory_mb": None if memory is None else memory / 1e6,
+        "x_memory": None if memory is None or not eager_memory else memory / eager_memory,
         "err_ratios": dict(zip([n for n in GRADIENTS if getattr(t, n) is not None], ratios, strict=True)),
         "err_ratio": max(ratios),
         "check": "ok" if finite and max(ratios) <= ERROR_FACTOR else "FAILED",
@@ -136,23 +138,22 @@ LINE = "name dtype layout precision ms forward_ms x_eager x_compile memory_mb x_
 def main() -> int:
     args = parse_arguments(__doc__)
     device = torch.device(args.device)
-    if device.type != "cuda":
-        print("bench_training: memory and peers are a GPU's; got --device " + args.device, file=sys.stderr)
-        return 2
     torch.backends.cudnn.benchmark = True
     selected = list(cases(args, device))
+    if not selected:
+        print(f"bench_training: no shape matches --shapes {args.shapes!r}", file=sys.stderr)
+        return 2
     env = environment(device, ["python", "perf/bench_training.py", *sys.argv[1:]], Path(__file__))
     rows = []
     for case in selected:
         row = measure(case, device, COMPILE_MODES[args.compile], args.seconds)
         rows.append(row)
-        cells = (f"{k}={row[k]:.4g}" if isinstance(row[k], float) else f"{k}={row[k]}" for k in LINE.split())
-        print("TRAIN " + " ".join(cells), flush=True)
+        print(bench_line(row, "TRAIN", LINE), flush=True)
         if args.json is not None:
             write_whole(args.json, json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
     failed = sum(row["check"] != "ok" for row in rows)
     print(f"TRAIN_SUMMARY cases={len(rows)} failed={failed}")
-    return 1 if failed or not rows else 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

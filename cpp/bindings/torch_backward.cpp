@@ -46,9 +46,9 @@ void require_matching(const PreparedCall& call, const Tensor& grad_y, const Tens
     return other.device_type == own.device_type && other.device_index == own.device_index;
   };
   if (!same_device(kept) || !same_device(incoming)) {
-    throw RuleViolation(
-        "upconv3d: grad_y and what the forward kept must be on the device of input; got other devices. Move "
-        "them there.");
+    throw RuleViolation(concat("upconv3d: grad_y and what the forward kept must be on the device of input, ",
+                               describe_tensor(input).device, "; got ", describe_tensor(grad_y).device,
+                               " and ", describe_tensor(saved).device, ". Move them there."));
   }
   if (!call.plan.keeps_activation || saved.numel() != call.saved_bytes || saved.element_size() != 1) {
     throw RuleViolation(

@@ -20,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "comparisons.hpp"
 #include "core/problem.hpp"
 #include "cuda/check.hpp"
 #include "cuda/group_norm/group_norm.hpp"
@@ -32,16 +33,6 @@ using namespace upconv3d::cuda;
 using namespace upconv3d::test;
 
 namespace {
-
-int failures = 0;
-int comparisons = 0;
-
-void expect(bool ok, const std::string& what) {
-  ++comparisons;
-  if (ok) return;
-  ++failures;
-  std::printf("FAIL %s\n", what.c_str());
-}
 
 /// Partial moments against the reference, tile by tile. Both NaN agree.
 void check_part(const Case& c, const GroupNormShape& shape, const Reference& ref,

@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "comparisons.hpp"
 #include "cuda/group_norm/group_norm_backward.hpp"
 #include "device_buffer.hpp"
 #include "gpu_test.hpp"
@@ -28,16 +29,6 @@ using namespace upconv3d::cuda;
 using namespace upconv3d::test;
 
 namespace {
-
-int failures = 0;
-int comparisons = 0;
-
-void expect(bool ok, const std::string& what) {
-  ++comparisons;
-  if (ok) return;
-  ++failures;
-  std::printf("FAIL %s\n", what.c_str());
-}
 
 int multiprocessors() {
   int count = 0;

@@ -299,6 +299,28 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
   to.moments = static_cast<int>(moments);
 }
 
+/// GroupNorm's tensors and how its moments are merged; after fill_slabs, which counts them.
+template <class Traits>
+void fill_group_norm(const ConvTransposeParams& params, KernelParams<Traits>& to) {
+  using Output = typename Traits::Output;
+  const Problem& problem = params.problem;
+  to.gamma = static_cast<const Output*>(params.gamma);
+  to.beta = static_cast<const Output*>(params.beta);
+  to.eps = problem.eps;
+  to.part = reinterpret_cast<float2*>(params.part);
+  to.granule_shift = moment_granule_shift(problem);
+  to.groups = static_cast<int>(problem.num_groups);
+  const std::int64_t group_channels = problem.k / problem.num_groups;
+  to.group_channels = cutlass::FastDivmod(static_cast<int>(group_channels));
+  to.group_granules = cutlass::FastDivmod(static_cast<int>(group_channels >> to.granule_shift));
+  // A lane each for groups of few partial moments: of many such groups, a warp each would take long.
+  const std::int64_t partials = std::int64_t{to.moments} * to.group_granules.divisor;
+  to.merge_lanes = partials <= 32 ? 1 : 32;
+  to.merge_steps = static_cast<int>(ceil_div(problem.num_groups * to.merge_lanes, 32));
+  to.table = reinterpret_cast<float4*>(params.table);
+  to.channel_table = params.channel_table;
+}
+
 template <class Traits>
 KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType operand, DType output) {
   using Output = typename Traits::Output;
@@ -342,21 +364,7 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   to.unscale_column = params.unscale_column;
   to.steps = params.steps;
   to.moment_of = params.moment_of;
-  to.gamma = static_cast<const Output*>(params.gamma);
-  to.beta = static_cast<const Output*>(params.beta);
-  to.eps = problem.eps;
-  to.part = reinterpret_cast<float2*>(params.part);
-  to.granule_shift = moment_granule_shift(problem);
-  to.groups = static_cast<int>(problem.num_groups);
-  const std::int64_t group_channels = problem.k / problem.num_groups;
-  to.group_channels = cutlass::FastDivmod(static_cast<int>(group_channels));
-  to.group_granules = cutlass::FastDivmod(static_cast<int>(group_channels >> to.granule_shift));
-  // A lane each for groups of few partial moments: of many such groups, a warp each would take long.
-  const std::int64_t partials = std::int64_t{to.moments} * to.group_granules.divisor;
-  to.merge_lanes = partials <= 32 ? 1 : 32;
-  to.merge_steps = static_cast<int>(ceil_div(problem.num_groups * to.merge_lanes, 32));
-  to.table = reinterpret_cast<float4*>(params.table);
-  to.channel_table = params.channel_table;
+  fill_group_norm(params, to);
   to.next_tile = params.counters;
   to.next_item = params.counters + 1;
   to.arrivals = params.counters + 2;

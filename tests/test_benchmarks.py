@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""perf/bench.py and perf/bench_training.py on a shape that takes milliseconds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PERF = Path(__file__).parent.parent / "perf"
+SHAPE = {
+    "name": "tiny",
+    "source": "this test",
+    "n": 2,
+    "c": 4,
+    "k": 6,
+    "input": [3, 4, 5],
+    "kernel": [3, 3, 3],
+    "stride": [2, 2, 2],
+    "padding": [1, 1, 1],
+    "output_padding": [1, 1, 1],
+    "groups": 1,
+    "num_groups": 3,
+    "bias": True,
+    "eps": 1e-5,
+}
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(PERF / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("script", ["bench.py", "bench_training.py"])
+def test_lines_and_rows(tmp_path, script):
+    shapes, result = tmp_path / "shapes.json", tmp_path / "result.json"
+    shapes.write_text(json.dumps({"shapes": [SHAPE]}))
+    options = ("--shapes-file", str(shapes), "--device", "cpu", "--compile", "none", "--seconds", "0.01")
+    done = run(script, *options, "--json", str(result))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(result.read_text())["rows"]
+    assert len(rows) == 4 and all(row["check"] == "ok" and row["ms"] > 0 for row in rows)
+    assert sum("name=tiny" in line for line in done.stdout.splitlines()) == len(rows)
+    if script == "bench_training.py":
+        assert all(set(row["err_ratios"]) == {"x", "w", "bias", "gamma", "beta"} for row in rows)
+
+
+@pytest.mark.parametrize("script", ["bench.py", "bench_training.py"])
+def test_a_pattern_that_matches_nothing_is_an_error(script):
+    done = run(script, "--shapes", "no such shape", "--device", "cpu")
+    assert done.returncode == 2 and "no such shape" in done.stderr
