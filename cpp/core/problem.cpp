@@ -197,7 +197,7 @@ void validate(const Problem& problem) {
   }
   const std::int64_t values =
       saturating_product(problem.n, problem.k / problem.num_groups, problem.positions());
-  if (values == 1) {
+  if (values == 1 && problem.tail.norm) {
     throw ValueViolation(concat("upconv3d: group_norm needs more than one value per group; got N=1, ",
                                 problem.k / problem.num_groups, " channel per group and 1 output position (",
                                 describe(problem), "). Use fewer groups or a larger input."));
@@ -212,7 +212,8 @@ std::string describe(const Problem& p) {
              " dilation=", extent_text(p.dilation), " groups=", p.groups, " num_groups=", p.num_groups,
              " out=", extent_text(p.out()), ' ', name(p.dtype));
   if (p.dtype == DType::kFloat32) text += concat(' ', name(p.precision));
-  return text + concat(" x:", name(p.x_layout), " y:", name(p.y_layout), p.has_bias ? " bias" : " no bias");
+  text += concat(" x:", name(p.x_layout), " y:", name(p.y_layout), p.has_bias ? " bias" : " no bias");
+  return p.tail.is_relu_group_norm() ? text : concat(text, "; ", describe(p.tail));
 }
 
 }  // namespace upconv3d

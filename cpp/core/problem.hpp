@@ -6,6 +6,8 @@
 ///
 ///   x [N,C,D,H,W], w [C,K/groups,T,R,S], y [N,K,Z,P,Q]
 ///
+/// or with what core/tail.hpp says in the place of group_norm(relu(...)).
+///
 /// Letters follow CUTLASS's convolutions, with PyTorch's C for input and K for output channels. GEMM
 /// extents are always written gemm_m, gemm_n, gemm_k.
 #pragma once
@@ -13,6 +15,8 @@
 #include <array>
 #include <cstdint>
 #include <string>
+
+#include "core/tail.hpp"
 
 namespace upconv3d {
 
@@ -62,6 +66,7 @@ struct Problem {
   bool x_aligned = true;  // x starts on a 16-byte boundary, as TMA requires
   bool has_bias = false;
   Operation operation = Operation::kConvTranspose;
+  Tail tail;  // what follows the convolution
 
   /// Z,P,Q: (in-1)*stride - 2*padding + dilation*(kernel-1) + output_padding + 1, per axis. kConv: the in
   /// that this gives; output_padding inputs at the end are then none that an output's last tap needs.

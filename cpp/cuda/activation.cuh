@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// What the activations compute, and their derivatives: functors of a value and of the parameter that its
+/// channel has (negative_slope, alpha, slope; unused by the others). All kernels take them from here.
+///
+/// As in PyTorch: NaN stays NaN, and at 0 the derivative is that of the side at or below 0.
+/// Sources: ELU, Clevert et al., arXiv:1511.07289; SiLU and GELU, Hendrycks & Gimpel, arXiv:1606.08415;
+/// PReLU, He et al., arXiv:1502.01852.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/activation.hpp"
+
+namespace upconv3d::cuda {
+
+/// Sigmoid, without overflow of either sign.
+__device__ __forceinline__ float sigmoid(float v) {
+  return 1.f / (1.f + __expf(-v));
+}
+__device__ __forceinline__ double sigmoid(double v) {
+  return 1.0 / (1.0 + exp(-v));
+}
+
+struct NoActivation {
+  template <class S>
+  __device__ __forceinline__ S value(S v, S) const {
+    return v;
+  }
+  template <class S>
+  __device__ __forceinline__ S derivative(S, S) const {
+    return S(1);
+  }
+};
+
+struct ReluActivation {
+  template <class S>
+  __device__ __forceinline__ S value(S v, S) const {
+    return v < S(0) ? S(0) : v;
+  }
+  template <class S>
+  __device__ __forceinline__ S derivative(S v, S) const {
+    return v <= S(0) ? S(0) : S(1);
+  }
+};
+
+/// LeakyReLU and PReLU.
+struct SlopeActivation {
+  template <class S>
+  __device__ __forceinline__ S value(S v, S slope) const {
+    return v > S(0) ? v : v * slope;
+  }
+  template <class S>
+  __device__ __forceinline__ S derivative(S v, S slope) const {
+    return v > S(0) ? S(1) : slope;
+  }
+};
+
+struct EluActivation {
+  template <class S>
+  __device__ __forceinline__ S value(S v, S alpha) const {
+    return v > S(0) ? v : expm1(v) * alpha;
+  }
+  template <class S>
+  __device__ __forceinline__ S derivative(S v, S alpha) const {
+    return v > S(0) ? S(1) : exp(v) * alpha;
+  }
+};
+
+struct SiluActivation {
+  template <class S>
+  __device__ __forceinline__ S value(S v, S) const {
+    return v * sigmoid(v);
+  }
+  template <class S>
+  __device__ __forceinline__ S derivative(S v, S) const {
+    const S s = sigmoid(v);
+    return s * (S(1) + v * (S(1) - s));
+  }
+};
+
+/// v * Phi(v), Phi the normal distribution.
+struct GeluActivation {
+  template <class S>
+  __device__ __forceinline__ S value(S v, S) const {
+    return v * phi(v);
+  }
+  template <class S>
+  __device__ __forceinline__ S derivative(S v, S) const {
+    constexpr S kDensityAtZero = S(0.39894228040143267794);  // 1/sqrt(2 pi)
+    return phi(v) + v * kDensityAtZero * exp(S(-0.5) * v * v);
+  }
+
+ private:
+  template <class S>
+  static __device__ __forceinline__ S phi(S v) {
+    constexpr S kSqrtHalf = S(0.70710678118654752440);
+    return S(0.5) * (S(1) + erf(v * kSqrtHalf));
+  }
+};
+
+/// The same with PyTorch's approximation: 0.5*v*(1 + tanh(sqrt(2/pi)*(v + 0.044715*v^3))), which is
+/// v*sigmoid(2*sqrt(2/pi)*(v + 0.044715*v^3)).
+struct GeluTanhActivation {
+  template <class S>
+  __device__ __forceinline__ S value(S v, S) const {
+    return v * sigmoid(S(kTwice) * (v + S(kCubic) * v * v * v));
+  }
+  template <class S>
+  __device__ __forceinline__ S derivative(S v, S) const {
+    const S s = sigmoid(S(kTwice) * (v + S(kCubic) * v * v * v));
+    return s + v * s * (S(1) - s) * S(kTwice) * (S(1) + S(3 * kCubic) * v * v);
+  }
+
+ private:
+  static constexpr double kTwice = 1.59576912160573071176;  // 2*sqrt(2/pi)
+  static constexpr double kCubic = 0.044715;
+};
+
+/// Calls visit(functor) with that of `kind`. Uniform for a launch, so best outside of a thread's loops.
+template <class Visit>
+__host__ __device__ __forceinline__ void with_activation(Activation kind, Visit&& visit) {
+  switch (kind) {
+    case Activation::kNone:
+      return visit(NoActivation{});
+    case Activation::kRelu:
+      return visit(ReluActivation{});
+    case Activation::kLeakyRelu:
+    case Activation::kPrelu:
+      return visit(SlopeActivation{});
+    case Activation::kElu:
+      return visit(EluActivation{});
+    case Activation::kSilu:
+      return visit(SiluActivation{});
+    case Activation::kGelu:
+      return visit(GeluActivation{});
+    case Activation::kGeluTanh:
+      return visit(GeluTanhActivation{});
+  }
+}
+
+/// The parameter of a channel's activation. \param T what slopes are stored as, convertible to float
+template <class T>
+__device__ __forceinline__ float activation_parameter(const ActivationParams& params, int channel) {
+  if (params.kind != Activation::kPrelu) return params.parameter;
+  return static_cast<float>(static_cast<const T*>(params.slopes)[channel * params.slope_step]);
+}
+
+}  // namespace upconv3d::cuda
