@@ -36,6 +36,9 @@ Problem grad_x_problem(const Problem& block) {
   p.y_layout = block.x_layout;
   p.x_aligned = true;
   p.has_bias = false;
+  p.tail = {};
+  p.tail.norm = false;
+  p.tail.activation = Activation::kNone;
   return p;
 }
 
