@@ -51,6 +51,16 @@ CUTLASS_DEVICE void arrive_stored(int*& pending) {
 /// Polling a counter in L2 more often than this would take bandwidth from those who are being waited for.
 inline constexpr unsigned kPollNanoseconds = 200;
 
+/// Stores evict-first if `valid`: by a predicate, since of a branch the compiler makes copies of what it
+/// stores.
+CUTLASS_DEVICE void store_if(bool valid, uint4* to, uint4 const& v) {
+  asm volatile(
+      "{\n.reg .pred valid;\nsetp.ne.b32 valid, %0, 0;\n"
+      "@valid st.global.cs.v4.u32 [%1], {%2, %3, %4, %5};\n}" ::"r"(int(valid)),
+      "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+      : "memory");
+}
+
 /// \tparam FINALIZES whether this warp is the block's one that merges moments
 template <class Traits, bool FINALIZES>
 class GroupNormWorker {
@@ -443,7 +453,7 @@ class GroupNormWorker {
     auto const out = activated<After, Output>(result, slope);
     CUTLASS_PRAGMA_UNROLL
     for (int word = 0; word < kVector * int(sizeof(Output)) / 16; ++word) {
-      if (valid) __stcs(reinterpret_cast<uint4*>(to) + word, reinterpret_cast<uint4 const*>(&out)[word]);
+      store_if(valid, reinterpret_cast<uint4*>(to) + word, reinterpret_cast<uint4 const*>(&out)[word]);
     }
   }
 
