@@ -47,7 +47,7 @@ Plan cuda_library_plan(const Problem& p, const std::string& reason) {
   plan.conv_layout = p.y_layout;  // what cuDNN keeps
   plan.activation = p.dtype;
   plan.activation_in_y = true;
-  plan.stages = {"aten::convolution", "relu_moments", "group_norm_finalize", "group_norm_normalize"};
+  plan.stages = {"aten::convolution", "activation_moments", "group_norm_finalize", "group_norm_normalize"};
   return plan;
 }
 
