@@ -61,7 +61,7 @@ struct Arena {
     params.operand = c.scaled ? GradOperand::kScaledFloat16 : GradOperand::kOwn;
     params.sm_count = multiprocessors();
     params.before = c.before, params.after.kind = c.after;
-    params.after.parameter = static_cast<float>(c.parameter), params.after.slope_step = c.slopes > 1 ? 1 : 0;
+    params.after.parameter = c.parameter, params.after.slope_step = c.slopes > 1 ? 1 : 0;
     params.signed_steps = c.signed_steps;
     return params;
   }

@@ -181,7 +181,7 @@ inline void add_g(const BackwardCase& c, BackwardReference& ref, std::int64_t n,
       if (c.after != Activation::kNone) {
         const bool smooth = !is_piecewise_linear(c.after);
         double off = smooth ? (1 + std::fabs(parameter)) * (u_slack + 16 * kRoundoff * (1 + std::fabs(u)))
-                            : kRoundoff * std::fabs(slope);
+                            : 3 * kRoundoff * std::fabs(slope);
         if (std::fabs(u) < u_slack) {
           off +=
               std::fabs(derivative(c.after, u_slack, parameter) - derivative(c.after, -u_slack, parameter));

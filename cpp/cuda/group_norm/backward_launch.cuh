@@ -56,7 +56,7 @@ BackwardArgs<T, A, Out> backward_args(const GroupNormBackwardParams& params) {
   args.grad_slopes = static_cast<T*>(params.grad_slopes);
   args.slope_sums = params.grad_slopes != nullptr ? static_cast<double*>(scratch.slope_sums) : nullptr;
   args.closed = params.before == Activation::kRelu ? 0.f : std::numeric_limits<float>::quiet_NaN();
-  args.zero = params.signed_steps ? 32768.f : 0.f;
+  args.stored_origin = stored_origin(params.signed_steps);
   args.group_channels.set(params.k / params.num_groups);
   const BackwardShape shape = backward_shape(params);
   args.vectors = shape.vectors;

@@ -203,8 +203,8 @@ class StageRing {
       const uint2 words = *reinterpret_cast<const uint2*>(own);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        const float bits = stored_bits(j < 2 ? words.x : words.y, j % 2);
-        a[j] = (Traits::kAnyTail ? bits - args_.zero : bits) * steps.at(j);
+        const float origin = Traits::kAnyTail ? args_.stored_origin : stored_origin(false);
+        a[j] = stored_bits(j < 2 ? words.x : words.y, j % 2, origin) * steps.at(j);
       }
     } else {
       read_floats<A>(own, a);

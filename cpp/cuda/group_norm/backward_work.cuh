@@ -99,11 +99,11 @@ struct BackwardArgs {
   GroupTerms* terms;  // [N,G]
   // Of kernels of any tail alone.
   ActivationParams after;
-  const T* beta;       // [K], or null
-  T* grad_slopes;      // [1] or [K], as after.slope_step says, or null
-  double* slope_sums;  // [N,K] scratch; with grad_slopes
-  float closed;        // grad_c is 0 where a <= closed: 0, or NaN for nowhere
-  float zero;          // bits that stand for 0; with steps
+  const T* beta;        // [K], or null
+  T* grad_slopes;       // [1] or [K], as after.slope_step says, or null
+  double* slope_sums;   // [N,K] scratch; with grad_slopes
+  float closed;         // grad_c is 0 where a <= closed: 0, or NaN for nowhere
+  float stored_origin;  // of stored_bits(); with steps
   // Division of the work.
   int vectors, slots;  // of a block: vectors of channels x positions that are loaded side by side
   int block_channels;  // of a unit
