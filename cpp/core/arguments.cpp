@@ -127,14 +127,14 @@ void check_per_channel(const std::optional<TensorDesc>& tensor, const char* argu
 
 void check_slopes(const Arguments& a, std::int64_t k) {
   const bool wanted = a.tail.activation == Activation::kPrelu;
-  const bool fits = a.slopes && a.slopes->sizes.size() == 1 &&
-                    (a.slopes->sizes[0] == 1 || a.slopes->sizes[0] == k);
+  const bool fits =
+      a.slopes && a.slopes->sizes.size() == 1 && (a.slopes->sizes[0] == 1 || a.slopes->sizes[0] == k);
   if (wanted ? fits : !a.slopes) return;
-  throw RuleViolation(concat(
-      "upconv3d: activation_param must be a tensor of one slope, or of one per output channel, for "
-      "activation=\"prelu\" and for no other; got ",
-      a.slopes ? "activation_param.shape=" + list_text(a.slopes->sizes) : std::string("none"),
-      " for activation=\"", name(a.tail.activation), "\" of ", k, " channels."));
+  throw RuleViolation(
+      concat("upconv3d: activation_param must be a tensor of one slope, or of one per output channel, for "
+             "activation=\"prelu\" and for no other; got ",
+             a.slopes ? "activation_param.shape=" + list_text(a.slopes->sizes) : std::string("none"),
+             " for activation=\"", name(a.tail.activation), "\" of ", k, " channels."));
 }
 
 void check_skip(const Arguments& a, const Problem& p) {
@@ -143,9 +143,9 @@ void check_skip(const Arguments& a, const Problem& p) {
   Sizes expected = {p.n, p.k, out[0], out[1], out[2]};
   if (a.input.sizes.size() == 4) expected.erase(expected.begin());
   if (a.skip->sizes == expected) return;
-  throw RuleViolation(concat("upconv3d: skip must have the sizes of the convolution's result; got skip.shape=",
-                             list_text(a.skip->sizes), ", expected ", list_text(expected),
-                             ". Resize or expand it first."));
+  throw RuleViolation(
+      concat("upconv3d: skip must have the sizes of the convolution's result; got skip.shape=",
+             list_text(a.skip->sizes), ", expected ", list_text(expected), ". Resize or expand it first."));
 }
 
 /// What follows the convolution, with what tensors say of it.

@@ -49,7 +49,8 @@ Plan cuda_library_plan(const Problem& p, const std::string& reason) {
   plan.activation_in_y = !p.tail.returns_conv;
   plan.stages = {"aten::convolution"};
   if (p.tail.norm) {
-    plan.stages.insert(plan.stages.end(), {"activation_moments", "group_norm_finalize", "group_norm_normalize"});
+    plan.stages.insert(plan.stages.end(),
+                       {"activation_moments", "group_norm_finalize", "group_norm_normalize"});
   } else if (p.has_bias || p.tail.has_skip || p.tail.activation != Activation::kNone) {
     plan.stages.push_back(name(p.tail.activation));
   }
