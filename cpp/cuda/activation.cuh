@@ -97,17 +97,35 @@ struct GeluActivation {
   __device__ __forceinline__ S value(S v, S) const {
     return rounded_product(v, phi(v));
   }
-  template <class S>
-  __device__ __forceinline__ S derivative(S v, S) const {
-    constexpr S kDensityAtZero = S(0.39894228040143267794);  // 1/sqrt(2 pi)
-    return phi(v) + v * kDensityAtZero * exp(S(-0.5) * v * v);
+  __device__ __forceinline__ double derivative(double v, double) const {
+    return phi(v) + v * kDensityAtZero * exp(-0.5 * v * v);
+  }
+  __device__ __forceinline__ float derivative(float v, float) const {
+    const float power = __expf(-0.5f * v * v);
+    return phi(v, power) + v * float(kDensityAtZero) * power;
   }
 
  private:
+  static constexpr double kDensityAtZero = 0.39894228040143267794;  // 1/sqrt(2 pi)
+  static constexpr double kSqrtHalf = 0.70710678118654752440;
+
   template <class S>
   static __device__ __forceinline__ S phi(S v) {
-    constexpr S kSqrtHalf = S(0.70710678118654752440);
-    return S(0.5) * (S(1) + erf(v * kSqrtHalf));
+    return S(0.5) * (S(1) + erf(v * S(kSqrtHalf)));
+  }
+
+  /// Phi where exp(-v*v/2) is known: half of what erf costs and, in float, as close to Phi as erf's last bit.
+  /// Source: Abramowitz & Stegun, Handbook of Mathematical Functions, 7.1.26; off by at most 7.5e-8.
+  static __device__ __forceinline__ float phi(float v, float power) {
+    constexpr float kP = float(0.3275911 * kSqrtHalf);
+    constexpr float kHalves[] = {0.5f * 0.254829592f, 0.5f * -0.284496736f, 0.5f * 1.421413741f,
+                                 0.5f * -1.453152027f, 0.5f * 1.061405429f};
+    const float t = __fdividef(1.f, 1.f + kP * fabsf(v));
+    float tail = kHalves[4];
+#pragma unroll
+    for (int i = 3; i >= 0; --i) tail = tail * t + kHalves[i];
+    tail *= t * power;
+    return v < 0.f ? tail : 1.f - tail;
   }
 };
 
@@ -120,8 +138,9 @@ struct GeluTanhActivation {
   }
   template <class S>
   __device__ __forceinline__ S derivative(S v, S) const {
-    const S s = sigmoid(S(kTwice) * (v + S(kCubic) * v * v * v));
-    return s + v * s * (S(1) - s) * S(kTwice) * (S(1) + S(3 * kCubic) * v * v);
+    const S square = v * v;
+    const S s = sigmoid(v * (S(kTwice) + S(kTwice * kCubic) * square));
+    return s + v * s * (S(1) - s) * (S(kTwice) + S(3 * kTwice * kCubic) * square);
   }
 
  private:

@@ -52,7 +52,7 @@ BackwardArgs<T, A, Out> backward_args(const GroupNormBackwardParams& params) {
   args.sums = static_cast<ChannelSums*>(scratch.sums);
   args.terms = static_cast<GroupTerms*>(scratch.terms);
   args.after = params.after;
-  args.beta = static_cast<const T*>(params.beta);
+  args.beta = params.after.kind == Activation::kNone ? nullptr : static_cast<const T*>(params.beta);
   args.grad_slopes = static_cast<T*>(params.grad_slopes);
   args.slope_sums = params.grad_slopes != nullptr ? static_cast<double*>(scratch.slope_sums) : nullptr;
   args.closed = params.before == Activation::kRelu ? 0.f : std::numeric_limits<float>::quiet_NaN();

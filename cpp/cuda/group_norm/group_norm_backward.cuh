@@ -48,7 +48,7 @@ struct ThreadSums {
   static constexpr int kVector = Traits::kVector;
   float at[Traits::kFields][kVector] = {};
 
-  /// \param grad of g
+  /// \param grad g
   __device__ __forceinline__ void add(const typename Traits::Args& args, const float (&grad)[kVector],
                                       const float (&a)[kVector], const float (&mean)[kVector]) {
 #pragma unroll
