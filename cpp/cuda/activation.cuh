@@ -10,16 +10,28 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+#include <type_traits>
+
 #include "cuda/activation.hpp"
 
 namespace upconv3d::cuda {
 
 /// Sigmoid, without overflow of either sign.
 __device__ __forceinline__ float sigmoid(float v) {
-  return 1.f / (1.f + __expf(-v));
+  return __fdividef(1.f, 1.f + __expf(-v));
 }
 __device__ __forceinline__ double sigmoid(double v) {
   return 1.0 / (1.0 + exp(-v));
+}
+
+/// a*b, rounded whatever is done with it. A value that several kernels compute must not be fused into what
+/// one of them adds to it.
+__device__ __forceinline__ float rounded_product(float a, float b) {
+  return __fmul_rn(a, b);
+}
+__device__ __forceinline__ double rounded_product(double a, double b) {
+  return __dmul_rn(a, b);
 }
 
 struct NoActivation {
@@ -48,7 +60,7 @@ struct ReluActivation {
 struct SlopeActivation {
   template <class S>
   __device__ __forceinline__ S value(S v, S slope) const {
-    return v > S(0) ? v : v * slope;
+    return v > S(0) ? v : rounded_product(v, slope);
   }
   template <class S>
   __device__ __forceinline__ S derivative(S v, S slope) const {
@@ -59,7 +71,7 @@ struct SlopeActivation {
 struct EluActivation {
   template <class S>
   __device__ __forceinline__ S value(S v, S alpha) const {
-    return v > S(0) ? v : expm1(v) * alpha;
+    return v > S(0) ? v : rounded_product(expm1(v), alpha);
   }
   template <class S>
   __device__ __forceinline__ S derivative(S v, S alpha) const {
@@ -70,7 +82,7 @@ struct EluActivation {
 struct SiluActivation {
   template <class S>
   __device__ __forceinline__ S value(S v, S) const {
-    return v * sigmoid(v);
+    return rounded_product(v, sigmoid(v));
   }
   template <class S>
   __device__ __forceinline__ S derivative(S v, S) const {
@@ -83,7 +95,7 @@ struct SiluActivation {
 struct GeluActivation {
   template <class S>
   __device__ __forceinline__ S value(S v, S) const {
-    return v * phi(v);
+    return rounded_product(v, phi(v));
   }
   template <class S>
   __device__ __forceinline__ S derivative(S v, S) const {
@@ -104,7 +116,7 @@ struct GeluActivation {
 struct GeluTanhActivation {
   template <class S>
   __device__ __forceinline__ S value(S v, S) const {
-    return v * sigmoid(S(kTwice) * (v + S(kCubic) * v * v * v));
+    return rounded_product(v, sigmoid(S(kTwice) * (v + S(kCubic) * v * v * v)));
   }
   template <class S>
   __device__ __forceinline__ S derivative(S v, S) const {
@@ -139,11 +151,13 @@ __host__ __device__ __forceinline__ void with_activation(Activation kind, Visit&
   }
 }
 
-/// The parameter of a channel's activation. \param T what slopes are stored as, convertible to float
+/// The parameter of a channel's activation, in the type that T is computed in: double of double, else float.
+/// \param T what slopes are stored as
 template <class T>
-__device__ __forceinline__ float activation_parameter(const ActivationParams& params, int channel) {
-  if (params.kind != Activation::kPrelu) return params.parameter;
-  return static_cast<float>(static_cast<const T*>(params.slopes)[channel * params.slope_step]);
+__device__ __forceinline__ auto activation_parameter(const ActivationParams& params, std::int64_t channel) {
+  using S = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  if (params.kind != Activation::kPrelu) return static_cast<S>(params.parameter);
+  return static_cast<S>(static_cast<const T*>(params.slopes)[channel * params.slope_step]);
 }
 
 }  // namespace upconv3d::cuda

@@ -132,16 +132,18 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
 void run_library(const Problem& problem, const Plan& plan, const ForwardTensors& tensors,
                  cudaStream_t stream) {
   const LibraryWorkspace workspace(problem, plan, tensors.workspace);
-  ReluMomentsParams moments;
+  ActivationMomentsParams moments;
   moments.shape = group_norm_shape(problem, plan);
   moments.dtype = problem.dtype;
+  moments.y_dtype = problem.dtype;
   moments.layout = plan.conv_layout;
+  moments.before.kind = Activation::kRelu;
   moments.c = tensors.conv;
   moments.bias = tensors.bias;
   moments.part = workspace.part;
   {
-    const StageRange range("upconv3d::relu_moments");
-    launch_relu_moments(moments, stream);
+    const StageRange range("upconv3d::activation_moments");
+    launch_activation_moments(moments, stream);
   }
 
   FinalizeParams finalize;
@@ -164,7 +166,7 @@ void run_library(const Problem& problem, const Plan& plan, const ForwardTensors&
   normalize.y_dtype = problem.dtype;
   normalize.a_layout = plan.conv_layout;
   normalize.y_layout = problem.y_layout;
-  normalize.apply_relu = true;
+  normalize.before = moments.before;
   normalize.a = tensors.conv;
   normalize.bias = tensors.bias;
   normalize.table = workspace.table;
@@ -177,7 +179,7 @@ void run_library(const Problem& problem, const Plan& plan, const ForwardTensors&
 
 void complete_plan(const Problem& problem, const Device& device, Plan& plan) {
   if (plan.algorithm == Algorithm::kCudaLibrary && problem.n > 0) {
-    plan.tile_positions = relu_moments_tile_positions(problem.n, problem.k, problem.positions(),
+    plan.tile_positions = activation_moments_tile_positions(problem.n, problem.k, problem.positions(),
                                                       plan.conv_layout, device.sm_count);
     plan.tiles = (problem.positions() + plan.tile_positions - 1) / plan.tile_positions;
   }

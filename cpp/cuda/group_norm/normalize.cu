@@ -2,11 +2,13 @@
 /// \file
 /// group_norm_normalize: forward stage 4 of 4, where a and y lie in the same layout.
 ///
-///   a     [N,K,Z,P,Q] or [N,Z,P,Q,pitch]  relu(conv + bias), or conv where both are still due
-///   table [3,N,K]                         mean, scale, shift from finalize
-///   y     [N,K,Z,P,Q] or [N,Z,P,Q,K]      (v - mean)*scale + shift; may be a itself where pitch is K
+///   a     [N,K,Z,P,Q] or [N,Z,P,Q,pitch]  the convolution, before(conv), or what is between them
+///   skip  as a                            or none
+///   table [3,N,K]                         mean, scale, shift from finalize, or none
+///   y     [N,K,Z,P,Q] or [N,Z,P,Q,K]      after((v - mean)*scale + shift), v = before(a + bias + skip); may
+///                                         be a itself where pitch is K
 ///
-/// A copy with three operations per element, so all that counts is bandwidth: 16-byte accesses, several in
+/// A copy with few operations per element, so all that counts is bandwidth: 16-byte accesses, several in
 /// flight per thread, a thread's mean, scale and shift in registers, the last sample first. The mean is
 /// subtracted before it is scaled: folded into the shift it would cancel where |mean| >> std. a and y may be
 /// the same memory, which is safe because each thread reads an element before it writes it and no other
@@ -15,6 +17,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 #include "cuda/group_norm/geometry.hpp"
 
@@ -34,20 +38,29 @@ std::int64_t vectors_per_thread(std::int64_t total_vectors) {
                                   kVectorsPerThread);
 }
 
+/// Vectors in flight of a thread. Of double, more do not fit the registers beside their map on arch 80; with
+/// AnyPending, those of skip and the activations' code come on top.
+template <class A, class Input>
+constexpr int kVectorsInFlight = sizeof(A) == 8 || Input::kDecidesLater ? kLoadsInFlight / 2 : kLoadsInFlight;
+
 /// Normalizes kLoads vectors that lie `from_step` and `to_step` elements apart, through lane_of(j) for the
 /// j-th element of each.
-template <int kLoads, int kVector, class A, class Y, class Map, class LaneOf>
-__device__ __forceinline__ void normalize_vectors(const A* from, std::int64_t from_step, Y* to,
-                                                  std::int64_t to_step, const Map& map, LaneOf lane_of) {
-  Vector<A, kVector> in[kLoads];
+/// \param from, to elements of a and y at which the first one begins
+template <int kLoads, int kVector, class A, class Y, class Input, int kLanes, class LaneOf>
+__device__ __forceinline__ void normalize_vectors(const NormalizeArgs<A, Y>& args,
+                                                  const ChannelMap<A, Input, kLanes>& map, std::int64_t from,
+                                                  std::int64_t from_step, std::int64_t to,
+                                                  std::int64_t to_step, LaneOf lane_of) {
+  Vector<A, kVector> in[kLoads], skip[kLoads] = {};
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) in[i] = load_once<kVector>(from + i * from_step);
+  for (int i = 0; i < kLoads; ++i) in[i] = load_once<kVector>(args.a + from + i * from_step);
+  if (Input::kDecidesLater && args.skip != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) skip[i] = load_once<kVector>(args.skip + from + i * from_step);
+  }
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    Vector<Y, kVector> out;
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) out.at[j] = from_stat<Y>(map(in[i].at[j], lane_of(j)));
-    store_once<kVector>(to + i * to_step, out);
+    store_once<kVector>(args.y + to + i * to_step, map.apply(args, in[i], skip[i], lane_of));
   }
 }
 
@@ -71,17 +84,16 @@ __global__ void __launch_bounds__(kStreamThreads) group_norm_normalize_ndhwc(con
   const std::int64_t end = min(begin + args.position_steps, args.shape.positions);
   const std::int64_t from_step = blockDim.y * args.a_pitch, to_step = blockDim.y * k;
   std::int64_t position = begin + threadIdx.y;
-  const A* from = args.a + (sample * args.shape.positions + position) * args.a_pitch + channel;
-  Y* to = args.y + (sample * args.shape.positions + position) * k + channel;
-  // Of double, more vectors in flight do not fit the registers beside their map on arch 80.
-  constexpr int kLoads = sizeof(A) == 8 ? kLoadsInFlight / 2 : kLoadsInFlight;
+  std::int64_t from = (sample * args.shape.positions + position) * args.a_pitch + channel;
+  std::int64_t to = (sample * args.shape.positions + position) * k + channel;
+  constexpr int kLoads = kVectorsInFlight<A, Input>;
   for (; position + (kLoads - 1) * blockDim.y < end; position += kLoads * blockDim.y) {
-    normalize_vectors<kLoads, kVector>(from, from_step, to, to_step, map, lane_of);
+    normalize_vectors<kLoads, kVector>(args, map, from, from_step, to, to_step, lane_of);
     from += kLoads * from_step;
     to += kLoads * to_step;
   }
   for (; position < end; position += blockDim.y, from += from_step, to += to_step) {
-    normalize_vectors<1, kVector>(from, from_step, to, to_step, map, lane_of);
+    normalize_vectors<1, kVector>(args, map, from, from_step, to, to_step, lane_of);
   }
 }
 
@@ -107,31 +119,26 @@ __global__ void __launch_bounds__(kStreamThreads) group_norm_normalize_ncdhw(con
   const auto lane_of = [](int) { return 0; };
 
   for (std::int64_t i = begin + threadIdx.x; i < first; i += blockDim.x) {
-    normalize_vectors<1, 1>(args.a + i, 1, args.y + i, 1, map, lane_of);
+    normalize_vectors<1, 1>(args, map, i, 1, i, 1, lane_of);
   }
   const std::int64_t step = static_cast<std::int64_t>(blockDim.x) * kVector;
   std::int64_t at = first + static_cast<std::int64_t>(threadIdx.x) * kVector;
-  for (; at + (kLoadsInFlight - 1) * step < last; at += kLoadsInFlight * step) {
-    normalize_vectors<kLoadsInFlight, kVector>(args.a + at, step, args.y + at, step, map, lane_of);
+  constexpr int kLoads = Input::kDecidesLater ? kVectorsInFlight<A, Input> : kLoadsInFlight;
+  for (; at + (kLoads - 1) * step < last; at += kLoads * step) {
+    normalize_vectors<kLoads, kVector>(args, map, at, step, at, step, lane_of);
   }
   for (; at < last; at += step) {
-    normalize_vectors<1, kVector>(args.a + at, step, args.y + at, step, map, lane_of);
+    normalize_vectors<1, kVector>(args, map, at, step, at, step, lane_of);
   }
   for (std::int64_t i = last + threadIdx.x; i < end; i += blockDim.x) {
-    normalize_vectors<1, 1>(args.a + i, 1, args.y + i, 1, map, lane_of);
+    normalize_vectors<1, 1>(args, map, i, 1, i, 1, lane_of);
   }
 }
 
 template <class A, class Y, class Input, int kVector>
 void launch_vectorized(const NormalizeParams& params, cudaStream_t stream) {
   const GroupNormShape& shape = params.shape;
-  NormalizeArgs<A, Y> args{};
-  args.shape = shape;
-  args.a = static_cast<const A*>(params.a);
-  args.bias = static_cast<const A*>(params.bias);
-  args.table = static_cast<const Stat<A>*>(params.table);
-  args.y = static_cast<Y*>(params.y);
-  args.a_pitch = row_pitch(params);
+  NormalizeArgs<A, Y> args = normalize_args<A, Y>(params);
   args.table_vectors = shape.k % kVector == 0 && is_aligned(params.table);
   const std::int64_t per_thread = vectors_per_thread(shape.n * shape.k * shape.positions / kVector);
   if (params.a_layout == Layout::kNDHWC) {
@@ -164,7 +171,8 @@ void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stre
       return params.a_layout == Layout::kNCDHW ||
              (params.shape.k % vector == 0 && row_pitch(params) % vector == 0);
     };
-    const bool aligned = is_aligned(params.a) && is_aligned(params.y) && is_aligned(params.table);
+    const bool aligned =
+        is_aligned(params.a) && is_aligned(params.y) && is_aligned(params.table) && is_aligned(params.skip);
     if (aligned && whole(kVector)) {
       launch_vectorized<A, Y, Input, kVector>(params, stream);
     } else if (aligned && whole(kFewer)) {
@@ -175,8 +183,23 @@ void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stre
   });
 }
 
+namespace {
+
+void require_one_activation(const NormalizeParams& params) {
+  require_slopes(params.before);
+  require_slopes(params.after);
+  if (params.before.kind == Activation::kNone || params.after.kind == Activation::kNone) return;
+  throw std::invalid_argument(
+      std::string(
+          "upconv3d: normalize applies one activation, before the normalization or after it; got before=") +
+      name(params.before.kind) + ", after=" + name(params.after.kind) + ". Apply one of them elsewhere.");
+}
+
+}  // namespace
+
 void launch_group_norm_normalize(const NormalizeParams& params, cudaStream_t stream) {
   if (params.shape.n == 0) return;
+  require_one_activation(params);
   if (params.steps != nullptr) {
     launch_normalize_steps(params, stream);
   } else if (params.a_layout == params.y_layout) {
