@@ -4,9 +4,9 @@
 ///   x     [N,D,H,W,C]                 operand  read through TMA im2col; or packed by layout/pack as
 ///         [N,groups,D,H,W,channels]            channels of a group, then zeros
 ///   w     [T*R*S,K,channels]          operand  packed by layout/pack
-///   a     [N,Z,P,Q,K]                 output   before(conv + bias), then y: normalized in place, or beside
-///   it part  [N,moments,K/granule,2]     float    (mean, M2) of the *rounded* before(conv + bias) table
-///   [N,G,4]                     float    mean, rest of the mean, 1/sqrt(var + eps)
+///   a     [N,Z,P,Q,K]                 output   before(conv + bias), then y: in place, or beside it
+///   part  [N,moments,K/granule,2]     float    (mean, M2) of the *rounded* before(conv + bias)
+///   table [N,G,4]                     float    mean, rest of the mean, 1/sqrt(var + eps)
 ///
 /// before() is ReLU or nothing; y = after(normalized a), after() nothing, ReLU or a slope (core/tail.hpp).
 ///
