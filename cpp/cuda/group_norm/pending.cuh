@@ -41,13 +41,18 @@ struct AnyPending {
   static constexpr bool kDecidesLater = true;
 };
 
-/// v[j] = activation(v[j]), whose parameter is parameter[lane_of(j)].
-template <class S, int kCount, int kLanes, class LaneOf>
-__device__ __forceinline__ void activate(Activation kind, S (&v)[kCount], const S (&parameter)[kLanes],
-                                         LaneOf lane_of) {
+/// v[j] = activation(v[j]). Slopes are read again for each value, from L1, because registers are scarcer.
+/// \param slopes slopes(j) is that of v[j]; called for kPrelu alone
+template <class S, int kCount, class Slopes>
+__device__ __forceinline__ void activate(Activation kind, S parameter, S (&v)[kCount], Slopes slopes) {
+  if (kind == Activation::kPrelu) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) v[j] = SlopeActivation{}.value(v[j], slopes(j));
+    return;
+  }
   with_activation(kind, [&](auto activation) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) v[j] = activation.value(v[j], parameter[lane_of(j)]);
+    for (int j = 0; j < kCount; ++j) v[j] = activation.value(v[j], parameter);
   });
 }
 
