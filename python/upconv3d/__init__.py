@@ -10,6 +10,7 @@ from . import _autograd, _fake, _numbered, _transforms  # noqa: E402  (they regi
 from .explain import Plan, build_config, explain  # noqa: E402
 from .functional import conv_transpose3d_relu_group_norm  # noqa: E402
 from .module import ConvTranspose3dReLUGroupNorm  # noqa: E402
+from .norm_act import conv_transpose3d_norm_act  # noqa: E402
 
 __version__: str = build_config()["version"]
 
@@ -18,6 +19,7 @@ __all__ = [
     "Plan",
     "__version__",
     "build_config",
+    "conv_transpose3d_norm_act",
     "conv_transpose3d_relu_group_norm",
     "explain",
 ]
