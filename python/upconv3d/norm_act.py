@@ -2,18 +2,39 @@
 """The family around the block: any order of norm and activation, a skip added, the convolution returned."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from . import _C
-from ._facts import block_facts
-from ._tail import ACTIVATIONS, DEFAULT_PARAMETERS, NORMS, ORDERS, Tail, composite
+from ._autograd import _AUTOCAST_KEYS, autocast_dtype
+from ._geometry import output_extent
+from ._tail import ACTIVATIONS, DEFAULT_PARAMETERS, NORMS, ORDERS, composite, refuse_skip
+from ._tail_op import (
+    autocast_result_dtype,
+    facts_of,
+    numbered_tail,
+    public_tail,
+    record_tail,
+    runs_kernels,
+    tail_number,
+)
 from .functional import (
     IntOrTriple,
+    _any_requires_grad,
+    _autocast_enabled,
+    _BelowAutograd,
     _check_values_per_group,
+    _dispatch_modes,
+    _dynamo_compiling,
+    _grad_enabled,
+    _has_torch_function,
+    _profiling,
+    _tracing,
+    _transforms_active,
     check_kinds,
     conv_transpose3d_relu_group_norm,
     integer,
@@ -21,16 +42,12 @@ from .functional import (
     triple,
 )
 
-_has_torch_function = torch._C._has_torch_function
-_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_tracing = torch._C._is_tracing
+Pair = tuple[Tensor, Tensor | None]
 
 
-def _require_known(name: str, value: Any, known: Sequence[str | None]) -> None:
-    if value not in known:
-        raise ValueError(
-            f"upconv3d: {name} must be one of {', '.join(map(repr, known))}; got {name}={value!r}."
-        )
+def _refuse_unknown(**chosen: tuple[Any, Sequence[str | None]]) -> NoReturn:
+    name, value, known = next((n, v, k) for n, (v, k) in chosen.items() if v not in k)
+    raise ValueError(f"upconv3d: {name} must be one of {', '.join(map(repr, known))}; got {name}={value!r}.")
 
 
 def _groups_of_norm(norm: str | None, num_groups: Any, channels: Any, vectors: tuple[Any, Any]) -> Any:
@@ -101,6 +118,111 @@ def _parameters_of(activation: str | None, given: Any, channels: Any) -> tuple[A
     return given, None
 
 
+def _refuse_dtype(name: str, tensor: Tensor, expected: torch.dtype) -> NoReturn:
+    raise RuntimeError(
+        f"upconv3d: {name} must have the dtype of what it is applied to, that of input (and skip); got "
+        f"{tensor.dtype} for {expected}. Remedy: {name}.to({expected}), or torch.autocast."
+    )
+
+
+def _require_dtype(expected: torch.dtype, norm_weight: Any, norm_bias: Any, slopes: Any) -> None:
+    """Raises RuntimeError where a vector's dtype is another one; PyTorch takes some such pairs."""
+    if norm_weight is not None and norm_weight.dtype is not expected:
+        _refuse_dtype("norm_weight", norm_weight, expected)
+    if norm_bias is not None and norm_bias.dtype is not expected:
+        _refuse_dtype("norm_bias", norm_bias, expected)
+    if slopes is not None and slopes.dtype is not expected:
+        _refuse_dtype("activation_param", slopes, expected)
+
+
+def _require_device(device: torch.device, tensors: Sequence[Any]) -> None:
+    """Raises RuntimeError for a tensor on another device; PyTorch takes some meta tensors."""
+    for tensor in tensors:
+        if tensor is not None and tensor.device != device:
+            raise RuntimeError(
+                f"upconv3d: all tensors must be on one device; got {device} and {tensor.device}. Remedy: "
+                f"move them there."
+            )
+
+
+def _require_skip(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> None:
+    """Raises RuntimeError where the skip has not the sizes of the convolution's output."""
+    input, weight, skip = tensors[0], tensors[1], tensors[6]
+    stride, padding, output_padding, groups, dilation = settings[:5]
+    sizes = [*input.shape[:-4], weight.shape[1] * groups]
+    sizes += output_extent(input, weight, stride, padding, output_padding, dilation)
+    if list(skip.shape) != sizes:
+        refuse_skip(skip, sizes)
+
+
+def _run_kernels(tensors: tuple[Any, ...], settings: tuple[Any, ...], recording: bool) -> Pair | None:
+    """The call on CUDA by upconv3d's kernels, without autocast; None where PyTorch's operators are to run."""
+    if tensors[6] is not None:
+        _require_skip(tensors, settings)
+    if recording:
+        number = tail_number(settings)
+        return None if number is None else record_tail(tensors, settings, number)
+    # Who watches operators is to see the one that he knows.
+    watched = _tracing() or _profiling() or _dispatch_modes() > 0
+    number = None if watched else tail_number(settings)
+    if number is not None:
+        pair: Pair = numbered_tail(*tensors, number)
+        return pair
+    with _BelowAutograd():
+        return public_tail(tensors, settings)
+
+
+def _run_cuda(
+    tensors: tuple[Any, ...],
+    settings: tuple[Any, ...],
+    low: torch.dtype | None,
+    norm: str | None,
+    precise: bool,
+) -> Pair:
+    """The call on CUDA. low: what autocast casts to; None without it."""
+    pair: Pair | None = None
+    recording = _grad_enabled() and _any_requires_grad(*tensors)
+    # Nobody but autograd knows what to do with operators that are not PyTorch's: transforms of torch.func and
+    # forward-mode AD get PyTorch's.
+    plain = not _transforms_active() and forward_ad._current_level < 0
+    if plain and (_has_torch_function(tensors) or (recording and _tracing())):
+        pair = public_tail(tensors, settings)
+    elif plain and low is None:
+        pair = _run_kernels(tensors, settings, recording)
+    elif plain:
+        cast = tuple(None if tensor is None else tensor.to(low) for tensor in tensors)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+            pair = _run_kernels(cast, settings, recording)
+        if pair is not None:
+            pair = pair[0].to(autocast_result_dtype(low, "cuda", norm, settings)), pair[1]  # type: ignore[arg-type]
+    return composite(tensors, settings, precise) if pair is None else pair
+
+
+def _run(tensors: tuple[Any, ...], settings: tuple[Any, ...], norm: str | None, precise: bool) -> Pair:
+    """The call on any device; `precise` as in composite()."""
+    y: Tensor
+    conv: Tensor | None
+    input, skip = tensors[0], tensors[6]
+    low = autocast_dtype(input) if _dynamo_compiling() or _autocast_enabled() else None
+    dtype = input.dtype if low is None else low
+    summed = dtype if skip is None or skip.dtype is dtype else torch.promote_types(dtype, skip.dtype)
+    if low is None:
+        _require_dtype(summed, *tensors[3:6])
+    if runs_kernels(input) and (skip is None or skip.dtype is dtype):
+        _require_device(input.device, tensors[5:])  # of the others it is a rule of the compiled module
+        if _dynamo_compiling():
+            y, conv = public_tail(tensors, settings)
+        else:
+            y, conv = _run_cuda(tensors, settings, low, norm, precise)
+    else:
+        _require_device(input.device, tensors)
+        y, conv = composite(tensors, settings, precise)
+    # instance_norm returns the dtype that it gets; ours is group_norm, which autocast runs in float32.
+    if low is not None and norm == "instance" and y.dtype is not summed and settings[9] != "prelu":
+        y = y.to(summed)
+    return y, conv
+
+
 def conv_transpose3d_norm_act(
     input: Tensor,
     weight: Tensor,
@@ -169,9 +291,8 @@ def conv_transpose3d_norm_act(
             return_conv=return_conv,
             precision=precision,
         )
-    _require_known("order", order, ORDERS)
-    _require_known("norm", norm, NORMS)
-    _require_known("activation", activation, ACTIVATIONS)
+    if not (order in ORDERS and norm in NORMS and activation in ACTIVATIONS):
+        _refuse_unknown(order=(order, ORDERS), norm=(norm, NORMS), activation=(activation, ACTIVATIONS))
     if (
         activation == "relu"
         and order == "act_norm"
@@ -203,32 +324,27 @@ def conv_transpose3d_norm_act(
     norm_groups = _groups_of_norm(norm, num_groups, channels, (norm_weight, norm_bias))
     parameter, slopes = _parameters_of(activation, activation_param, channels)
     compiling = _dynamo_compiling()
-    if norm_groups > 0 and (compiling or not _tracing()):
-        dims = input.dim()
+    dims = input.dim()
+    # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.
+    if norm_groups > 0 and (compiling or not _tracing()):  # noqa: SIM102
         if dims == 4 or (dims == 5 and (norm == "instance" or input.size(0) == 1)):
             _check_values_per_group(
                 input, weight, stride, padding, output_padding, groups, dilation, norm_groups
             )
-    tail = Tail(order, norm_groups, eps, activation or "none", parameter, bool(return_conv))
-    numbers = (stride, padding, output_padding, groups, dilation, precision)
+    # The convolution itself is one tensor, not two.
+    only_conv = return_conv and norm is None and activation is None and skip is None
+    numbers = (stride, padding, output_padding, groups, dilation, norm_groups, eps, precision)
+    settings = (*numbers, order, activation or "none", parameter, bool(return_conv) and not only_conv)
     tensors = (input, weight, bias, norm_weight, norm_bias, slopes, skip)
     if compiling:
-        y, conv = composite(*tensors, numbers, tail, precise)
+        y, conv = _run(tensors, settings, norm, precise)
     else:
         try:
-            y, conv = composite(*tensors, numbers, tail, precise)
+            y, conv = _run(tensors, settings, norm, precise)
         except RuntimeError:
-            # PyTorch refused: our rules say so with value and remedy, where they are what is broken.
-            _C.validate(_facts_of(tensors, numbers, tail))
+            # PyTorch refused. Where one of our rules is what is broken, that says so with value and remedy.
+            _C.validate(facts_of(tensors, settings))
             raise
-    return (y, conv) if return_conv else y
-
-
-def _facts_of(tensors: tuple[Any, ...], numbers: tuple[Any, ...], tail: Tail) -> dict[str, Any]:
-    input, weight, bias, norm_weight, norm_bias = tensors[:5]
-    stride, padding, output_padding, groups, dilation, precision = numbers
-    convolution = (stride, padding, output_padding, groups, dilation)
-    num_groups = max(tail.num_groups, 1)
-    return block_facts(
-        input, weight, bias, *convolution, num_groups, norm_weight, norm_bias, tail.eps, precision
-    )
+    if not return_conv:
+        return y
+    return y, y if only_conv else conv
