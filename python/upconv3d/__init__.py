@@ -11,10 +11,12 @@ from .explain import Plan, build_config, explain  # noqa: E402
 from .functional import conv_transpose3d_relu_group_norm  # noqa: E402
 from .module import ConvTranspose3dReLUGroupNorm  # noqa: E402
 from .norm_act import conv_transpose3d_norm_act  # noqa: E402
+from .norm_act_module import ConvTranspose3dNormAct  # noqa: E402
 
 __version__: str = build_config()["version"]
 
 __all__ = [
+    "ConvTranspose3dNormAct",
     "ConvTranspose3dReLUGroupNorm",
     "Plan",
     "__version__",

@@ -153,10 +153,17 @@ def _forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
     t, s = Tensors(*tensors), Settings(*settings)
     _require_names(s)
     y, conv = composite(t, s, precise=True)
-    y = y.contiguous(memory_format=memory_format_of(t.input, t.weight)) if y.dim() == 5 else y
+    y = _in_format_of_result(y, t)
     if conv is None:
         return y, t.input.new_empty(0)
-    return y, conv.clone() if conv is y else conv
+    return y, y.clone() if conv is y else _in_format_of_result(conv, t)
+
+
+def _in_format_of_result(tensor: Tensor, t: Tensors) -> Tensor:
+    """channels_last_3d where input or weight is, which PyTorch's operators do not return on every device."""
+    memory_format = memory_format_of(batched(t.input), t.weight)
+    whole = batched(tensor).contiguous(memory_format=memory_format)
+    return whole if tensor.dim() == 5 else whole.squeeze(0)
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -203,17 +210,24 @@ def _fused_backward(
     return in_sizes_of(t, [*gradients, grad_c], mask)
 
 
+def _reachable(mask: Sequence[bool], grad_y: Tensor | None, grad_conv: Tensor | None) -> list[bool]:
+    """`mask` without what gets no gradient: from the returned convolution none flows to what follows it."""
+    flows = [grad_y is not None or grad_conv is not None] * 3 + [grad_y is not None] * (len(mask) - 3)
+    return [wanted and flowing for wanted, flowing in zip(mask, flows, strict=True)]
+
+
 def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     """The backward operator: empty tensors for what is not asked for. It leaves its arguments as they are."""
     *forward, precision, mask = arguments
     tensors, settings = split([*forward, False, precision])
     t, s = Tensors(*tensors), Settings(*settings)
     gradients: list[Tensor | None] = [None] * len(t)
+    mask = _reachable(mask, grad_y, grad_conv)
     number = plain_number(tensors, settings) if grad_y is not None and grad_conv is None else None
     saved = None if number is None else _numbered_tail_for_training(*tensors, number)[2]
     if grad_y is not None and number is not None and saved is not None and saved.numel() > 0:
         gradients = _fused_backward(grad_y, t, number, mask, saved, consume_saved=True)
-    elif any(mask) and (grad_y is not None or grad_conv is not None):
+    elif any(mask):
         gradients = tail_backward(grad_y, grad_conv, t, s, mask)
     if s.num_groups == 0 and s.activation == "none":  # the skip's gradient is grad_y itself
         gradients[6] = None if gradients[6] is None else gradients[6].clone()
@@ -223,8 +237,7 @@ def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments
 def _fake_backward(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     *forward, precision, mask = arguments
     t = Tensors(*split([*forward, False, precision])[0])
-    if grad_y is None and grad_conv is None:
-        mask = [False] * len(t)
+    mask = _reachable(mask, grad_y, grad_conv)
     return tuple(
         t.input.new_empty(0)
         if tensor is None or not wanted
@@ -248,8 +261,9 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None) -> tupl
     # Positions of the tensors among the operator's arguments.
     needs = [ctx.needs_input_grad[index] for index in (0, 1, 2, 10, 11, 15, 16)]
     mask = [needed and tensor is not None for needed, tensor in zip(needs, tensors, strict=True)]
+    mask = _reachable(mask, grad_y, grad_conv)
     gradients: Sequence[Tensor | None]
-    if grad_y is None and grad_conv is None:
+    if not any(mask):
         gradients = [None] * len(mask)
     elif torch.is_grad_enabled():
         gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)
@@ -281,7 +295,9 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         *tensors, saved = ctx.saved_tensors
         mask, settings = ctx.needs_input_grad[: len(tensors)], ctx.settings
         gradients: list[Tensor | None]
-        if grad_y is None and grad_conv is None:
+        if grad_y is None:
+            mask = _reachable(mask, grad_y, grad_conv)
+        if not any(mask):
             gradients = [None] * len(tensors)
         elif torch.is_grad_enabled():
             gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)

@@ -194,7 +194,7 @@ def _run_cuda(
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
             pair = _run_kernels(cast, settings, recording)
         if pair is not None:
-            pair = pair[0].to(autocast_result_dtype(low, "cuda", norm, settings)), pair[1]  # type: ignore[arg-type]
+            pair = pair[0].to(autocast_result_dtype(low, tensors[0].device.type, norm, settings)), pair[1]  # type: ignore[arg-type]
     return composite(tensors, settings, precise) if pair is None else pair
 
 
