@@ -26,7 +26,7 @@ _MODULES: dict[type[nn.Module], str] = {
 def _module_of(activation: str | None, parameter: float | None, kind: dict[str, Any]) -> nn.Module | None:
     """The torch.nn module of an activation; `parameter` None is that module's own default."""
     given = () if parameter is None else (parameter,)
-    if activation in ("relu", "silu", "gelu", "gelu_tanh") and parameter is not None:
+    if parameter is not None and activation not in ("leaky_relu", "elu", "prelu"):
         raise ValueError(
             f"upconv3d: activation={activation!r} has no parameter; got activation_param={parameter!r}. "
             f"Remedy: leave it out (leaky_relu, elu and prelu have one)."
@@ -162,12 +162,13 @@ class ConvTranspose3dNormAct(nn.Module):
             *numbers,
             **kind,
         )
-        self.norm: nn.Module | None = None
+        made: nn.Module | None = None
         if norm == "group" and num_groups is not None:
-            self.norm = nn.GroupNorm(num_groups, out_channels, eps, affine, **kind)
+            made = nn.GroupNorm(num_groups, out_channels, eps, affine, **kind)
         elif norm == "instance":
-            self.norm = nn.InstanceNorm3d(out_channels, eps, affine=affine, **kind)
-        self.activation = _module_of(activation, activation_param, kind)
+            made = nn.InstanceNorm3d(out_channels, eps, affine=affine, **kind)
+        self.register_module("norm", made)
+        self.register_module("activation", _module_of(activation, activation_param, kind))
         self.order, self.return_conv, self.precision = order, return_conv, precision
 
     @classmethod
@@ -205,8 +206,8 @@ class ConvTranspose3dNormAct(nn.Module):
         block = cls.__new__(cls)
         nn.Module.__init__(block)
         block.conv_transpose = conv_transpose
-        block.norm = norm
-        block.activation = activation
+        block.register_module("norm", norm)
+        block.register_module("activation", activation)
         block.order, block.return_conv, block.precision = order, return_conv, precision
         block.training = conv_transpose.training
         return block
