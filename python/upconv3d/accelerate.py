@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._accelerated.chain import Block, Options, find_block
-from ._accelerated.proof import Unprovable
+from ._accelerated.proof import UnprovableError
 from ._accelerated.swap import (
     Accelerated,
     AcceleratedConvTranspose,
@@ -117,9 +117,9 @@ def _callers(model: nn.Module, wanted: set[int]) -> Iterator[tuple[str, nn.Modul
         return False
 
     for name, module in model.named_modules():
-        if not is_sequential(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            if holds(module):
-                yield name, module
+        listed = is_sequential(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if not listed and holds(module):
+            yield name, module
 
 
 class _Planner:
@@ -161,16 +161,16 @@ class _Planner:
             why = why_not_swapped(module)
             try:
                 if why is not None:
-                    raise Unprovable(why)
+                    raise UnprovableError(why)
                 traced = trace(module)
-            except Unprovable as unprovable:
+            except UnprovableError as unprovable:
                 for part in module.modules():
                     if id(part) in wanted and id(part) not in self.places:
                         self.reasons[id(part)] = f"{type(module).__name__}: {unprovable}"
                 continue
             for path, why in traced.reasons.items():
                 self.reasons[id(module.get_submodule(path))] = why
-            for path, chain in traced.found.items():
+            for chain in traced.found.values():
                 self._take(id(chain[0]), _Place(module, name, blocks_of(chain)), AcceleratedForward)
                 self.traces[id(module)] = traced
 

@@ -113,31 +113,36 @@ def _is_identity(module: nn.Module) -> bool | str:
 def _norm_of(conv: nn.ConvTranspose3d, module: nn.Module) -> str | None:
     """The norm that module is, None where it is none.
 
-    Raises: Unfit, where it is one that cannot be taken.
+    Raises: UnfitError, where it is one that cannot be taken.
     """
-    kind, channels = None, 0
+    kind: str | None = None
+    channels: Any = 0
     if runs_forward_of(module, nn.GroupNorm):
         kind, channels = "group", module.num_channels
     elif runs_forward_of(module, nn.InstanceNorm3d):
         if module.track_running_stats:
-            raise Unfit("InstanceNorm3d has running statistics")
+            raise UnfitError("InstanceNorm3d has running statistics")
         kind, channels = "instance", module.num_features
     elif runs_forward_of(module, nn.BatchNorm3d):
         if module.training or module.running_mean is None or module.running_var is None:
-            raise Unfit("BatchNorm3d takes the batch's statistics (in training): folded in eval mode only")
+            raise UnfitError(
+                "BatchNorm3d takes the batch's statistics (in training): folded in eval mode only"
+            )
         if conv.groups != 1:
-            raise Unfit(f"BatchNorm3d is folded into convolutions of one group; got groups={conv.groups}")
+            raise UnfitError(
+                f"BatchNorm3d is folded into convolutions of one group; got groups={conv.groups}"
+            )
         if conv.weight.dtype is torch.float16:
-            raise Unfit("BatchNorm3d is not folded into float16, whose range it may leave")
+            raise UnfitError("BatchNorm3d is not folded into float16, whose range it may leave")
         kind, channels = "batch", module.num_features
     if kind is not None and channels != conv.out_channels:
-        raise Unfit(
+        raise UnfitError(
             f"{type(module).__name__} has {channels} channels, the convolution returns {conv.out_channels}"
         )
     return kind
 
 
-class Unfit(Exception):
+class UnfitError(Exception):
     """Why a module is left alone."""
 
 
@@ -157,7 +162,7 @@ def _after(chain: Sequence[nn.Module], at: int) -> tuple[int, str | None]:
 
 
 def find_block(chain: Sequence[nn.Module], at: int) -> Block | str:
-    """The block that begins with the ConvTranspose3d chain[at], as long as it can be; or why there is none."""
+    """The longest block that begins with the ConvTranspose3d chain[at], or why there is none."""
     conv = chain[at]
     assert isinstance(conv, nn.ConvTranspose3d)
     if not runs_forward_of(conv, nn.ConvTranspose3d):
@@ -177,7 +182,7 @@ def find_block(chain: Sequence[nn.Module], at: int) -> Block | str:
             if activation is not None:
                 return _activation_first(chain, at, first, activation)
             why = f"{type(chain[first]).__name__} follows"
-    except Unfit as unfit:
+    except UnfitError as unfit:
         why = str(unfit)
     return why
 
@@ -192,9 +197,7 @@ def _norm_first(chain: Sequence[nn.Module], at: int, place: int, norm: str) -> B
     return Block(conv, second + 1 - at, "norm_act", norm, normalizer, *activation)
 
 
-def _activation_first(
-    chain: Sequence[nn.Module], at: int, place: int, activation: tuple[str, Any]
-) -> Block:
+def _activation_first(chain: Sequence[nn.Module], at: int, place: int, activation: tuple[str, Any]) -> Block:
     conv = chain[at]
     assert isinstance(conv, nn.ConvTranspose3d)
     second, why = _after(chain, place + 1)
@@ -202,7 +205,7 @@ def _activation_first(
     if why is None:
         try:
             norm = _norm_of(conv, chain[second])
-        except Unfit:
+        except UnfitError:
             norm = None  # conv and activation are a block of their own
     if norm is None or norm == "batch":
         return Block(conv, place + 1 - at, "act_norm", None, None, *activation)
@@ -220,7 +223,9 @@ def fold(conv: nn.ConvTranspose3d, norm: Any) -> tuple[Tensor, Tensor]:
     """
     mean = norm.running_mean
     zero = torch.zeros_like(mean)
-    weight = nn.functional.batch_norm(conv.weight, zero, norm.running_var, norm.weight, None, False, 0.0, norm.eps)
+    weight = nn.functional.batch_norm(
+        conv.weight, zero, norm.running_var, norm.weight, None, False, 0.0, norm.eps
+    )
     bias = zero.to(conv.weight.dtype) if conv.bias is None else conv.bias
     rows = nn.functional.batch_norm(
         bias.unsqueeze(0), mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps
@@ -245,9 +250,10 @@ def run_block(block: Block, x: Tensor, options: Options) -> Tensor:
             }
             if norm == "group":
                 normalization["num_groups"] = normalizer.num_groups
+    geometry: Any = (conv.stride, conv.padding, conv.output_padding, conv.groups, conv.dilation)
     parameter = block.parameter.weight if block.activation == "prelu" else block.parameter
     y: Tensor = conv_transpose3d_norm_act(
-        *(x, weight, bias, conv.stride, conv.padding, conv.output_padding, conv.groups, conv.dilation),
+        *(x, weight, bias, *geometry),
         order=block.order,
         activation=block.activation,
         activation_param=parameter,
@@ -264,7 +270,7 @@ def takes(x: Any) -> bool:
 
 def run_chain(chain: Sequence[nn.Module], x: Any, options: Options) -> Any:
     """What calling each module with the result of the one before returns, its blocks in one call each."""
-    at, watched = 0, _has_any_global_hook()
+    at, watched = 0, _has_any_global_hook()  # type: ignore[no-untyped-call]
     while at < len(chain):
         module = chain[at]
         if isinstance(module, nn.ConvTranspose3d) and takes(x) and not watched:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Unprovable(Exception):
+class UnprovableError(Exception):
     """What a forward does that a trace would not show."""
 
 
@@ -47,8 +47,10 @@ _CONTAINER_METHODS = {"values", "items", "keys"}
 _SIMPLE = (bool, int, float, str, type(None))
 # Functions of tensors that do nothing but return one, and that torch.fx records.
 _TORCH = "cat concat stack chunk split flatten add sub mul div relu sigmoid tanh softmax transpose permute"
-_TORCH += " squeeze unsqueeze reshape"
-_FUNCTIONAL = "relu leaky_relu elu silu gelu prelu sigmoid tanh softmax hardswish mish softplus interpolate pad"
+_TORCH += " squeeze unsqueeze reshape norm mean sum amax abs exp sqrt pow"
+_FUNCTIONAL = (
+    "relu leaky_relu elu silu gelu prelu sigmoid tanh softmax hardswish mish softplus interpolate pad"
+)
 _FUNCTIONAL += " dropout dropout3d group_norm instance_norm batch_norm layer_norm conv3d conv_transpose3d"
 _FUNCTIONAL += " max_pool3d avg_pool3d adaptive_avg_pool3d linear"
 _FUNCTIONS = [getattr(torch, name) for name in _TORCH.split()]
@@ -58,16 +60,18 @@ _MODULES = (torch, nn, F)
 
 def _source(function: Callable[..., Any]) -> ast.FunctionDef:
     if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
-        raise Unprovable(f"{getattr(function, '__qualname__', function)!s} is wrapped in another function")
+        raise UnprovableError(
+            f"{getattr(function, '__qualname__', function)!s} is wrapped in another function"
+        )
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError) as error:
-        raise Unprovable(f"the source of {function.__qualname__} is not at hand") from error
+        raise UnprovableError(f"the source of {function.__qualname__} is not at hand") from error
     definition = tree.body[0]
     if not isinstance(definition, ast.FunctionDef):
-        raise Unprovable(f"{function.__qualname__} is not a plain function")
+        raise UnprovableError(f"{function.__qualname__} is not a plain function")
     if any(not (isinstance(d, ast.Name) and d.id == "staticmethod") for d in definition.decorator_list):
-        raise Unprovable(f"{function.__qualname__} is decorated")
+        raise UnprovableError(f"{function.__qualname__} is decorated")
     return definition
 
 
@@ -96,7 +100,7 @@ class _Reader:
         self.seen: set[types.FunctionType] = set()
 
     def read(self, function: Callable[..., Any], owner: type) -> None:
-        """Raises: Unprovable."""
+        """Raises: UnprovableError."""
         definition = _source(function)
         assert isinstance(function, types.FunctionType)
         if function in self.seen:
@@ -104,7 +108,7 @@ class _Reader:
         self.seen.add(function)
         arguments = definition.args
         if arguments.vararg is not None or arguments.kwarg is not None:
-            raise Unprovable(f"{function.__qualname__} takes *args or **kwargs")
+            raise UnprovableError(f"{function.__qualname__} takes *args or **kwargs")
         names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
         bound = not isinstance(inspect.getattr_static(owner, function.__name__, None), staticmethod)
         this = arguments.args[0].arg if bound and arguments.args else ""
@@ -119,13 +123,13 @@ class _Reader:
     def _statement(self, node: ast.AST) -> None:
         for kind, word in _FORBIDDEN.items():
             if isinstance(node, kind):
-                raise Unprovable(f"its forward uses {word}")
+                raise UnprovableError(f"its forward uses {word}")
         if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
-            raise Unprovable(f"its forward assigns to {ast.unparse(node)}")
+            raise UnprovableError(f"its forward assigns to {ast.unparse(node)}")
         if isinstance(node, ast.Attribute) and not isinstance(node.value, (ast.Name, ast.Attribute)):
             after_super = isinstance(node.value, ast.Call) and ast.unparse(node.value) == "super()"
             if not after_super and not _known_of_values(node.attr):
-                raise Unprovable(f"its forward reads {ast.unparse(node)}")
+                raise UnprovableError(f"its forward reads {ast.unparse(node)}")
 
     def _name(
         self,
@@ -146,13 +150,13 @@ class _Reader:
             self._own(chain, owner)
         elif node.id in names:
             if chain and not _known_of_values(chain[0]):
-                raise Unprovable(f"its forward reads {node.id}.{chain[0]}")
+                raise UnprovableError(f"its forward reads {node.id}.{chain[0]}")
         elif node.id == "super":
             self._super(parents.get(id(node)), parents, owner)
         elif node.id in function.__globals__ or not hasattr(builtins, node.id):
             self._global(node.id, chain, function)
         elif node.id not in _BUILTINS:
-            raise Unprovable(f"its forward uses {node.id}()")
+            raise UnprovableError(f"its forward uses {node.id}()")
 
     def _global(self, name: str, chain: list[str], function: types.FunctionType) -> None:
         dotted = ".".join([name, *chain])
@@ -162,34 +166,34 @@ class _Reader:
                 break
             found = getattr(found, attribute, None)
         if isinstance(found, types.ModuleType) or not any(found is known for known in _FUNCTIONS):
-            raise Unprovable(f"its forward uses {dotted}")
+            raise UnprovableError(f"its forward uses {dotted}")
 
     def _own(self, chain: list[str], owner: type) -> None:
         if not chain:
-            raise Unprovable("its forward hands self to something")
+            raise UnprovableError("its forward hands self to something")
         name = chain[0]
         static = inspect.getattr_static(type(self.module), name, None)
         if name in self.module.__dict__.get("_modules", {}):
             container = isinstance(self.module._modules[name], (nn.ModuleList, nn.ModuleDict))
             if len(chain) > 1 and not (container and chain[1] in _CONTAINER_METHODS):
-                raise Unprovable(f"its forward reads self.{'.'.join(chain)}")
+                raise UnprovableError(f"its forward reads self.{'.'.join(chain)}")
             self.reads.add(name)
         elif name in self.module._parameters or name in self.module._buffers:
             self.reads.add(name)
         elif name in self.module.__dict__:
-            if not isinstance(self.module.__dict__[name], _SIMPLE):
+            if not _is_simple(self.module.__dict__[name]):
                 kind = type(self.module.__dict__[name]).__name__
-                raise Unprovable(f"its forward reads self.{name}, a {kind}")
+                raise UnprovableError(f"its forward reads self.{name}, a {kind}")
             self.reads.add(name)
         elif isinstance(static, (types.FunctionType, staticmethod)):
             self._method(name, type(self.module))
         else:
-            raise Unprovable(f"its forward reads self.{name}")
+            raise UnprovableError(f"its forward reads self.{name}")
 
     def _super(self, call: ast.AST | None, parents: dict[int, ast.AST], owner: type) -> None:
         attribute = parents.get(id(call))
         if not isinstance(call, ast.Call) or call.args or not isinstance(attribute, ast.Attribute):
-            raise Unprovable("its forward uses super in an unusual way")
+            raise UnprovableError("its forward uses super in an unusual way")
         mro = type(self.module).__mro__
         self._method(attribute.attr, *mro[mro.index(owner) + 1 :])
 
@@ -201,15 +205,20 @@ class _Reader:
                 method = cls.__dict__[name]
                 self.read(method.__func__ if isinstance(method, staticmethod) else method, cls)
                 return
-        raise Unprovable(f"its forward calls self.{name}()")
+        raise UnprovableError(f"its forward calls self.{name}()")
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether comparing value says whether it is still the same; tuples of such values too."""
+    return isinstance(value, _SIMPLE) or (isinstance(value, tuple) and all(map(_is_simple, value)))
 
 
 def _state(module: nn.Module, name: str) -> Any:
-    """What is compared of one attribute: a number itself, of a container its keys, else whether there is one."""
+    """What is compared of an attribute: a number itself, a container's keys, else whether there is one."""
     value = getattr(module, name)
     if isinstance(value, (nn.ModuleList, nn.ModuleDict)):
         return tuple(value._modules)
-    return value if isinstance(value, _SIMPLE) else True
+    return value if _is_simple(value) else True
 
 
 Guards = tuple[tuple[str, Any], ...]
@@ -218,7 +227,7 @@ Guards = tuple[tuple[str, Any], ...]
 def prove(module: nn.Module) -> Guards:
     """The attributes that module's forward reads, with what they are now.
 
-    Raises: Unprovable.
+    Raises: UnprovableError.
     """
     forward = type(module).forward
     owner = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)

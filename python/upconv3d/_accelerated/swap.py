@@ -48,7 +48,11 @@ class AcceleratedSequential(Accelerated):
     """
 
     def forward(self, input: Any) -> Any:
-        return run_chain(leaves(self), input, self.__dict__[_OPTIONS])
+        options = self.__dict__.get(_OPTIONS)
+        if options is None:  # a slice of it, which nobody asked to accelerate
+            base: Any = self._upconv3d_base
+            return base.forward(self, input)
+        return run_chain(leaves(self), input, options)
 
 
 class AcceleratedConvTranspose(Accelerated):
@@ -99,11 +103,15 @@ def accelerated_class(mixin: type[Accelerated], base: type[nn.Module]) -> type[n
         made = _made.get((mixin, base))
         if made is None:
             # Its name is base's: code that asks for a class by name goes on working.
-            names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-            made = type(base.__name__, (mixin, base), names | {"_upconv3d_base": base})
+            names = {
+                "__module__": base.__module__,
+                "__qualname__": base.__qualname__,
+                "__doc__": base.__doc__,
+            }
+            made_now: Any = type(base.__name__, (mixin, base), names | {"_upconv3d_base": base})
             # What inspect.signature says of it, and what torch.fx traces of it, are base's.
-            made.forward = functools.wraps(base.forward)(_calling(mixin.forward))
-            _made[mixin, base] = made
+            made_now.forward = functools.wraps(base.forward)(_calling(mixin.forward))
+            made = _made[mixin, base] = made_now
         return made
 
 
@@ -133,7 +141,7 @@ def swap(module: nn.Module, mixin: type[Accelerated], options: Options) -> None:
 
 def unswap(module: nn.Module) -> None:
     """The module as it was before swap(); nothing where it was not swapped, or has yet another class."""
-    cls = type(module)
+    cls: Any = type(module)
     if isinstance(module, Accelerated) and "_upconv3d_base" in cls.__dict__:
         module.__class__ = cls._upconv3d_base
         for name in (_OPTIONS, *cls._upconv3d_volatile):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from .chain import Block, Options, find_block, run_chain, why_watched
-from .proof import Guards, Unprovable, holds, prove
+from .proof import Guards, UnprovableError, holds, prove
 from .swap import _OPTIONS, MIXINS, Accelerated, is_sequential, leaves
 
 _TRACED = "_upconv3d_traced"
@@ -94,7 +94,7 @@ class AcceleratedForward(Accelerated):
         with as_its_base(self):
             try:
                 traced = trace(self)
-            except Unprovable:
+            except UnprovableError:
                 return  # its source changed or is gone: it runs its own forward
         self.__dict__[_TRACED] = traced
 
@@ -105,7 +105,7 @@ MIXINS.append(AcceleratedForward)
 @contextmanager
 def as_its_base(module: Accelerated) -> Any:
     """Gives module its own class back meanwhile."""
-    cls = type(module)
+    cls: type[Any] = type(module)
     module.__class__ = cls._upconv3d_base
     try:
         yield
@@ -133,7 +133,7 @@ def _defaults(module: nn.Module) -> tuple[int, dict[str, Any]]:
         if parameter.name == "self":
             continue
         if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            raise Unprovable("its forward takes arguments of an unusual kind")
+            raise UnprovableError("its forward takes arguments of an unusual kind")
         if parameter.default is inspect.Parameter.empty:
             needed += 1
         else:
@@ -237,11 +237,14 @@ def _one_mode(module: nn.Module, defaults: dict[str, Any], training: bool) -> tu
         with in_mode(inner, training):
             graph = tracer.trace(module, concrete_args=defaults or None)
     except Exception as error:  # whatever a forward does that torch.fx cannot record
-        raise Unprovable(f"torch.fx cannot trace its forward: {str(error).splitlines()[0][:120]}") from error
-    found, reasons = {}, {}
+        raise UnprovableError(
+            f"torch.fx cannot trace its forward: {str(error).splitlines()[0][:120]}"
+        ) from error
+    found: dict[str, list[nn.Module]] = {}
+    reasons: dict[str, str] = {}
     for node in list(graph.nodes):
         if node.op == "get_attr" and "_tensor_constant" in str(node.target):
-            raise Unprovable("its forward makes a tensor that a trace would keep")
+            raise UnprovableError("its forward makes a tensor that a trace would keep")
         if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
             continue
         if not isinstance(module.get_submodule(str(node.target)), nn.ConvTranspose3d):
@@ -268,11 +271,14 @@ def _compiled(graph: fx.Graph) -> Callable[..., Any]:
 def trace(module: nn.Module) -> Traced:
     """module's forward with its blocks in one call each.
 
-    Raises: Unprovable, where its forward might do what a trace does not show.
+    Raises: UnprovableError, where its forward might do what a trace does not show.
     """
     guards = prove(module)
     needed, defaults = _defaults(module)
-    functions, found, reasons, opened = {}, {}, {}, []
+    functions: dict[bool, Callable[..., Any]] = {}
+    found: dict[str, list[nn.Module]] = {}
+    reasons: dict[str, str] = {}
+    opened: list[tuple[str, tuple[str, ...]]] = []
     for training in (True, False):
         graph, found_here, reasons_here, opened = _one_mode(module, defaults, training)
         functions[training] = _compiled(graph)
@@ -280,5 +286,3 @@ def trace(module: nn.Module) -> Traced:
         reasons |= reasons_here
     reasons = {name: why for name, why in reasons.items() if name not in found}
     return Traced(functions, guards, tuple(opened), needed, found, reasons)
-
-
