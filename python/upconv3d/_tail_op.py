@@ -199,9 +199,12 @@ def _fused_backward(
 ) -> list[Tensor | None]:
     """tail_backward by our kernels. Where they cannot compute the convolution's gradients, they end with
     grad_c, which is the skip's gradient in any case."""
-    whole = t._replace(input=batched(t.input), skip=None if t.skip is None else batched(t.skip))
+    whole = t._replace(input=batched(t.input))
     bits = sum(1 << i for i, wanted in enumerate(mask) if wanted)
-    *gradients, grad_c = _numbered_tail_backward(batched(grad_y), *whole, saved, number, bits, consume_saved)
+    # Plans that keep anything add no skip.
+    *gradients, grad_c = _numbered_tail_backward(
+        batched(grad_y), *whole[:6], saved, number, bits, consume_saved
+    )
     left = [wanted and grad.numel() == 0 for wanted, grad in zip(mask[:3], gradients, strict=False)]
     if any(left) and grad_c.numel() > 0:
         args = Settings(*_settings[number]).convolution()
