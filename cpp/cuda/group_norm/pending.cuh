@@ -80,9 +80,8 @@ __device__ __forceinline__ void add_pending(const Vector<T, kCount>& c, const St
 inline void require_slopes(const ActivationParams& activation) {
   if (activation.kind != Activation::kPrelu || activation.slopes != nullptr) return;
   throw std::invalid_argument(
-      "upconv3d: prelu reads its slopes from a tensor of 1 or K elements; got slopes=null. Pass the tensor, "
-      "or "
-      "leaky_relu for a slope that is a number.");
+      "upconv3d: prelu reads its slopes from a tensor of 1 or K elements; got slopes=null. Pass the "
+      "tensor, or leaky_relu for a slope that is a number.");
 }
 
 }  // namespace upconv3d::cuda
