@@ -73,7 +73,7 @@ struct ChannelInput {
     for (int i = 0; i < kRows; ++i) {
       if constexpr (Input::kDecidesLater) {
         add_pending(raw[i], bias, args.skip != nullptr, skip[i], value[i], lane_of);
-        activate(args.before.kind, args.parameter, value[i], [&](int j) {
+        activate(args.before, args.parameter, value[i], [&](int j) {
           return args.slopes_are_stat ? activation_parameter<S>(args.before, channel_of(j))
                                       : activation_parameter<T>(args.before, channel_of(j));
         });
@@ -251,7 +251,9 @@ void launch_activation_moments(const ActivationMomentsParams& params, cudaStream
   with_element(params.dtype, [&](auto element) {
     using T = typename decltype(element)::type;
     if (params.before.kind == Activation::kRelu && params.skip == nullptr) {
-      launch_in_layout<T, ReluAfterBias>(params, stream);
+      launch_in_layout<T, AfterBias<ReluActivation>>(params, stream);
+    } else if (params.before.kind == Activation::kNone && params.skip == nullptr) {
+      launch_in_layout<T, AfterBias<NoActivation>>(params, stream);
     } else {
       launch_in_layout<T, AnyPending>(params, stream);
     }

@@ -45,8 +45,10 @@ constexpr int kAnyLoads =
     std::min<int>(kLoadsInFlight, kLoadsInFlight* kAccessBytes / 2 / (kVector * sizeof(A)));
 
 /// Blocks per multiprocessor that registers are left for; 0: the compiler's choice.
-template <class Input>
-constexpr int kBlocksPerMultiprocessor = Input::kDecidesLater ? 3 : 0;
+template <class A, class Input>
+constexpr int kBlocksPerMultiprocessor = !Input::kDecidesLater ? 0
+                                         : sizeof(A) == 8      ? 3
+                                                               : 4;
 
 /// Normalizes kLoads vectors that lie `from_step` and `to_step` elements apart, through lane_of(j) for the
 /// j-th element of each, which is of channel channel_of(j).
@@ -73,7 +75,7 @@ __device__ __forceinline__ void normalize_vectors(const NormalizeArgs<A, Y>& arg
 /// A thread owns kVector channels and walks positions. Blocks: channel block fastest, then position block,
 /// then sample.
 template <class A, class Y, class Input, int kVector>
-__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<Input>)
+__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<A, Input>)
     group_norm_normalize_ndhwc(const NormalizeArgs<A, Y> args) {
   const std::int64_t k = args.shape.k;
   const std::int64_t block = reversed_block();
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<Input
 /// positions]. Rows start anywhere, at the same place in a and in y; the vectors between `first` and `last`
 /// are aligned.
 template <class A, class Y, class Input, int kVector>
-__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<Input>)
+__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<A, Input>)
     group_norm_normalize_ncdhw(const NormalizeArgs<A, Y> args) {
   const std::int64_t block = reversed_block();
   const std::int64_t row_block = block / args.position_blocks;
@@ -179,8 +181,11 @@ void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stre
     using A = typename decltype(a)::type;
     using Y = typename decltype(y)::type;
     using Input = typename decltype(input)::type;
-    // 16 bytes of the narrower type, a's; y takes two stores where it is float32.
+    // Along a row of channels 16 bytes of the wider type: a thread's two stores would leave gaps between
+    // those of its neighbours, which was seen to take half as long again. Along positions, of the narrower
+    // type, a's.
     constexpr int kVector = kAccessBytes / sizeof(A);
+    constexpr int kWhole = kAccessBytes / std::max(sizeof(A), sizeof(Y));
     constexpr int kFewer = std::min(kVector, 4);  // 8 bytes of 16 bit: rows of 12, 20 or 100 channels
     const bool aligned =
         is_aligned(params.a) && is_aligned(params.y) && is_aligned(params.table) && is_aligned(params.skip);
@@ -192,7 +197,7 @@ void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stre
       return aligned && params.shape.k % vector == 0 && row_pitch(params) % vector == 0;
     };
     if constexpr (!Input::kDecidesLater) {
-      if (whole(kVector)) return launch_ndhwc<A, Y, Input, kVector>(params, stream);
+      if (whole(kWhole)) return launch_ndhwc<A, Y, Input, kWhole>(params, stream);
     }
     // All that AnyPending may need of eight channels does not fit the registers of three blocks.
     if (whole(kFewer)) return launch_ndhwc<A, Y, Input, kFewer>(params, stream);

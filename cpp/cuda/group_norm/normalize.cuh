@@ -104,7 +104,7 @@ struct ChannelMap {
       add_pending(a, bias, args.skip != nullptr, skip, v, lane_of);
       const bool has_norm = args.table != nullptr;
       if (has_norm && args.norm_first) normalize(v, lane_of);
-      activate(args.activation.kind, args.parameter, v,
+      activate(args.activation, args.parameter, v,
                [&](int j) { return activation_parameter<Y>(args.activation, channel_of(j)); });
       if (has_norm && !args.norm_first) normalize(v, lane_of);
     } else {
@@ -165,7 +165,7 @@ void with_normalize_types(const NormalizeParams& params, Visit&& visit) {
       const bool is_plain =
           params.table != nullptr && params.skip == nullptr && params.after.kind == Activation::kNone;
       if (is_plain && params.before.kind == Activation::kRelu) {
-        return visit(a, y, std::type_identity<ReluAfterBias>{});
+        return visit(a, y, std::type_identity<AfterBias<ReluActivation>>{});
       }
       if (is_plain && params.before.kind == Activation::kNone && params.bias == nullptr) {
         return visit(a, y, std::type_identity<AsStored>{});

@@ -90,7 +90,7 @@ struct StepsMap {
     }
     if constexpr (kActivates) {
       const auto& common = args.common;
-      activate(common.activation.kind, common.parameter, y.at, [&](int j) {
+      activate(common.activation, common.parameter, y.at, [&](int j) {
         return activation_parameter<float>(common.activation, min(channel0 + j, common.shape.k - 1));
       });
     }
