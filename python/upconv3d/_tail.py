@@ -120,6 +120,19 @@ def _activate(value: Tensor, s: Settings, slopes: Tensor | None, in_place: bool)
     return value
 
 
+def _normalize(value: Tensor, t: Tensors, s: Settings) -> Tensor:
+    # On the CPU group_norm is up to 4 times as quick as instance_norm, but where its backward reads
+    # channels_last_3d with one channel per group, it takes up to 40 times as long.
+    if (
+        s.num_groups == value.shape[1]
+        and value.device.type == "cpu"
+        and torch.is_grad_enabled()
+        and memory_format_of(value) == torch.channels_last_3d
+    ):
+        return torch.instance_norm(value, t.norm_weight, t.norm_bias, None, None, True, 0.1, s.eps, False)
+    return torch.group_norm(value, s.num_groups, t.norm_weight, t.norm_bias, s.eps)
+
+
 def refuse_skip(skip: Tensor, sizes: Sequence[int]) -> NoReturn:
     raise RuntimeError(
         f"upconv3d: skip must have the sizes of the convolution's output; got skip.size()={list(skip.shape)} "
@@ -153,7 +166,7 @@ def composite(tensors: Sequence[Any], settings: Sequence[Any], precise: bool) ->
     if s.activation_first():
         value = _activate(value, s, t.slopes, in_place=t.skip is not None or not s.return_conv)
     if s.num_groups > 0:
-        value = torch.group_norm(value, s.num_groups, t.norm_weight, t.norm_bias, s.eps)
+        value = _normalize(value, t, s)
     if not s.activation_first():
         value = _activate(value, s, t.slopes, in_place=True)
     conv = c if s.return_conv else None

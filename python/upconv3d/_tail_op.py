@@ -199,13 +199,15 @@ def _fused_backward(
 ) -> list[Tensor | None]:
     """tail_backward by our kernels. Where they cannot compute the convolution's gradients, they end with
     grad_c, which is the skip's gradient in any case."""
-    whole = t._replace(input=batched(t.input), skip=None if t.skip is None else batched(t.skip))
+    x = batched(t.input)
     bits = sum(1 << i for i, wanted in enumerate(mask) if wanted)
-    *gradients, grad_c = _numbered_tail_backward(batched(grad_y), *whole, saved, number, bits, consume_saved)
+    *gradients, grad_c = _numbered_tail_backward(
+        batched(grad_y), x, *t[1:6], saved, number, bits, consume_saved
+    )
     left = [wanted and grad.numel() == 0 for wanted, grad in zip(mask[:3], gradients, strict=False)]
     if any(left) and grad_c.numel() > 0:
         args = Settings(*_settings[number]).convolution()
-        found = _convolution_backward(grad_c, whole.input, whole.weight, args, left)
+        found = _convolution_backward(grad_c, x, t.weight, args, left)
         gradients[:3] = [b if wanted else a for a, b, wanted in zip(gradients, found, left, strict=False)]
     return in_sizes_of(t, [*gradients, grad_c], mask)
 

@@ -209,7 +209,8 @@ def _run(tensors: tuple[Any, ...], settings: tuple[Any, ...], norm: str | None, 
     if low is None:
         _require_dtype(summed, *tensors[3:6])
     if runs_kernels(input) and (skip is None or skip.dtype is dtype):
-        _require_device(input.device, tensors[5:])  # of the others it is a rule of the compiled module
+        if skip is not None or tensors[5] is not None:  # the others' is a rule of the compiled module
+            _require_device(input.device, tensors[5:])
         if _dynamo_compiling():
             y, conv = public_tail(tensors, settings)
         else:
