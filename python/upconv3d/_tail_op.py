@@ -197,8 +197,10 @@ def facts_of(tensors: Sequence[Any], settings: Sequence[Any]) -> dict[str, Any]:
 def _fused_backward(
     grad_y: Tensor, t: Tensors, number: int, mask: Sequence[bool], saved: Tensor, consume_saved: bool
 ) -> list[Tensor | None]:
-    """tail_backward by our kernels. Where they cannot compute the convolution's gradients, they end with
-    grad_c, which is the skip's gradient in any case."""
+    """tail_backward by our kernels, where a forward kept `saved` (as none that adds a skip does today).
+
+    Where they cannot compute the convolution's gradients, they end with grad_c.
+    """
     x = batched(t.input)
     bits = sum(1 << i for i, wanted in enumerate(mask) if wanted)
     *gradients, grad_c = _numbered_tail_backward(
