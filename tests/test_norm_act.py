@@ -255,7 +255,9 @@ def test_autocast(device, order, norm, activation, skip_dtype):
         assert relative_error(result, other.double()) < 0.03
     for name, grad in grads.items():
         assert grad.dtype == call.tensors[name].dtype
-        assert relative_error(grad, expected_grads[name].double()) < 0.12, name
+        # Between two roundings to bfloat16, some elements lie on different sides of a kink.
+        limit = 0.25 if activation in KINKED else 0.06
+        assert relative_error(grad, expected_grads[name].double()) < limit, name
 
 
 def test_skip_of_another_dtype_promotes(device):
@@ -327,10 +329,10 @@ ERRORS = {
     "slopes-dtype": (
         {"activation": "prelu", "activation_param": _vector(6).float()},
         RuntimeError,
-        ["activation_param", "float32", "Remedy"],
+        ["activation_param", "float32"],
     ),
     "skip-type": ({"skip": 1.0}, TypeError, ["skip must be a tensor", "float"]),
-    "skip-sizes": ({"skip": _vector(2, 6, 1, 1, 1)}, RuntimeError, ["skip must have the sizes", "Remedy"]),
+    "skip-sizes": ({"skip": _vector(2, 6, 1, 1, 1)}, RuntimeError, ["skip must have the sizes", "expand"]),
     "skip-rank": ({"skip": _vector(6, 1)}, RuntimeError, ["skip must have the sizes", "[6, 1]"]),
     "skip-device": (
         {"skip": torch.empty(2, 6, 5, 2, 7, device="meta")},

@@ -13,6 +13,7 @@ import upconv3d
 from tails import COMBINATIONS, gradients, make_call, outputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from upconv3d import _tail, _tail_op, norm_act
+from upconv3d._geometry import batched
 
 OP = torch.ops.upconv3d.conv_transpose3d_norm_act.default
 BACKWARD = torch.ops.upconv3d.conv_transpose3d_norm_act_backward.default
@@ -118,6 +119,19 @@ def test_fake_tensors(device, case):
     assert meta.is_meta and meta.shape == results[0].shape
 
 
+def test_explain_says_what_runs():
+    """On the CPU the plan is always PyTorch's operators; the rules are checked as a call's are."""
+    call = make_call(activation="silu", skip=True)
+    t = call.tensors
+    plan = upconv3d.explain_norm_act(t["input"], t["weight"], t["bias"], **call.keywords())
+    assert (
+        plan.algorithm == "cpu_library" and plan.problem["activation"] == "silu" and plan.problem["has_skip"]
+    )
+    for wrong, exception in (({"num_groups": 4}, RuntimeError), ({"order": "norm"}, ValueError)):
+        with pytest.raises(exception):
+            upconv3d.explain_norm_act(t["input"], t["weight"], **(call.keywords() | wrong))
+
+
 def test_operator_refuses_unknown_names():
     arguments = list(make_call().operator_arguments())
     for index, name in ((8, "order"), (13, "activation")):
@@ -129,8 +143,7 @@ def test_operator_refuses_unknown_names():
 @pytest.mark.parametrize(
     ("case", "by_name", "dynamic"),
     [
-        ("silu", False, True),
-        ("instance-conv", False, False),
+        ("silu", False, False),
         ("prelu-skip", True, True),
         ("instance-conv", True, False),
     ],
@@ -149,6 +162,24 @@ def test_compile_without_graph_breaks(device, case, by_name, dynamic):
         compiled_results, compiled_grads = gradients(call, compiled)
         torch.testing.assert_close(compiled_results, results, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(compiled_grads, grads, rtol=1e-3, atol=1e-3)
+
+
+def test_compile_for_kernels(kernels):
+    """torch.compile sees the operator by its name, autocast included, instead of autograd's node."""
+    torch._dynamo.reset()
+    call = _call("prelu-skip")
+    targets = []
+
+    def backend(graph, _):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    compiled = torch.compile(type(call).ours, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(call), call.eager(), rtol=1e-5, atol=1e-5)
+    assert "upconv3d.conv_transpose3d_norm_act.default" in targets
+    call.tensors["skip"] = call.tensors["skip"].bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(compiled(call), call.eager(), rtol=0.05, atol=0.05)
 
 
 def test_compile_with_inductor_and_autocast(device):
@@ -220,6 +251,7 @@ class _Kernels:
 
     def for_training(self, *arguments):
         self.calls.append("for_training")
+        self.skip = arguments[6]
         empty = arguments[0].new_empty(0)
         if not self.keeps:
             return empty, empty, empty
@@ -228,7 +260,11 @@ class _Kernels:
     def backward(self, grad_y, *arguments):
         self.calls.append("backward")
         *tensors, saved, number, wanted, consume_saved = arguments
-        assert saved.dtype == torch.uint8 and grad_y.dim() == 5 and tensors[0].dim() == 5
+        # The kernels keep the sum.
+        tensors.append(None if self.skip is None else batched(self.skip))
+        assert (
+            len(tensors) == 7 and saved.dtype == torch.uint8 and grad_y.dim() == 5 and tensors[0].dim() == 5
+        )
         self.consumed.append(consume_saved)
         mask = [bool(wanted >> i & 1) for i in range(7)]
         settings = _tail_op._settings[number]

@@ -8,7 +8,7 @@ _C = load_extension()
 
 from . import _autograd, _fake, _numbered, _tail_op, _transforms  # noqa: E402  (they register with the operator that _C has just defined)
 from .accelerate import Finding, Report, accelerate  # noqa: E402
-from .explain import Plan, build_config, explain  # noqa: E402
+from .explain import Plan, build_config, explain, explain_norm_act  # noqa: E402
 from .functional import conv_transpose3d_relu_group_norm  # noqa: E402
 from .module import ConvTranspose3dReLUGroupNorm  # noqa: E402
 from .norm_act import conv_transpose3d_norm_act  # noqa: E402
@@ -28,6 +28,7 @@ __all__ = [
     "conv_transpose3d_norm_act",
     "conv_transpose3d_relu_group_norm",
     "explain",
+    "explain_norm_act",
 ]
 
 _autograd.register()

@@ -73,6 +73,11 @@ class Tensors(NamedTuple):
     skip: Tensor | None
 
 
+def _is_tracing() -> bool:
+    """Whether torch.jit.trace runs, whose graph would freeze a comparison of sizes."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
 class PreciseConvolution(torch.autograd.Function):
     """conv_transpose3d whose float32 precision on CUDA is an argument, in its backward too.
 
@@ -120,10 +125,24 @@ def _activate(value: Tensor, s: Settings, slopes: Tensor | None, in_place: bool)
     return value
 
 
+def _normalize(value: Tensor, t: Tensors, s: Settings) -> Tensor:
+    # On the CPU group_norm is up to 4 times as quick as instance_norm, but where its backward reads
+    # channels_last_3d with one channel per group, it takes up to 40 times as long.
+    if (
+        not _is_tracing()
+        and s.num_groups == value.shape[1]
+        and value.device.type == "cpu"
+        and torch.is_grad_enabled()
+        and memory_format_of(value) == torch.channels_last_3d
+    ):
+        return torch.instance_norm(value, t.norm_weight, t.norm_bias, None, None, True, 0.1, s.eps, False)
+    return torch.group_norm(value, s.num_groups, t.norm_weight, t.norm_bias, s.eps)
+
+
 def refuse_skip(skip: Tensor, sizes: Sequence[int]) -> NoReturn:
     raise RuntimeError(
         f"upconv3d: skip must have the sizes of the convolution's output; got skip.size()={list(skip.shape)} "
-        f"for an output of {list(sizes)}. Remedy: resize or expand it before the call."
+        f"for an output of {list(sizes)}. Resize or expand it first."
     )
 
 
@@ -147,13 +166,13 @@ def composite(tensors: Sequence[Any], settings: Sequence[Any], precise: bool) ->
     value = c
     if t.skip is not None:
         summand = batched(t.skip)
-        if summand.shape != c.shape:
+        if not _is_tracing() and summand.shape != c.shape:
             refuse_skip(t.skip, c.shape if t.input.dim() == 5 else c.shape[1:])
         value = c + summand
     if s.activation_first():
         value = _activate(value, s, t.slopes, in_place=t.skip is not None or not s.return_conv)
     if s.num_groups > 0:
-        value = torch.group_norm(value, s.num_groups, t.norm_weight, t.norm_bias, s.eps)
+        value = _normalize(value, t, s)
     if not s.activation_first():
         value = _activate(value, s, t.slopes, in_place=True)
     conv = c if s.return_conv else None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _C
 from ._autograd import _convolution_backward, _is_transformed
-from ._facts import block_facts, is_concrete
+from ._facts import block_facts, is_concrete, tensor_facts
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
 from ._tail import (
     ACTIVATIONS,
@@ -187,28 +187,38 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def facts_of(tensors: Sequence[Any], settings: Sequence[Any]) -> dict[str, Any]:
-    """What _C.validate takes: every rule of the block but those of its tail."""
+    """The whole call as plain data, which is what _C.validate and _C.explain take."""
     t, s = Tensors(*tensors), Settings(*settings)
     convolution = (s.stride, s.padding, s.output_padding, s.groups, s.dilation)
-    norm = (max(s.num_groups, 1), t.norm_weight, t.norm_bias, s.eps, s.precision)
-    return block_facts(t.input, t.weight, t.bias, *convolution, *norm)
+    norm = (s.num_groups, t.norm_weight, t.norm_bias, s.eps, s.precision)
+    # A skip of another dtype promotes what it is added to: none of our rules, but for PyTorch to compute.
+    skip = t.skip if t.skip is not None and t.skip.dtype == t.input.dtype else None
+    return block_facts(t.input, t.weight, t.bias, *convolution, *norm) | {
+        "order": s.order,
+        "activation": s.activation,
+        "activation_param": s.parameter,
+        "return_conv": s.return_conv,
+        "slopes": tensor_facts(t.slopes),
+        "skip": tensor_facts(skip),
+    }
 
 
 def _fused_backward(
     grad_y: Tensor, t: Tensors, number: int, mask: Sequence[bool], saved: Tensor, consume_saved: bool
 ) -> list[Tensor | None]:
-    """tail_backward by our kernels. Where they cannot compute the convolution's gradients, they end with
-    grad_c, which is the skip's gradient in any case."""
-    whole = t._replace(input=batched(t.input))
+    """tail_backward by our kernels, where a forward kept `saved` (as none that adds a skip does today).
+
+    Where they cannot compute the convolution's gradients, they end with grad_c.
+    """
+    x = batched(t.input)
     bits = sum(1 << i for i, wanted in enumerate(mask) if wanted)
-    # Plans that keep anything add no skip.
     *gradients, grad_c = _numbered_tail_backward(
-        batched(grad_y), *whole[:6], saved, number, bits, consume_saved
+        batched(grad_y), x, *t[1:6], saved, number, bits, consume_saved
     )
     left = [wanted and grad.numel() == 0 for wanted, grad in zip(mask[:3], gradients, strict=False)]
     if any(left) and grad_c.numel() > 0:
         args = Settings(*_settings[number]).convolution()
-        found = _convolution_backward(grad_c, whole.input, whole.weight, args, left)
+        found = _convolution_backward(grad_c, x, t.weight, args, left)
         gradients[:3] = [b if wanted else a for a, b, wanted in zip(gradients, found, left, strict=False)]
     return in_sizes_of(t, [*gradients, grad_c], mask)
 

@@ -11,8 +11,7 @@ from torch.overrides import handle_torch_function
 
 from . import _C
 from ._autograd import _AUTOCAST_KEYS, autocast_dtype
-from ._geometry import output_extent
-from ._tail import ACTIVATIONS, DEFAULT_PARAMETERS, NORMS, ORDERS, composite, refuse_skip
+from ._tail import ACTIVATIONS, DEFAULT_PARAMETERS, NORMS, ORDERS, composite
 from ._tail_op import (
     autocast_result_dtype,
     facts_of,
@@ -45,8 +44,12 @@ from .functional import (
 Pair = tuple[Tensor, Tensor | None]
 
 
-def _refuse_unknown(**chosen: tuple[Any, Sequence[str | None]]) -> NoReturn:
-    name, value, known = next((n, v, k) for n, (v, k) in chosen.items() if v not in k)
+def require_known(order: Any, norm: Any, activation: Any) -> None:
+    """Raises ValueError for a name that is none."""
+    if order in ORDERS and norm in NORMS and activation in ACTIVATIONS:
+        return
+    chosen = (("order", order, ORDERS), ("norm", norm, NORMS), ("activation", activation, ACTIVATIONS))
+    name, value, known = next((n, v, k) for n, v, k in chosen if v not in k)
     raise ValueError(f"upconv3d: {name} must be one of {', '.join(map(repr, known))}; got {name}={value!r}.")
 
 
@@ -96,7 +99,9 @@ def _parameters_of(activation: str | None, given: Any, channels: Any) -> tuple[A
                 f"activation_param; got {type(given).__name__}. Remedy: nn.PReLU's weight, or "
                 f"activation='leaky_relu' for a number."
             )
-        if given.dim() > 1 or (given.numel() != 1 and given.numel() != channels):
+        if given.dim() == 0:
+            given = given.reshape(1)
+        if given.dim() != 1 or (given.size(0) != 1 and given.size(0) != channels):
             raise RuntimeError(
                 f"upconv3d: slopes of a PReLU must be [1] or [{channels}], one per output channel; got "
                 f"activation_param.size()={list(given.shape)}."
@@ -118,6 +123,57 @@ def _parameters_of(activation: str | None, given: Any, channels: Any) -> tuple[A
     return given, None
 
 
+def checked_arguments(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: IntOrTriple,
+    padding: IntOrTriple,
+    output_padding: IntOrTriple,
+    groups: int,
+    dilation: IntOrTriple,
+    order: str,
+    norm: str | None,
+    num_groups: int | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    activation: str | None,
+    activation_param: float | Tensor | None,
+    skip: Tensor | None,
+    return_conv: bool,
+    precision: str | None,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Tensors and Settings, as plain tuples, of conv_transpose3d_norm_act's arguments; raises as it does.
+
+    order, norm and activation are known ones.
+    """
+    check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
+    if skip is not None and not isinstance(skip, Tensor):
+        raise TypeError(f"upconv3d: skip must be a tensor or None; got {type(skip).__name__}.")
+    precision = resolve_precision(input, precision)
+    groups = integer(groups, "groups")
+    stride = triple(stride, "stride")
+    padding = triple(padding, "padding")
+    output_padding = triple(output_padding, "output_padding")
+    dilation = triple(dilation, "dilation")
+    channels = weight.size(1) * groups if weight.dim() == 5 else 0
+    norm_groups = _groups_of_norm(norm, num_groups, channels, (norm_weight, norm_bias))
+    parameter, slopes = _parameters_of(activation, activation_param, channels)
+    dims = input.dim()
+    # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.
+    if norm_groups > 0 and (_dynamo_compiling() or not _tracing()):  # noqa: SIM102
+        if dims == 4 or (dims == 5 and (norm == "instance" or input.size(0) == 1)):
+            _check_values_per_group(
+                input, weight, stride, padding, output_padding, groups, dilation, norm_groups
+            )
+    # The convolution itself is one tensor, not two.
+    returns_conv = bool(return_conv) and not (norm is None and activation is None and skip is None)
+    numbers = (stride, padding, output_padding, groups, dilation, norm_groups, eps, precision)
+    tensors = (input, weight, bias, norm_weight, norm_bias, slopes, skip)
+    return tensors, (*numbers, order, activation or "none", parameter, returns_conv)
+
+
 def _refuse_dtype(name: str, tensor: Tensor, expected: torch.dtype) -> NoReturn:
     raise RuntimeError(
         f"upconv3d: {name} must have the dtype of what it is applied to, that of input (and skip); got "
@@ -126,7 +182,7 @@ def _refuse_dtype(name: str, tensor: Tensor, expected: torch.dtype) -> NoReturn:
 
 
 def _require_dtype(expected: torch.dtype, norm_weight: Any, norm_bias: Any, slopes: Any) -> None:
-    """Raises RuntimeError where a vector's dtype is another one; PyTorch takes some such pairs."""
+    """Raises RuntimeError for a vector of another dtype; PyTorch takes some, on some devices."""
     if norm_weight is not None and norm_weight.dtype is not expected:
         _refuse_dtype("norm_weight", norm_weight, expected)
     if norm_bias is not None and norm_bias.dtype is not expected:
@@ -145,20 +201,8 @@ def _require_device(device: torch.device, tensors: Sequence[Any]) -> None:
             )
 
 
-def _require_skip(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> None:
-    """Raises RuntimeError where the skip has not the sizes of the convolution's output."""
-    input, weight, skip = tensors[0], tensors[1], tensors[6]
-    stride, padding, output_padding, groups, dilation = settings[:5]
-    sizes = [*input.shape[:-4], weight.shape[1] * groups]
-    sizes += output_extent(input, weight, stride, padding, output_padding, dilation)
-    if list(skip.shape) != sizes:
-        refuse_skip(skip, sizes)
-
-
 def _run_kernels(tensors: tuple[Any, ...], settings: tuple[Any, ...], recording: bool) -> Pair | None:
     """The call on CUDA by upconv3d's kernels, without autocast; None where PyTorch's operators are to run."""
-    if tensors[6] is not None:
-        _require_skip(tensors, settings)
     if recording:
         number = tail_number(settings)
         return None if number is None else record_tail(tensors, settings, number)
@@ -206,16 +250,15 @@ def _run(tensors: tuple[Any, ...], settings: tuple[Any, ...], norm: str | None, 
     low = autocast_dtype(input) if _dynamo_compiling() or _autocast_enabled() else None
     dtype = input.dtype if low is None else low
     summed = dtype if skip is None or skip.dtype is dtype else torch.promote_types(dtype, skip.dtype)
-    if low is None:
-        _require_dtype(summed, *tensors[3:6])
     if runs_kernels(input) and (skip is None or skip.dtype is dtype):
-        _require_device(input.device, tensors[5:])  # of the others it is a rule of the compiled module
         if _dynamo_compiling():
             y, conv = public_tail(tensors, settings)
         else:
             y, conv = _run_cuda(tensors, settings, low, norm, precise)
     else:
         _require_device(input.device, tensors)
+        if low is None:
+            _require_dtype(summed, *tensors[3:6])
         y, conv = composite(tensors, settings, precise)
     # instance_norm returns the dtype that it gets; ours is group_norm, which autocast runs in float32.
     if low is not None and norm == "instance" and y.dtype is not summed and settings[9] != "prelu":
@@ -291,8 +334,7 @@ def conv_transpose3d_norm_act(
             return_conv=return_conv,
             precision=precision,
         )
-    if not (order in ORDERS and norm in NORMS and activation in ACTIVATIONS):
-        _refuse_unknown(order=(order, ORDERS), norm=(norm, NORMS), activation=(activation, ACTIVATIONS))
+    require_known(order, norm, activation)
     if (
         activation == "relu"
         and order == "act_norm"
@@ -310,33 +352,13 @@ def conv_transpose3d_norm_act(
             eps=eps,
             precision=precision,
         )
-    check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
-    if skip is not None and not isinstance(skip, Tensor):
-        raise TypeError(f"upconv3d: skip must be a tensor or None; got {type(skip).__name__}.")
+    tensors, settings = checked_arguments(
+        *(input, weight, bias, stride, padding, output_padding, groups, dilation),
+        *(order, norm, num_groups, norm_weight, norm_bias, eps),
+        *(activation, activation_param, skip, return_conv, precision),
+    )
     precise = precision is not None
-    precision = resolve_precision(input, precision)
-    groups = integer(groups, "groups")
-    stride = triple(stride, "stride")
-    padding = triple(padding, "padding")
-    output_padding = triple(output_padding, "output_padding")
-    dilation = triple(dilation, "dilation")
-    channels = weight.size(1) * groups if weight.dim() == 5 else 0
-    norm_groups = _groups_of_norm(norm, num_groups, channels, (norm_weight, norm_bias))
-    parameter, slopes = _parameters_of(activation, activation_param, channels)
-    compiling = _dynamo_compiling()
-    dims = input.dim()
-    # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.
-    if norm_groups > 0 and (compiling or not _tracing()):  # noqa: SIM102
-        if dims == 4 or (dims == 5 and (norm == "instance" or input.size(0) == 1)):
-            _check_values_per_group(
-                input, weight, stride, padding, output_padding, groups, dilation, norm_groups
-            )
-    # The convolution itself is one tensor, not two.
-    only_conv = return_conv and norm is None and activation is None and skip is None
-    numbers = (stride, padding, output_padding, groups, dilation, norm_groups, eps, precision)
-    settings = (*numbers, order, activation or "none", parameter, bool(return_conv) and not only_conv)
-    tensors = (input, weight, bias, norm_weight, norm_bias, slopes, skip)
-    if compiling:
+    if _dynamo_compiling():
         y, conv = _run(tensors, settings, norm, precise)
     else:
         try:
@@ -347,4 +369,4 @@ def conv_transpose3d_norm_act(
             raise
     if not return_conv:
         return y
-    return y, y if only_conv else conv
+    return y, conv if settings[-1] else y

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._tail import ACTIVATIONS, NORMS, ORDERS
 from .functional import IntOrTriple
 from .module import _check_precision, _parameter
-from .norm_act import _refuse_unknown, conv_transpose3d_norm_act
+from .norm_act import conv_transpose3d_norm_act, require_known
 
 _MODULES: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
@@ -145,8 +144,7 @@ class ConvTranspose3dNormAct(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not (order in ORDERS and norm in NORMS and activation in ACTIVATIONS):
-            _refuse_unknown(order=(order, ORDERS), norm=(norm, NORMS), activation=(activation, ACTIVATIONS))
+        require_known(order, norm, activation)
         _check_precision(precision)
         if (norm == "group") != (num_groups is not None) or (num_groups is not None and num_groups < 1):
             raise ValueError(
@@ -190,8 +188,7 @@ class ConvTranspose3dNormAct(nn.Module):
             ValueError: channels differ, padding_mode is not "zeros", statistics are tracked, or an unknown
                 order or precision.
         """
-        if order not in ORDERS:
-            _refuse_unknown(order=(order, ORDERS))
+        require_known(order, None, None)
         _check_precision(precision)
         _require_module("conv_transpose", conv_transpose, (nn.ConvTranspose3d,))
         if conv_transpose.padding_mode != "zeros":
