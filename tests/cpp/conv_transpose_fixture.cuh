@@ -20,17 +20,14 @@
 #include "core/channels.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
+#include "core/sm90_plan.hpp"
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "tail_cases.hpp"
 
 namespace upconv3d::tests {
 
-/// How the output is cut: border_slabs along 0 to 3 axes, or tap_sharing_slabs.
-struct Cut {
-  int split_axes;
-  bool share_taps;
-};
+/// border_slabs along 0 to 3 axes, and tap_sharing_slabs.
 inline constexpr Cut kCuts[] = {{0, false}, {1, false}, {2, false}, {3, false}, {0, true}};
 
 /// What the kernel ends with.
@@ -75,9 +72,10 @@ inline bool can_launch(const ConvInstance& instance, const Problem& problem, Mod
   const bool has_stride = problem.stride != Extent3{1, 1, 1};
   if (has_stride && (cut.share_taps || cut.split_axes > 0)) return false;
   if (is_linear(mode) && is_quantized(instance)) return false;
-  // Rows of whole 16-byte chunks, in one slab.
   if (mode == Mode::kLinearChannelsFirst) {
-    return !has_stride && cut.split_axes == 0 && problem.positions() * size_of(problem.dtype) % 16 == 0;
+    Problem planes = problem;
+    planes.y_layout = Layout::kNCDHW;
+    return stores_in_place(planes, cut);
   }
   // This kernel does not normalize rows of y that are no whole chunks.
   return !normalizes(mode) || problem.k % kChannelUnit == 0;

@@ -33,13 +33,13 @@ namespace {
 
 using upconv3d::Activation;
 using upconv3d::ConvInstance;
+using upconv3d::Cut;
 using upconv3d::DType;
 using upconv3d::Problem;
 using upconv3d::Tail;
 using upconv3d::cuda::check;
 using upconv3d::tests::activated;
 using upconv3d::tests::can_launch;
-using upconv3d::tests::Cut;
 using upconv3d::tests::Fixture;
 using upconv3d::tests::group_counts;
 using upconv3d::tests::is_linear;
