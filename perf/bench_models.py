@@ -223,7 +223,7 @@ def draw(path: Path, env: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     axes.set_yticks(list(places), labels, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("time, below 1 is quicker")
-    axes.set_title(env.get("device", env["cpu"]), fontsize=9)
+    axes.set_title(env.get("gpu") or env["cpu"], fontsize=9)
     axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
@@ -242,14 +242,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="few channels and small volumes, as on a CPU")
     parser.add_argument("--bare", action="store_true", help="accelerate(bare=True)")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="no torch.compile peers")
-    parser.add_argument("--seconds", type=float, default=2.0, help="measuring time per row (default: 2)")
-    parser.add_argument("--quick", action="store_true", help="as --no-compile --seconds 0.3")
+    parser.add_argument(
+        "--seconds", type=float, help="measuring time per row (default: 2; with --quick: 0.3)"
+    )
+    parser.add_argument("--quick", action="store_true", help="without torch.compile peers")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write environment and rows to this file")
     parser.add_argument("--markdown", type=Path, metavar="OUT", help="write the table to this file")
     parser.add_argument("--png", type=Path, metavar="OUT", help="draw the ratios; needs matplotlib")
     args = parser.parse_args()
     if args.quick:
-        args.compile, args.seconds = False, 0.3
+        args.compile = False
+    if args.seconds is None:
+        args.seconds = 0.3 if args.quick else 2.0
     return args
 
 
