@@ -59,7 +59,7 @@ set(UPCONV3D_GRAD_W_INSTANCES
 set(_cutlass_bf16 cutlass::bfloat16_t)
 set(_cutlass_f16 cutlass::half_t)
 set(_cutlass_f32 float)
-set(_cutlass_u16 Unorm16)
+set(_cutlass_u16 Stepped16)
 set(_cuda_bf16 __nv_bfloat16)
 set(_cuda_f16 __half)
 set(_cuda_f32 float)

@@ -42,7 +42,7 @@ const BlockSettings& remembered_settings(std::int64_t number) {
   if (number < 0 || number >= count) {
     throw std::out_of_range(
         concat("upconv3d: a block's settings must be a number that this process gave out; got ", number,
-               " of ", count, ". Call torch.ops.upconv3d.conv_transpose3d_relu_group_norm instead."));
+               " of ", count, ". Call the public operator instead."));
   }
   return all.settings[static_cast<std::size_t>(number)];
 }

@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "core/tail.hpp"
+
 namespace upconv3d::bindings {
 
 /// What the op takes beside tensors.
@@ -24,6 +26,7 @@ struct BlockSettings {
   std::int64_t num_groups;
   double eps;  // activation units squared
   std::string precision;
+  Tail tail = {};  // but for what tensors say: slopes and has_skip
 };
 
 /// Remembers `settings` for the life of the process, unchanged. Returns their number, or nothing where as

@@ -10,7 +10,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/block_settings.hpp"
@@ -21,6 +21,8 @@
 #include "core/backward_plan.hpp"
 #include "core/errors.hpp"
 #include "core/plan.hpp"
+#include "core/tail.hpp"
+#include "core/text.hpp"
 
 namespace py = pybind11;
 
@@ -108,16 +110,36 @@ py::dict explain(const py::dict& dict) {
 
 using Ints = std::vector<std::int64_t>;
 
-std::optional<std::int64_t> remember(
-    const std::tuple<Ints, Ints, Ints, std::int64_t, Ints, std::int64_t, double, std::string>& settings) {
-  return std::apply([](const auto&... fields) { return remember_settings({fields...}); }, settings);
+/// \param settings (stride, padding, output_padding, groups, dilation, num_groups, eps, precision), and for
+/// another tail than relu before a group norm also (order, activation, activation_param, return_conv);
+/// num_groups is then 0 where there is no normalization.
+std::optional<std::int64_t> remember(const py::tuple& settings) {
+  constexpr std::size_t kBlock = 8, kWithTail = 12;
+  if (settings.size() != kBlock && settings.size() != kWithTail) {
+    throw py::value_error(concat("upconv3d: settings must be ", kBlock, " or ", kWithTail, " values; got ",
+                                 settings.size(), "."));
+  }
+  BlockSettings s = {settings[0].cast<Ints>(),   settings[1].cast<Ints>(),
+                     settings[2].cast<Ints>(),   settings[3].cast<std::int64_t>(),
+                     settings[4].cast<Ints>(),   settings[5].cast<std::int64_t>(),
+                     settings[6].cast<double>(), settings[7].cast<std::string>()};
+  if (settings.size() == kWithTail) {
+    s.tail = make_tail(settings[8].cast<std::string>(), s.num_groups != 0, settings[9].cast<std::string>(),
+                       settings[10].cast<double>(), settings[11].cast<bool>());
+    if (!s.tail.norm) s.num_groups = 1;
+  }
+  return remember_settings(std::move(s));
 }
 
 py::tuple remembered(std::int64_t number) {
   const BlockSettings& s = remembered_settings(number);
   const auto triple = [](const Ints& list) { return py::make_tuple(list.at(0), list.at(1), list.at(2)); };
-  return py::make_tuple(triple(s.stride), triple(s.padding), triple(s.output_padding), s.groups,
-                        triple(s.dilation), s.num_groups, s.eps, s.precision);
+  const py::tuple block =
+      py::make_tuple(triple(s.stride), triple(s.padding), triple(s.output_padding), s.groups,
+                     triple(s.dilation), s.tail.norm ? s.num_groups : 0, s.eps, s.precision);
+  if (s.tail.is_relu_group_norm()) return block;
+  return block +
+         py::make_tuple(name(s.tail.order), name(s.tail.activation), s.tail.parameter, s.tail.returns_conv);
 }
 
 /// What pybind11 does not translate by itself.
@@ -148,6 +170,8 @@ PYBIND11_MODULE(_C, module) {
       py::arg("args"), "Checks every rule of the block on `args`; raises as explain does.");
   module.def("remember_settings", &remember, py::arg("settings"),
              "A number for (stride, padding, output_padding, groups, dilation, num_groups, eps, precision), "
-             "which torch.ops.upconv3d._numbered_block takes; None where too many are remembered already.");
+             "which torch.ops.upconv3d._numbered_block takes, or for these and (order, activation, "
+             "activation_param, return_conv), which _numbered_tail takes; None where too many are remembered "
+             "already.");
   module.def("remembered_settings", &remembered, py::arg("number"), "What remember_settings was given.");
 }

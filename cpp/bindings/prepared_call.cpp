@@ -24,9 +24,9 @@ namespace {
 // not remembered.
 constexpr std::int64_t kMaxRank = 5;
 
-// Per tensor one word of kinds, sizes and strides; four lists of three; groups, num_groups, eps, precision
-// with training, and host threads.
-constexpr std::size_t kMaxWords = 5 * (1 + 2 * kMaxRank) + 4 * 3 + 5;
+// Per tensor one word of kinds, sizes and strides; four lists of three; groups, num_groups, eps, what is
+// chosen from a few, the activation's parameter, and host threads.
+constexpr std::size_t kMaxWords = 7 * (1 + 2 * kMaxRank) + 4 * 3 + 6;
 
 // An entry takes 1 to 2 KB. Where more calls differ than fit, as with shapes that never repeat, all are
 // forgotten and each costs what the first one does.
@@ -92,13 +92,17 @@ bool append(CallKey& key, const std::vector<std::int64_t>& triple) {
 std::optional<CallKey> key_of(const OpArguments& a) {
   CallKey key;
   const bool fits = append(key, a.input) && append(key, a.weight) && append(key, a.bias) &&
-                    append(key, a.norm_weight) && append(key, a.norm_bias) && append(key, a.stride) &&
-                    append(key, a.padding) && append(key, a.output_padding) && append(key, a.dilation);
+                    append(key, a.norm_weight) && append(key, a.norm_bias) && append(key, a.slopes) &&
+                    append(key, a.skip) && append(key, a.stride) && append(key, a.padding) &&
+                    append(key, a.output_padding) && append(key, a.dilation);
   if (!fits || (a.precision != "ieee" && a.precision != "tf32")) return std::nullopt;
   key.append(a.groups);
   key.append(a.num_groups);
   key.append(std::bit_cast<std::int64_t>(a.eps));
-  key.append((a.precision == "tf32" ? 1 : 0) + (a.for_training ? 2 : 0));
+  key.append((a.precision == "tf32" ? 1 : 0) + (a.for_training ? 2 : 0) + (a.tail.norm ? 4 : 0) +
+             (a.tail.order == Order::kNormAct ? 8 : 0) + (a.tail.returns_conv ? 16 : 0) +
+             (static_cast<std::int64_t>(a.tail.activation) << 8));
+  key.append(std::bit_cast<std::int64_t>(a.tail.parameter));
   // Of what a plan reads of its device, only the host's threads can change while the process runs.
   key.append(torch::stable::get_num_threads());
   return key;
@@ -115,6 +119,8 @@ std::shared_ptr<const PreparedCall> checked_and_planned(const OpArguments& a) {
                                describe_optional(a.bias),
                                describe_optional(a.norm_weight),
                                describe_optional(a.norm_bias),
+                               describe_optional(a.slopes),
+                               describe_optional(a.skip),
                                a.stride,
                                a.padding,
                                a.output_padding,
@@ -122,7 +128,8 @@ std::shared_ptr<const PreparedCall> checked_and_planned(const OpArguments& a) {
                                a.groups,
                                a.num_groups,
                                a.eps,
-                               a.precision};
+                               a.precision,
+                               a.tail};
   auto call = std::make_shared<PreparedCall>();
   call->problem = make_problem(arguments);
   call->device = query_device(arguments.input.device);

@@ -20,6 +20,9 @@
 
 namespace upconv3d::bindings {
 
+inline const std::optional<Tensor> kNoTensor;
+inline const Tail kReluGroupNorm;
+
 /// The op's arguments as PyTorch hands them over.
 struct OpArguments {
   const Tensor& input;                       // [N,C,D,H,W] or [C,D,H,W] dtype
@@ -35,7 +38,10 @@ struct OpArguments {
   std::int64_t num_groups;
   double eps;  // activation units squared
   const std::string& precision;
-  bool for_training = false;  // whether what a backward pass reads is to be kept
+  bool for_training = false;                        // whether what a backward pass reads is to be kept
+  const std::optional<Tensor>& slopes = kNoTensor;  // [1] or [K] dtype
+  const std::optional<Tensor>& skip = kNoTensor;    // as the result
+  const Tail& tail = kReluGroupNorm;                // but for what slopes and skip say
 };
 
 /// The backward plans of one call, by the gradients that were asked for. Safe to use from several threads.

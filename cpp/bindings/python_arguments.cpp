@@ -72,6 +72,12 @@ Arguments parse_arguments(const py::dict& dict) {
   a.num_groups = get<std::int64_t>(dict, "num_groups");
   a.eps = get<double>(dict, "eps");
   a.precision = get<std::string>(dict, "precision");
+  if (!dict.contains("order")) return a;  // relu before a group norm
+  a.slopes = parse_optional_tensor(dict, "slopes");
+  a.skip = parse_optional_tensor(dict, "skip");
+  a.tail = make_tail(get<std::string>(dict, "order"), a.num_groups != 0, get<std::string>(dict, "activation"),
+                     get<double>(dict, "activation_param"), get<bool>(dict, "return_conv"));
+  if (!a.tail.norm) a.num_groups = 1;
   return a;
 }
 
@@ -106,6 +112,11 @@ py::dict to_dict(const Problem& p) {
   dict["y_layout"] = name(p.y_layout);
   dict["x_aligned"] = p.x_aligned;
   dict["has_bias"] = p.has_bias;
+  dict["order"] = name(p.tail.order);
+  dict["norm"] = p.tail.norm;
+  dict["activation"] = name(p.tail.activation);
+  dict["has_skip"] = p.tail.has_skip;
+  dict["returns_conv"] = p.tail.returns_conv;
   return dict;
 }
 

@@ -11,7 +11,9 @@
 
 namespace upconv3d::bindings {
 
-/// {"input": {"sizes", "strides", "dtype", "device", "layout", "data_ptr_mod16"}, ..., "precision": "ieee"}
+/// {"input": {"sizes", "strides", "dtype", "device", "layout", "data_ptr_mod16"}, ..., "precision": "ieee"};
+/// and of another tail than relu before a group norm "order", "activation", "activation_param",
+/// "return_conv", "slopes" and "skip", with "num_groups" 0 for no normalization.
 /// \throws pybind11::key_error for a missing key, pybind11::type_error for a value of the wrong type.
 Arguments parse_arguments(const pybind11::dict& arguments);
 

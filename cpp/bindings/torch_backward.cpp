@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// torch.ops.upconv3d.fused_backward: gradients of the block by our CUDA kernels, from what
-/// conv_transpose3d_relu_group_norm_for_training kept. The backward operator, in Python, calls it.
+/// conv_transpose3d_relu_group_norm_for_training kept. The backward operator, in Python, calls it. And
+/// _numbered_tail_backward, the same after _numbered_tail_for_training.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -12,7 +13,8 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings/plan_query.hpp"
+#include "bindings/block_call.hpp"
+#include "bindings/block_settings.hpp"
 #include "bindings/prepared_call.hpp"
 #include "bindings/torch_calls.hpp"
 #include "core/arguments.hpp"
@@ -26,11 +28,23 @@ namespace {
 
 using Ints = std::vector<std::int64_t>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using TailGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-/// Which gradients are wanted: bits 0 to 4 for x, weight, bias, norm_weight and norm_bias.
-GradientMask mask_of(std::int64_t bits, bool has_bias, bool has_gamma) {
-  return {(bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0 && has_bias, (bits & 8) != 0 && has_gamma,
-          (bits & 16) != 0};
+/// The per-channel tensors of a call; those that it does not have are empty.
+struct ChannelTensors {
+  const std::optional<Tensor>& norm_weight;
+  const std::optional<Tensor>& norm_bias = kNoTensor;  // read only where an activation follows the norm
+  const std::optional<Tensor>& slopes = kNoTensor;
+};
+
+/// Which gradients are wanted: bits 0 to 5 for x, weight, bias, norm_weight, norm_bias and slopes.
+GradientMask mask_of(std::int64_t bits, bool has_bias, const ChannelTensors& channels) {
+  return {(bits & 1) != 0,
+          (bits & 2) != 0,
+          (bits & 4) != 0 && has_bias,
+          (bits & 8) != 0 && channels.norm_weight,
+          (bits & 16) != 0,
+          (bits & 32) != 0 && channels.slopes};
 }
 
 void require_matching(const PreparedCall& call, const Tensor& grad_y, const Tensor& input,
@@ -67,20 +81,19 @@ Tensor empty_gradient(const Tensor& like) {
                             dense_strides(sizes, channels_last ? Layout::kNDHWC : Layout::kNCDHW));
 }
 
-/// A vector [K], where it is wanted.
-std::optional<Tensor> vector_if(bool wanted, const Tensor& like, std::int64_t k) {
+/// A vector [size], where it is wanted.
+std::optional<Tensor> vector_if(bool wanted, const Tensor& like, std::int64_t size) {
   if (!wanted) return std::nullopt;
-  return empty_strided_like(like, {k}, {1});
+  return empty_strided_like(like, {size}, {1});
 }
 
-void* data_or_null(const std::optional<Tensor>& tensor) {
+void* mutable_data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->mutable_data_ptr() : nullptr;
 }
 
 /// The tensors of a backward call but for what each stage brings with it.
 cuda::BackwardTensors common_tensors(const Problem& p, const Tensor& grad_y, const Tensor& saved,
-                                     const Tensor& x, const Tensor& weight,
-                                     const std::optional<Tensor>& gamma) {
+                                     const Tensor& x, const Tensor& weight) {
   cuda::BackwardTensors t;
   t.grad_y = grad_y.const_data_ptr();
   const Layout other = p.y_layout == Layout::kNCDHW ? Layout::kNDHWC : Layout::kNCDHW;
@@ -89,7 +102,6 @@ cuda::BackwardTensors common_tensors(const Problem& p, const Tensor& grad_y, con
   t.x = x.const_data_ptr();
   t.w = weight.const_data_ptr();
   for (int axis = 0; axis < 5; ++axis) t.w_strides[axis] = weight.stride(axis);
-  t.gamma = gamma ? gamma->const_data_ptr() : nullptr;
   return t;
 }
 
@@ -122,9 +134,10 @@ struct GradC {
   }
 };
 
-Gradients run(const PreparedCall& prepared, const GradientMask& wanted, const Tensor& grad_y,
-              const Tensor& input, const Tensor& weight, const std::optional<Tensor>& norm_weight,
-              const Tensor& saved, bool consume_saved) {
+/// Six gradients and grad_c, as fused_backward and _numbered_tail_backward return them.
+TailGradients run(const PreparedCall& prepared, const GradientMask& wanted, const Tensor& grad_y,
+                  const Tensor& input, const Tensor& weight, const ChannelTensors& channels,
+                  const Tensor& saved, bool consume_saved) {
   const Problem& p = prepared.problem;
   const std::int32_t index = input.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(index);
@@ -133,14 +146,21 @@ Gradients run(const PreparedCall& prepared, const GradientMask& wanted, const Te
   const Tensor x = contiguous_in(input, p.x_layout);
   const bool dense = is_dense_in(grad_y, Layout::kNCDHW) || is_dense_in(grad_y, Layout::kNDHWC);
   const Tensor dense_grad_y = dense ? grad_y : contiguous_in(grad_y, p.y_layout);
-  const std::optional<Tensor> gamma = contiguous_vector(norm_weight);
+  const std::optional<Tensor> gamma = contiguous_vector(channels.norm_weight);
+  const std::optional<Tensor> beta = contiguous_vector(channels.norm_bias);
+  const std::optional<Tensor> slopes = contiguous_vector(channels.slopes);
   const std::optional<Tensor> grad_bias = vector_if(wanted.bias, x, p.k);
   const std::optional<Tensor> grad_gamma = vector_if(wanted.gamma, x, p.k);
   const std::optional<Tensor> grad_beta = vector_if(wanted.beta, x, p.k);
-  cuda::BackwardTensors t = common_tensors(p, dense_grad_y, saved, x, weight, gamma);
-  t.grad_bias = data_or_null(grad_bias);
-  t.grad_gamma = data_or_null(grad_gamma);
-  t.grad_beta = data_or_null(grad_beta);
+  const std::optional<Tensor> grad_slopes = vector_if(wanted.slopes, x, p.tail.slopes);
+  cuda::BackwardTensors t = common_tensors(p, dense_grad_y, saved, x, weight);
+  t.gamma = data_or_null(gamma);
+  t.beta = data_or_null(beta);
+  t.slopes = data_or_null(slopes);
+  t.grad_bias = mutable_data_or_null(grad_bias);
+  t.grad_gamma = mutable_data_or_null(grad_gamma);
+  t.grad_beta = mutable_data_or_null(grad_beta);
+  t.grad_slopes = mutable_data_or_null(grad_slopes);
   // What the library convolves is PyTorch's to free, when it wants to: never in saved memory.
   const GradC grad_c(call, x, consume_saved && !plan.library, t);
   run_stage(call, cuda::BackwardStage::kGroupNorm, t, x, index);
@@ -165,8 +185,8 @@ Gradients run(const PreparedCall& prepared, const GradientMask& wanted, const Te
   }
   const Tensor empty = empty_strided_like(x, {0}, {1});  // one for all: it takes as long as one of any size
   const auto or_empty = [&](const std::optional<Tensor>& tensor) { return tensor ? *tensor : empty; };
-  return {or_empty(grad_x),     or_empty(grad_w),    or_empty(grad_bias),
-          or_empty(grad_gamma), or_empty(grad_beta), or_empty(grad_c_view)};
+  return {or_empty(grad_x),    or_empty(grad_w),      or_empty(grad_bias),  or_empty(grad_gamma),
+          or_empty(grad_beta), or_empty(grad_slopes), or_empty(grad_c_view)};
 }
 
 /// grad_y [N,K,Z,P,Q], input [N,C,D,H,W], saved [bytes] uint8. Returns the five gradients, empty where they
@@ -183,8 +203,28 @@ Gradients fused_backward(const Tensor& grad_y, const Tensor& input, const Tensor
   const auto call = prepare_call({input, weight, bias, norm_weight, norm_bias, stride, padding,
                                   output_padding, dilation, groups, num_groups, eps, precision, true});
   require_matching(*call, grad_y, input, saved);
-  return run(*call, mask_of(wanted, bias.has_value(), norm_weight.has_value()), grad_y, input, weight,
-             norm_weight, saved, consume_saved);
+  const ChannelTensors channels = {norm_weight};
+  const auto [x, w, b, gamma, beta, slopes, grad_c] =
+      run(*call, mask_of(wanted, bias.has_value(), channels), grad_y, input, weight, channels, saved,
+          consume_saved);
+  return {x, w, b, gamma, beta, grad_c};
+}
+
+/// The same for remembered_settings(settings), with the gradient of slopes before grad_c.
+TailGradients numbered_tail_backward(const Tensor& grad_y, const Tensor& input, const Tensor& weight,
+                                     const std::optional<Tensor>& bias,
+                                     const std::optional<Tensor>& norm_weight,
+                                     const std::optional<Tensor>& norm_bias,
+                                     const std::optional<Tensor>& slopes, const Tensor& saved,
+                                     std::int64_t settings, std::int64_t wanted, bool consume_saved) {
+  const BlockSettings& s = remembered_settings(settings);
+  const auto call =
+      prepare_call({input, weight, bias, norm_weight, norm_bias, s.stride, s.padding, s.output_padding,
+                    s.dilation, s.groups, s.num_groups, s.eps, s.precision, true, slopes, kNoTensor, s.tail});
+  require_matching(*call, grad_y, input, saved);
+  const ChannelTensors channels = {norm_weight, norm_bias, slopes};
+  return run(*call, mask_of(wanted, bias.has_value(), channels), grad_y, input, weight, channels, saved,
+             consume_saved);
 }
 
 }  // namespace
@@ -200,4 +240,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(upconv3d, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(upconv3d, CUDA, library) {
   library.impl("fused_backward", TORCH_BOX(&upconv3d::bindings::fused_backward));
+  library.impl("_numbered_tail_backward", TORCH_BOX(&upconv3d::bindings::numbered_tail_backward));
 }

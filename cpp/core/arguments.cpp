@@ -31,6 +31,8 @@ std::vector<NamedTensor> given_tensors(const Arguments& a) {
   if (a.bias) tensors.push_back({"bias", &*a.bias});
   if (a.norm_weight) tensors.push_back({"norm_weight", &*a.norm_weight});
   if (a.norm_bias) tensors.push_back({"norm_bias", &*a.norm_bias});
+  if (a.slopes) tensors.push_back({"activation_param", &*a.slopes});
+  if (a.skip) tensors.push_back({"skip", &*a.skip});
   return tensors;
 }
 
@@ -123,6 +125,42 @@ void check_per_channel(const std::optional<TensorDesc>& tensor, const char* argu
                              argument, ".shape=", list_text(tensor->sizes), ", expected [", k, "]."));
 }
 
+void check_slopes(const Arguments& a, std::int64_t k) {
+  const bool wanted = a.tail.activation == Activation::kPrelu;
+  const bool fits =
+      a.slopes && a.slopes->sizes.size() == 1 && (a.slopes->sizes[0] == 1 || a.slopes->sizes[0] == k);
+  if (wanted ? fits : !a.slopes) return;
+  throw RuleViolation(
+      concat("upconv3d: activation_param must be a tensor of one slope, or of one per output channel, for "
+             "activation=\"prelu\" and for no other; got ",
+             a.slopes ? "activation_param.shape=" + list_text(a.slopes->sizes) : std::string("none"),
+             " for activation=\"", name(a.tail.activation), "\" of ", k, " channels."));
+}
+
+void check_skip(const Arguments& a, const Problem& p) {
+  if (!a.skip) return;
+  const Extent3 out = p.out();
+  Sizes expected = {p.n, p.k, out[0], out[1], out[2]};
+  if (a.input.sizes.size() == 4) expected.erase(expected.begin());
+  if (a.skip->sizes == expected) return;
+  throw RuleViolation(
+      concat("upconv3d: skip must have the sizes of the convolution's result; got skip.shape=",
+             list_text(a.skip->sizes), ", expected ", list_text(expected), ". Resize or expand it first."));
+}
+
+/// What follows the convolution, with what tensors say of it.
+Tail complete_tail(const Arguments& a) {
+  Tail tail = a.tail;
+  tail.slopes = a.slopes && a.slopes->sizes.size() == 1 ? a.slopes->sizes[0] : 0;
+  tail.has_skip = a.skip.has_value();
+  if (!tail.norm && (a.norm_weight || a.norm_bias)) {
+    throw RuleViolation(
+        "upconv3d: norm_weight and norm_bias belong to a normalization; got one of them with norm=None. "
+        "Leave them out, or say norm=\"group\".");
+  }
+  return tail;
+}
+
 }  // namespace
 
 bool is_dense(std::span<const std::int64_t> sizes, std::span<const std::int64_t> strides, Layout layout) {
@@ -176,6 +214,7 @@ Problem make_problem(const Arguments& a) {
   p.num_groups = a.num_groups;
   p.eps = a.eps;
   p.has_bias = a.bias.has_value();
+  p.tail = complete_tail(a);
   if (__builtin_mul_overflow(a.weight.sizes[1], a.groups, &p.k)) {
     throw RuleViolation(concat("upconv3d: groups is out of range; got groups=", a.groups, "."));
   }
@@ -183,6 +222,8 @@ Problem make_problem(const Arguments& a) {
   check_per_channel(a.bias, "bias", p.k);
   check_per_channel(a.norm_weight, "norm_weight", p.k);
   check_per_channel(a.norm_bias, "norm_bias", p.k);
+  check_slopes(a, p.k);
+  check_skip(a, p);
 
   const bool x_suggests = suggests_channels_last_3d(x_sizes, x_strides);
   const bool w_suggests = suggests_channels_last_3d(a.weight.sizes, a.weight.strides);

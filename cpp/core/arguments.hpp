@@ -29,6 +29,8 @@ struct Arguments {
   std::optional<TensorDesc> bias;         // [K]
   std::optional<TensorDesc> norm_weight;  // [K]
   std::optional<TensorDesc> norm_bias;    // [K]
+  std::optional<TensorDesc> slopes;       // [1] or [K], where tail.activation is kPrelu
+  std::optional<TensorDesc> skip;         // [N,K,Z,P,Q] or [K,Z,P,Q], as the result
   std::vector<std::int64_t> stride;       // one value per spatial axis, as the next three
   std::vector<std::int64_t> padding;
   std::vector<std::int64_t> output_padding;
@@ -37,6 +39,7 @@ struct Arguments {
   std::int64_t num_groups = 1;
   double eps = 1e-5;  // activation units squared
   std::string precision = "ieee";
+  Tail tail;  // but for what slopes and skip say
 };
 
 /// Checks every rule of the block and says it as a Problem. An unbatched input is a batch of one.

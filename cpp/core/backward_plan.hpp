@@ -18,9 +18,9 @@ namespace upconv3d {
 
 /// Which gradients a caller asks for.
 struct GradientMask {
-  bool x = false, w = false, bias = false, gamma = false, beta = false;
+  bool x = false, w = false, bias = false, gamma = false, beta = false, slopes = false;
 
-  bool any() const { return x || w || bias || gamma || beta; }
+  bool any() const { return x || w || bias || gamma || beta || slopes; }
   bool convolution() const { return x || w; }
 };
 

@@ -10,21 +10,6 @@
 
 namespace upconv3d {
 
-namespace {
-
-/// Whether every slab of the cut is a stretch of whole 16-byte chunks of each channel's positions.
-bool is_contiguous(const Problem& p, const Cut& cut) {
-  const Extent3 out = p.out();
-  const std::int64_t chunk = 16 / size_of(p.dtype);
-  const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
-  return p.positions() % chunk == 0 && std::all_of(slabs.begin(), slabs.end(), [&](const Slab& slab) {
-           return slab.extent[1] == out[1] && slab.extent[2] == out[2] &&
-                  slab.origin[0] * out[1] * out[2] % chunk == 0;
-         });
-}
-
-}  // namespace
-
 Problem grad_x_problem(const Problem& block) {
   Problem p = block;
   p.operation = Operation::kConv;
@@ -36,13 +21,15 @@ Problem grad_x_problem(const Problem& block) {
   p.y_layout = block.x_layout;
   p.x_aligned = true;
   p.has_bias = false;
+  p.tail = {};
+  p.tail.norm = false;
+  p.tail.activation = Activation::kNone;
   return p;
 }
 
 void cut_output(GradXPlan& plan, const Cut& cut) {
-  const Problem& p = plan.problem;
   plan.cut = cut;
-  plan.in_place = p.y_layout == Layout::kNDHWC ? p.k % kChannelUnit == 0 : is_contiguous(p, cut);
+  plan.in_place = stores_in_place(plan.problem, cut);
 }
 
 std::string grad_x_obstacle(const Problem& block, const Device& device,
@@ -58,12 +45,7 @@ std::string grad_x_obstacle(const Problem& block, const Device& device,
   plan->instance = *instance;
   plan->grad_c_pitch = grad_c_pitch(block);
   const Cut cheapest = cheapest_cut(p, *instance, device.sm_count);
-  // Unpacking costs more than cuts along height and width save.
-  for (const Cut& cut : {cheapest, Cut{std::min(cheapest.split_axes, 1), false}, Cut{}}) {
-    cut_output(*plan, cut);
-    if (plan->in_place) break;
-  }
-  if (!plan->in_place) cut_output(*plan, cheapest);
+  cut_output(*plan, cheapest_cut_in_place(p, cheapest).value_or(cheapest));
   plan->estimated_multiply_ms = estimated_multiply_ms(p, *instance, plan->cut, device.sm_count);
   if (plan->pack_grad_c()) {
     plan->stages = {"pack_weight", "pack_input", "repack"};

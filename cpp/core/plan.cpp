@@ -56,7 +56,7 @@ std::string describe(const Plan& plan) {
   if (plan.window_tiles > 0) {
     text += concat("\n  order: all phases of ", plan.window_tiles, " tiles of positions, then the next ones");
   }
-  if (plan.tiles > 0) {
+  if (plan.tiles > 0 && !plan.linear) {
     text += concat("\n  moments: ", plan.tiles, " per sample and channel, of ", plan.tile_positions,
                    " positions at most");
   }

@@ -46,8 +46,14 @@ Plan cuda_library_plan(const Problem& p, const std::string& reason) {
   plan.reason = reason;
   plan.conv_layout = p.y_layout;  // what cuDNN keeps
   plan.activation = p.dtype;
-  plan.activation_in_y = true;
-  plan.stages = {"aten::convolution", "relu_moments", "group_norm_finalize", "group_norm_normalize"};
+  plan.activation_in_y = !p.tail.returns_conv;
+  plan.stages = {"aten::convolution"};
+  if (p.tail.norm) {
+    plan.stages.insert(plan.stages.end(),
+                       {"activation_moments", "group_norm_finalize", "group_norm_normalize"});
+  } else if (p.has_bias || p.tail.has_skip || p.tail.activation != Activation::kNone) {
+    plan.stages.push_back(name(p.tail.activation));
+  }
   return plan;
 }
 
@@ -60,7 +66,16 @@ Plan cpu_library_plan(const Problem& p, const Device& device) {
              " on ", device.max_threads, device.max_threads == 1 ? " thread" : " threads");
   plan.activation = p.dtype;
   plan.activation_in_y = plan.conv_layout == p.y_layout;
-  plan.stages = {"aten::convolution", "relu_group_norm"};
+  plan.stages = {"aten::convolution"};
+  if (p.tail.is_relu_group_norm()) {
+    plan.stages.push_back("relu_group_norm");
+    return plan;
+  }
+  plan.reason = "input is on the CPU, where PyTorch's operators compute what is not relu before a group norm";
+  if (p.tail.has_skip) plan.stages.push_back("aten::add");
+  if (p.tail.before() != Activation::kNone) plan.stages.push_back(concat("aten::", name(p.tail.before())));
+  if (p.tail.norm) plan.stages.push_back("aten::group_norm");
+  if (p.tail.after() != Activation::kNone) plan.stages.push_back(concat("aten::", name(p.tail.after())));
   return plan;
 }
 
@@ -91,13 +106,16 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     if (!forced.empty()) require_no_obstacle(problem, forced, obstacle);
     if (instance) {
       Plan plan = sm90_plan(problem, device, *instance);
-      if (keeps_activation && backward_can_count(problem, plan)) {
+      const bool has_backward = problem.tail.norm && !problem.tail.returns_conv;
+      if (keeps_activation && has_backward && backward_can_count(problem, plan)) {
         plan.keeps_activation = true;
         plan.activation_in_y = false;
         if (forced == "twice") plan.reason += "; stored, because the backward reads relu(conv)";
-      } else {
+      } else if (problem.tail.norm) {
         const std::string twice_obstacle = consider_twice(problem, device, instances, plan);
         if (forced == "twice") require_no_obstacle(problem, forced, twice_obstacle);
+      } else if (forced == "twice") {
+        require_no_obstacle(problem, forced, "nothing is normalized");
       }
       const std::string disadvantage = forced.empty() ? sm90_disadvantage(problem, plan) : "";
       if (disadvantage.empty()) return plan;

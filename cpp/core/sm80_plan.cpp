@@ -172,6 +172,7 @@ std::string sm80_obstacle(const Problem& p, const Device& device, const std::vec
     return concat("compute capability ", device.compute_capability / 10, '.', device.compute_capability % 10,
                   " is below 8.0");
   }
+  if (!p.tail.is_relu_group_norm()) return "its epilogue has ReLU before a group norm, and nothing else";
   std::string obstacle = shape_obstacle(p);
   if (!obstacle.empty()) return obstacle;
   instance = cheapest_instance(p, device, instances);

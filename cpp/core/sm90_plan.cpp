@@ -49,12 +49,32 @@ bool normalizes_in_place(const Problem& p) {
   return p.y_layout == Layout::kNDHWC && p.k % kChannelUnit == 0;
 }
 
+/// Whether the SM90 kernel, or the pass after it, is to leave relu(conv), or conv, in the dtype of y.
+bool wants_whole_values(const Problem& p) {
+  return p.operation == Operation::kConv || !p.tail.norm || p.tail.returns_conv;
+}
+
+/// What follows the convolution that the SM90 kernels do not do, or "".
+std::string tail_obstacle(const Problem& p) {
+  const Tail& tail = p.tail;
+  if (tail.has_skip) return "a skip is added to the convolution";
+  if (!tail.norm) return tail.returns_conv ? "the convolution is wanted beside what follows it" : "";
+  const Activation before = tail.before();
+  if (before != Activation::kNone && before != Activation::kRelu) {
+    return concat(name(before), " comes before the normalization");
+  }
+  if (tail.returns_conv && (before == Activation::kRelu || p.k % kChannelUnit != 0)) {
+    return "the convolution is wanted too, of which relu or rows that are no multiple of 16 bytes are stored";
+  }
+  return "";
+}
+
 /// float16 carries TF32's 10-bit mantissa at twice its rate; float32's accuracy takes the hi/lo split.
 Family family_of(const Problem& p) {
   if (p.dtype == DType::kBFloat16) return {DType::kBFloat16, 1, DType::kBFloat16, 16};
   if (p.dtype == DType::kFloat16) return {DType::kFloat16, 1, DType::kFloat16, 16};
   if (p.precision == Precision::kIEEE) return {DType::kFloat16, 3, DType::kFloat32, 32};
-  if (p.operation == Operation::kConv) return {DType::kFloat16, 1, DType::kFloat32, 32};
+  if (wants_whole_values(p)) return {DType::kFloat16, 1, DType::kFloat32, 32};
   // 16 bit with a step per channel and tile, unless the kernel that normalizes y as it lies has to: that one
   // knows no tiles.
   const bool knows_tiles = p.y_layout == Layout::kNCDHW || normalizes_in_place(p);
@@ -196,6 +216,24 @@ double estimated_cycles(const Problem& p, const ConvInstance& instance, const st
 
 }  // namespace
 
+bool stores_in_place(const Problem& p, const Cut& cut) {
+  if (p.y_layout == Layout::kNDHWC) return p.k % kChannelUnit == 0;
+  const Extent3 out = p.out();
+  const std::int64_t chunk = 16 / size_of(p.dtype);
+  const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
+  return p.positions() % chunk == 0 && std::all_of(slabs.begin(), slabs.end(), [&](const Slab& slab) {
+           return slab.step == Extent3{1, 1, 1} && slab.extent[1] == out[1] && slab.extent[2] == out[2] &&
+                  slab.origin[0] * out[1] * out[2] % chunk == 0;
+         });
+}
+
+std::optional<Cut> cheapest_cut_in_place(const Problem& p, const Cut& cheapest) {
+  for (const Cut& cut : {cheapest, Cut{std::min(cheapest.split_axes, 1), false}, Cut{}}) {
+    if (stores_in_place(p, cut)) return cut;
+  }
+  return std::nullopt;
+}
+
 Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count) {
   // Descriptors of many slabs cost host time and launch parameters: a gain within the estimate's error, or a
   // convolution that takes less than about 30 us, is not worth them.
@@ -297,6 +335,7 @@ double estimated_stored_ms(const Problem& p, const ConvInstance& instance, const
   const double positions = static_cast<double>(p.positions());
   const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(instance.operand));
   const double stored = tensor_ms(p, p.k, positions, instance.stored_bits / 8);
+  if (!p.tail.norm) return std::max(multiply, x + stored);
   return std::max(multiply, x + stored) + stored + tensor_ms(p, p.k, positions, size_of(p.dtype));
 }
 
@@ -323,6 +362,8 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
 std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& instances,
                            std::optional<ConvInstance>& instance, TwiceLayout& layout) {
   if (!normalizes_in_place(p)) return "y is NCDHW, or its rows are no multiple of 16 bytes";
+  if (p.tail.returns_conv) return "the convolution is to be stored";
+  if (!is_piecewise_linear(p.tail.after())) return concat("its epilogue has no ", name(p.tail.after()));
   if (p.groups != 1) return concat("groups ", p.groups, " is not 1");
   const Family family = family_of(p);
   if (family.products != 1) return "float32's accuracy takes three products, which that kernel lacks";
@@ -374,8 +415,9 @@ std::string sm90_obstacle(const Problem& p, const Device& device, const std::vec
     return concat("compute capability ", device.compute_capability / 10, '.', device.compute_capability % 10,
                   " is not 9.0");
   }
-  const std::string obstacle = sm90_shape_obstacle(p);
-  if (!obstacle.empty()) return obstacle;
+  for (const std::string& obstacle : {tail_obstacle(p), sm90_shape_obstacle(p)}) {
+    if (!obstacle.empty()) return obstacle;
+  }
   // Who asks for the plan gets it, to compare.
   if (device.forced_plan.empty() && channel_share(p) < least_channel_share(p)) {
     return concat("channels fill ", 100 * channel_share(p), "% of the tiles, and cuDNN is quicker below ",
@@ -417,11 +459,18 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   plan.activation = instance.output;
   plan.pack_x =
       p.x_layout != Layout::kNDHWC || p.dtype == DType::kFloat32 || !p.x_aligned || !has_operand_channels(p);
-  plan.normalizes = normalizes_in_place(p);
-  plan.activation_in_y = plan.normalizes;
+  plan.linear = !p.tail.norm;
+  // Functions with exponentials are too much for the few warps that normalize beside the multiplication.
+  plan.normalizes = p.tail.norm && normalizes_in_place(p) && is_piecewise_linear(p.tail.after());
+  plan.activation_in_y = plan.normalizes && !p.tail.returns_conv;
   plan.channels = channels_text(p);
   plan.tile_positions = moment_positions(instance);
-  const Cut cut = cheapest_cut(p, instance, device.sm_count);
+  Cut cut = cheapest_cut(p, instance, device.sm_count);
+  if (plan.linear) {
+    const std::optional<Cut> in_place = cheapest_cut_in_place(p, cut);
+    plan.activation_in_y = in_place.has_value();
+    cut = in_place.value_or(cut);
+  }
   plan.split_axes = cut.split_axes;
   plan.share_taps = cut.share_taps;
   const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
@@ -436,7 +485,12 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
     plan.stages = {"pack_operands"};
   }
   plan.stages.push_back(instance.name);
-  if (!plan.normalizes) plan.stages.push_back("group_norm_normalize");
+  if (plan.linear) {
+    if (!plan.activation_in_y) plan.stages.push_back("unpack_rows");
+    if (!is_in_epilogue(p.tail.activation)) plan.stages.push_back(name(p.tail.activation));
+  } else if (!plan.normalizes) {
+    plan.stages.push_back("group_norm_normalize");
+  }
   return plan;
 }
 

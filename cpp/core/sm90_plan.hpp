@@ -28,6 +28,19 @@ struct Cut {
 /// The cut with the least estimated time; one slab unless that gains.
 Cut cheapest_cut(const Problem& problem, const ConvInstance& instance, int sm_count);
 
+/// Whether the kernel in its linear mode can store the output where it belongs: in rows of whole 16-byte
+/// chunks of channels, or of positions that no slab parts but between planes.
+bool stores_in_place(const Problem& problem, const Cut& cut);
+
+/// The best cut that stores in place, if there is one: unpacking costs more than cuts along height and width
+/// save.
+std::optional<Cut> cheapest_cut_in_place(const Problem& problem, const Cut& cheapest);
+
+/// Whether the linear mode's epilogue applies the activation; else it is a pass of its own.
+inline bool is_in_epilogue(Activation activation) {
+  return activation == Activation::kNone || activation == Activation::kRelu;
+}
+
 /// Estimated time of the multiplication alone, cut like that.
 double estimated_multiply_ms(const Problem& problem, const ConvInstance& instance, const Cut& cut,
                              int sm_count);

@@ -63,6 +63,17 @@ Activation parse_activation(const std::string& text) {
   return parse(kActivations, text, "activation");
 }
 
+Tail make_tail(const std::string& order, bool norm, const std::string& activation, double parameter,
+               bool returns_conv) {
+  Tail tail;
+  tail.order = parse_order(order);
+  tail.norm = norm;
+  tail.activation = parse_activation(activation);
+  tail.parameter = parameter;
+  tail.returns_conv = returns_conv;
+  return tail;
+}
+
 std::string describe(const Tail& tail) {
   const std::string activation = name(tail.activation);
   std::string text;

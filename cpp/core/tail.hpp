@@ -56,6 +56,10 @@ struct Tail {
   }
 };
 
+/// A tail of the names that parse_order and parse_activation know.
+Tail make_tail(const std::string& order, bool norm, const std::string& activation, double parameter,
+               bool returns_conv);
+
 /// Whether an activation is v where v > 0 and slope*v elsewhere, which costs next to nothing wherever v is in
 /// a register.
 inline bool is_piecewise_linear(Activation activation) {

@@ -9,7 +9,7 @@ namespace upconv3d::cuda {
 
 struct ActivationParams {
   Activation kind = Activation::kNone;
-  float parameter = 0.f;         // kLeakyRelu: negative_slope; kElu: alpha
+  double parameter = 0.0;        // kLeakyRelu: negative_slope; kElu: alpha
   const void* slopes = nullptr;  // kPrelu: [1] or [K], dtype of y
   int slope_step = 0;            // from one channel's slope to the next's: 0 of [1], 1 of [K]
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Where relu(conv) of the SM90 plan lies with what is needed to read it: in a call's workspace, or, where
-/// the plan keeps it for the backward pass, in memory of its own.
+/// Where before(conv) of the SM90 plan (core/tail.hpp) lies with what is needed to read it: in a call's
+/// workspace, or, where the plan keeps it for the backward pass, in memory of its own.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@
 namespace upconv3d::cuda {
 
 struct ActivationMemory {
-  void* a;                  // [N,Z,P,Q,padded_channels(K)] of stored_bits; null where it lies in y
-  std::int8_t* steps;       // [N,tiles,padded_channels(K)], where relu(conv) is stored in fewer bits than y
+  void* a;  // [N,Z,P,Q,padded_channels(K)] of stored_bits; null where it lies in y, or is wanted itself
+  std::int8_t* steps;       // [N,tiles,padded_channels(K)], where it is stored in fewer bits than y
   std::int32_t* moment_of;  // [Z*P*Q], where others than the convolution's kernel read a with its steps
   float* table;  // [N,G,4] mean, rest of the mean, 1/sqrt(var + eps), unused; twice: [N,G,segments,4];
                  // null where only the table of channels is wanted
@@ -24,7 +24,8 @@ struct ActivationMemory {
   ActivationMemory(const Problem& problem, const Plan& plan, Carver& carver) {
     const std::int64_t channels = padded_channels(problem.k);
     const bool read_elsewhere = !plan.normalizes || plan.keeps_activation;
-    const std::int64_t a_values = plan.activation_in_y ? 0 : problem.n * channels * problem.positions();
+    const bool elsewhere = plan.activation_in_y || problem.tail.returns_conv;
+    const std::int64_t a_values = elsewhere ? 0 : problem.n * channels * problem.positions();
     a = carver.take(a_values * plan.instance->stored_bits / 8);
     steps = carver.take<std::int8_t>(stores_steps(plan) ? problem.n * plan.tiles * channels : 0);
     moment_of = carver.take<std::int32_t>(stores_steps(plan) && read_elsewhere ? problem.positions() : 0);

@@ -35,6 +35,11 @@ GroupNormBackwardParams group_norm_params(const BackwardCall& call, const Backwa
   params.moments = call.forward.tiles;
   params.table = activation.table;
   params.gamma = tensors.gamma;
+  params.beta = tensors.beta;
+  params.before = problem.tail.before();
+  params.after = {problem.tail.after(), static_cast<float>(problem.tail.parameter), tensors.slopes,
+                  problem.tail.slopes > 1 ? 1 : 0};
+  params.signed_steps = params.before == Activation::kNone;
   params.operand = call.plan.scaled ? GradOperand::kScaledFloat16 : GradOperand::kOwn;
   params.grad_c = tensors.grad_c;
   params.grad_c_pitch = call.plan.grad_c_pitch;
@@ -42,6 +47,7 @@ GroupNormBackwardParams group_norm_params(const BackwardCall& call, const Backwa
   params.grad_gamma = tensors.grad_gamma;
   params.grad_beta = tensors.grad_beta;
   params.grad_bias = tensors.grad_bias;
+  params.grad_slopes = tensors.grad_slopes;
   params.scratch = tensors.workspace;
   params.sm_count = call.device.sm_count;
   return params;

@@ -22,14 +22,17 @@ struct BackwardTensors {
   const void* x = nullptr;  // [N,C,D,H,W] or [N,D,H,W,C] dtype, dense, problem.x_layout; for grad_w
   const void* w = nullptr;  // [C,K,T,R,S] dtype; for grad_x
   std::int64_t w_strides[5] = {};
-  const void* gamma = nullptr;  // [K] dtype, or null for 1
+  const void* gamma = nullptr;   // [K] dtype, or null for 1
+  const void* beta = nullptr;    // [K] dtype, or null for 0; read where an activation follows the norm
+  const void* slopes = nullptr;  // [tail.slopes] dtype, or null
 
   void* grad_x = nullptr;  // as x, 16-byte aligned
   void* grad_w = nullptr;  // [C,K,T,R,S] dtype
   std::int64_t grad_w_strides[5] = {};
-  void* grad_bias = nullptr;   // [K] dtype
-  void* grad_gamma = nullptr;  // [K] dtype
-  void* grad_beta = nullptr;   // [K] dtype
+  void* grad_bias = nullptr;    // [K] dtype
+  void* grad_gamma = nullptr;   // [K] dtype
+  void* grad_beta = nullptr;    // [K] dtype
+  void* grad_slopes = nullptr;  // [tail.slopes] dtype
   // Gradient at the convolution's output, between the stages, 16-byte aligned: [N,Z,P,Q,plan.grad_c_pitch],
   // dtype or float16 (plan.scaled). May be overwritable_activation.
   void* grad_c = nullptr;

@@ -5,11 +5,13 @@
 #include <string>
 
 #include "core/channels.hpp"
+#include "core/sm90_plan.hpp"
 #include "core/twice_layout.hpp"
 #include "cuda/activation_memory.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/forward_sm80.hpp"
 #include "cuda/group_norm/group_norm.hpp"
+#include "cuda/layout/unpack_rows.hpp"
 #include "cuda/packed_operands.hpp"
 #include "cuda/stage_range.hpp"
 #include "cuda/workspace.hpp"
@@ -29,7 +31,7 @@ std::int64_t stat_size(const Problem& problem) {
 struct Sm90Workspace {
   Carver carver;
   PackedOperands operands;
-  float* part;             // [N,tiles,K/granule,2]
+  float* part;             // [N,tiles,K/granule,2], where a normalization follows
   float* channel_table;    // [3,N,K], where normalizing is a stage of its own
   std::int32_t* counters;  // [counter_count]
   std::int64_t counter_bytes;
@@ -39,8 +41,9 @@ struct Sm90Workspace {
   Sm90Workspace(const Problem& problem, const Plan& plan, void* base)
       : carver(base), operands(problem, plan, carver) {
     const int granule_shift = plan.twice ? twice_granule_shift(problem) : moment_granule_shift(problem);
-    part = carver.take<float>(problem.n * plan.tiles * (problem.k >> granule_shift) * 2);
-    channel_table = carver.take<float>(plan.normalizes ? 0 : 3 * problem.k * problem.n);
+    const bool has_table = !plan.normalizes && !plan.linear;
+    part = carver.take<float>(plan.linear ? 0 : problem.n * plan.tiles * (problem.k >> granule_shift) * 2);
+    channel_table = carver.take<float>(has_table ? 3 * problem.k * problem.n : 0);
     counter_bytes = counter_count(problem) * static_cast<std::int64_t>(sizeof(std::int32_t));
     counters = carver.take<std::int32_t>(counter_count(problem));
     activation_offset = carver.used();
@@ -48,15 +51,18 @@ struct Sm90Workspace {
     bytes = carver.used();
   }
 
-  /// relu(conv) in this workspace, or in what is kept of the call.
+  /// before(conv) in this workspace, in what is kept of the call, or where it is wanted.
   ActivationMemory activation(const Problem& problem, const Plan& plan, const ForwardTensors& tensors) const {
     Carver memory(plan.keeps_activation ? tensors.saved
                                         : static_cast<char*>(tensors.workspace) + activation_offset);
-    return ActivationMemory(problem, plan, memory);
+    ActivationMemory found(problem, plan, memory);
+    if (plan.activation_in_y) found.a = tensors.y;
+    if (problem.tail.returns_conv) found.a = tensors.c;
+    return found;
   }
 };
 
-/// Scratch memory of a forward call on the library plan.
+/// Scratch memory of a forward call on the library plan; none where no normalization follows.
 struct LibraryWorkspace {
   void* part;      // [N,tiles,K,2] stat
   void* table;     // [3,N,K] stat
@@ -65,83 +71,140 @@ struct LibraryWorkspace {
 
   LibraryWorkspace(const Problem& problem, const Plan& plan, void* base) {
     Carver carver(base);
-    part = carver.take(problem.n * plan.tiles * problem.k * 2 * stat_size(problem));
-    table = carver.take(3 * problem.n * problem.k * stat_size(problem));
-    finalize = carver.take(finalize_scratch_bytes(group_norm_shape(problem, plan), problem.dtype));
+    const std::int64_t stat = problem.tail.norm ? stat_size(problem) : 0;
+    part = carver.take(problem.n * plan.tiles * problem.k * 2 * stat);
+    table = carver.take(3 * problem.n * problem.k * stat);
+    finalize = carver.take(
+        problem.tail.norm ? finalize_scratch_bytes(group_norm_shape(problem, plan), problem.dtype) : 0);
     bytes = carver.used();
   }
 };
 
-/// The SM90 plan: pack the operands, then everything else in one kernel, or all but a transposing
-/// normalization.
-void run_sm90(const Problem& problem, const Plan& plan, const Device& device, const ForwardTensors& tensors,
-              cudaStream_t stream) {
-  const Sm90Workspace workspace(problem, plan, tensors.workspace);
-  const PackedOperands& operands = workspace.operands;
-  const ActivationMemory activation = workspace.activation(problem, plan, tensors);
-  const OperandScales scales =
-      operands.pack(problem, plan, tensors, {workspace.counters, workspace.counter_bytes}, stream);
+/// One of the tail's activations as kernels take it.
+ActivationParams activation_params(const Tail& tail, Activation kind, const ForwardTensors& tensors) {
+  return {kind, static_cast<float>(tail.parameter), tensors.slopes, tail.slopes > 1 ? 1 : 0};
+}
 
+/// Normalization as a pass over a, or, without one, the activation: y_layout to y_layout in y itself.
+NormalizeParams normalize_params(const Problem& problem, const Plan& plan, const ForwardTensors& tensors) {
+  NormalizeParams params;
+  params.shape = group_norm_shape(problem, plan);
+  params.a_dtype = plan.activation;
+  params.y_dtype = problem.dtype;
+  params.a_layout = plan.conv_layout;
+  params.y_layout = problem.y_layout;
+  params.after = activation_params(problem.tail, problem.tail.after(), tensors);
+  params.y = tensors.y;
+  return params;
+}
+
+/// What is left to do on the linear kernel's output: channels of padded rows, and activations that its
+/// epilogue does not have.
+void finish_linear(const Problem& problem, const Plan& plan, const ForwardTensors& tensors, const void* rows,
+                   cudaStream_t stream) {
+  if (!plan.activation_in_y) {
+    UnpackRowsParams unpack;
+    unpack.n = problem.n;
+    unpack.positions = problem.positions();
+    unpack.channels = problem.k;
+    unpack.pitch = padded_channels(problem.k);
+    unpack.dtype = problem.dtype;
+    unpack.layout = problem.y_layout;
+    unpack.rows = rows;
+    unpack.dense = tensors.y;
+    launch_unpack_rows(unpack, stream);
+  }
+  if (is_in_epilogue(problem.tail.activation)) return;
+  NormalizeParams activate = normalize_params(problem, plan, tensors);
+  activate.a_layout = problem.y_layout;
+  activate.before = activation_params(problem.tail, problem.tail.before(), tensors);
+  activate.a = tensors.y;
+  const StageRange range("upconv3d::activation");
+  launch_group_norm_normalize(activate, stream);
+}
+
+/// The convolution's launch on the SM90 plan.
+ConvTransposeParams conv_params(const Problem& problem, const Plan& plan, const Device& device,
+                                const ForwardTensors& tensors, const Sm90Workspace& workspace,
+                                const ActivationMemory& activation) {
   ConvTransposeParams conv;
   conv.problem = problem;
-  conv.x_hi = operands.x(plan, tensors);
+  conv.x_hi = workspace.operands.x(plan, tensors);
   conv.x_packed = plan.pack_x;
-  conv.x_lo = operands.x_lo;
-  conv.w_hi = operands.w_hi;
-  conv.w_lo = operands.w_lo;
+  conv.x_lo = workspace.operands.x_lo;
+  conv.w_hi = workspace.operands.w_hi;
+  conv.w_lo = workspace.operands.w_lo;
   conv.bias = tensors.bias;
-  conv.unscale_sample = scales.unscale_sample;
-  conv.unscale_column = scales.unscale_column;
+  conv.a = activation.a;
+  conv.counters = workspace.counters;
+  conv.split_axes = plan.split_axes;
+  conv.share_taps = plan.share_taps;
+  conv.window_tiles = plan.window_tiles;
+  conv.sm_count = device.sm_count;
+  conv.linear = plan.linear;
+  if (plan.linear) {
+    conv.channels_first = plan.activation_in_y && problem.y_layout == Layout::kNCDHW;
+    if (!is_in_epilogue(problem.tail.activation)) conv.problem.tail.activation = Activation::kNone;
+    return conv;
+  }
   conv.gamma = tensors.gamma;
   conv.beta = tensors.beta;
-  conv.a = plan.activation_in_y ? tensors.y : activation.a;
+  if (plan.normalizes) conv.after = activation_params(problem.tail, problem.tail.after(), tensors);
   conv.y = plan.normalizes && !plan.activation_in_y ? tensors.y : nullptr;
   conv.part = workspace.part;
   conv.table = activation.table;
   conv.channel_table = workspace.channel_table;
   conv.steps = activation.steps;
   conv.moment_of = activation.moment_of;
-  conv.counters = workspace.counters;
-  conv.split_axes = plan.split_axes;
-  conv.share_taps = plan.share_taps;
-  conv.window_tiles = plan.window_tiles;
-  conv.sm_count = device.sm_count;
+  return conv;
+}
+
+/// The SM90 plan: pack the operands, then everything else in one kernel, or all but a normalization that
+/// transposes, or that an activation follows which is too much for that kernel.
+void run_sm90(const Problem& problem, const Plan& plan, const Device& device, const ForwardTensors& tensors,
+              cudaStream_t stream) {
+  const Sm90Workspace workspace(problem, plan, tensors.workspace);
+  const ActivationMemory activation = workspace.activation(problem, plan, tensors);
+  const OperandScales scales =
+      workspace.operands.pack(problem, plan, tensors, {workspace.counters, workspace.counter_bytes}, stream);
+  ConvTransposeParams conv = conv_params(problem, plan, device, tensors, workspace, activation);
+  conv.unscale_sample = scales.unscale_sample;
+  conv.unscale_column = scales.unscale_column;
   {
     const StageRange range("upconv3d::conv_transpose_relu_group_norm");
     find_conv_transpose_launcher(plan.instance->name)(conv, stream);
   }
+  if (plan.linear) return finish_linear(problem, plan, tensors, activation.a, stream);
   if (plan.normalizes) return;
 
-  NormalizeParams normalize;
-  normalize.shape = group_norm_shape(problem, plan);
-  normalize.a_dtype = plan.activation;
-  normalize.y_dtype = problem.dtype;
-  normalize.a_layout = plan.conv_layout;
-  normalize.y_layout = problem.y_layout;
+  NormalizeParams normalize = normalize_params(problem, plan, tensors);
   normalize.a = activation.a;
   normalize.a_pitch = padded_channels(problem.k);
   normalize.table = workspace.channel_table;
-  normalize.y = tensors.y;
   normalize.steps = conv.steps;
+  normalize.signed_steps = problem.tail.before() == Activation::kNone;
   normalize.moment_of = conv.moment_of;
   const StageRange range("upconv3d::normalize");
   launch_group_norm_normalize(normalize, stream);
 }
 
-/// The library plan after PyTorch's convolution: moments of relu(conv + bias), merge them, normalize into y.
-void run_library(const Problem& problem, const Plan& plan, const ForwardTensors& tensors,
-                 cudaStream_t stream) {
-  const LibraryWorkspace workspace(problem, plan, tensors.workspace);
-  ReluMomentsParams moments;
-  moments.shape = group_norm_shape(problem, plan);
+/// Moments of before(conv + bias + skip), merged into workspace.table.
+void take_library_moments(const Problem& problem, const Plan& plan, const ForwardTensors& tensors,
+                          const NormalizeParams& normalize, const LibraryWorkspace& workspace,
+                          cudaStream_t stream) {
+  ActivationMomentsParams moments;
+  moments.shape = normalize.shape;
   moments.dtype = problem.dtype;
+  moments.y_dtype = problem.dtype;
   moments.layout = plan.conv_layout;
-  moments.c = tensors.conv;
-  moments.bias = tensors.bias;
+  moments.before = normalize.before;
+  moments.c = normalize.a;
+  moments.bias = normalize.bias;
+  moments.skip = normalize.skip;
   moments.part = workspace.part;
   {
-    const StageRange range("upconv3d::relu_moments");
-    launch_relu_moments(moments, stream);
+    const StageRange range("upconv3d::activation_moments");
+    launch_activation_moments(moments, stream);
   }
 
   FinalizeParams finalize;
@@ -153,22 +216,26 @@ void run_library(const Problem& problem, const Plan& plan, const ForwardTensors&
   finalize.eps = problem.eps;
   finalize.scratch = workspace.finalize;
   finalize.table = workspace.table;
-  {
-    const StageRange range("upconv3d::finalize");
-    launch_group_norm_finalize(finalize, stream);
-  }
+  const StageRange range("upconv3d::finalize");
+  launch_group_norm_finalize(finalize, stream);
+}
 
-  NormalizeParams normalize;
-  normalize.shape = finalize.shape;
-  normalize.a_dtype = plan.activation;
-  normalize.y_dtype = problem.dtype;
-  normalize.a_layout = plan.conv_layout;
-  normalize.y_layout = problem.y_layout;
-  normalize.apply_relu = true;
+/// The library plan after PyTorch's convolution: moments of what is normalized, merge them, normalize into y.
+void run_library(const Problem& problem, const Plan& plan, const ForwardTensors& tensors,
+                 cudaStream_t stream) {
+  const LibraryWorkspace workspace(problem, plan, tensors.workspace);
+  NormalizeParams normalize = normalize_params(problem, plan, tensors);
+  normalize.before = activation_params(problem.tail, problem.tail.before(), tensors);
   normalize.a = tensors.conv;
   normalize.bias = tensors.bias;
-  normalize.table = workspace.table;
-  normalize.y = tensors.y;
+  normalize.skip = tensors.skip;
+  if (problem.tail.norm) {
+    take_library_moments(problem, plan, tensors, normalize, workspace, stream);
+    normalize.table = workspace.table;
+  } else if (problem.tail.activation == Activation::kNone && !tensors.bias && !tensors.skip &&
+             tensors.y == tensors.conv) {
+    return;
+  }
   const StageRange range("upconv3d::normalize");
   launch_group_norm_normalize(normalize, stream);
 }
@@ -176,9 +243,9 @@ void run_library(const Problem& problem, const Plan& plan, const ForwardTensors&
 }  // namespace
 
 void complete_plan(const Problem& problem, const Device& device, Plan& plan) {
-  if (plan.algorithm == Algorithm::kCudaLibrary && problem.n > 0) {
-    plan.tile_positions = relu_moments_tile_positions(problem.n, problem.k, problem.positions(),
-                                                      plan.conv_layout, device.sm_count);
+  if (plan.algorithm == Algorithm::kCudaLibrary && problem.n > 0 && problem.tail.norm) {
+    plan.tile_positions = activation_moments_tile_positions(problem.n, problem.k, problem.positions(),
+                                                            plan.conv_layout, device.sm_count);
     plan.tiles = (problem.positions() + plan.tile_positions - 1) / plan.tile_positions;
   }
   if (problem.n == 0) {

@@ -16,13 +16,16 @@ struct ForwardTensors {
   const void* x = nullptr;  // SM90 and SM80 plan: [N,C,D,H,W] or [N,D,H,W,C] dtype, dense, problem.x_layout
   const void* w = nullptr;  // SM90 and SM80 plan: [C,K/groups,T,R,S] dtype
   std::int64_t w_strides[5] = {};  // in elements
-  const void* conv = nullptr;      // library plan: PyTorch's convolution without bias, plan.conv_layout
-  const void* bias = nullptr;      // [K] dtype, or null
+  const void* conv = nullptr;      // library plan: PyTorch's convolution, plan.conv_layout
+  const void* bias = nullptr;      // [K] dtype, or null; library plan: null too where conv has it already
   const void* gamma = nullptr;     // [K] dtype, or null
   const void* beta = nullptr;      // [K] dtype, or null
+  const void* slopes = nullptr;    // [tail.slopes] dtype, or null
+  const void* skip = nullptr;      // library plan: as conv, or null
   void* y = nullptr;               // [N,K,Z,P,Q] or [N,Z,P,Q,K] dtype, problem.y_layout
-  void* workspace = nullptr;       // plan.workspace_bytes, 256-byte aligned
-  void* saved = nullptr;  // saved_bytes(problem, plan), 256-byte aligned, written (activation_memory.hpp)
+  void* c = nullptr;          // SM90 plan, where tail.returns_conv: conv + bias [N,Z,P,Q,K] dtype, written
+  void* workspace = nullptr;  // plan.workspace_bytes, 256-byte aligned
+  void* saved = nullptr;      // saved_bytes(problem, plan), 256-byte aligned, written (activation_memory.hpp)
 };
 
 /// Launches every stage of a completed plan. Asynchronous; N = 0 launches nothing.

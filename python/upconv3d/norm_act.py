@@ -2,18 +2,38 @@
 """The family around the block: any order of norm and activation, a skip added, the convolution returned."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from . import _C
-from ._facts import block_facts
-from ._tail import ACTIVATIONS, DEFAULT_PARAMETERS, NORMS, ORDERS, Tail, composite
+from ._autograd import _AUTOCAST_KEYS, autocast_dtype
+from ._tail import ACTIVATIONS, DEFAULT_PARAMETERS, NORMS, ORDERS, composite
+from ._tail_op import (
+    autocast_result_dtype,
+    facts_of,
+    numbered_tail,
+    public_tail,
+    record_tail,
+    runs_kernels,
+    tail_number,
+)
 from .functional import (
     IntOrTriple,
+    _any_requires_grad,
+    _autocast_enabled,
+    _BelowAutograd,
     _check_values_per_group,
+    _dispatch_modes,
+    _dynamo_compiling,
+    _grad_enabled,
+    _has_torch_function,
+    _profiling,
+    _tracing,
+    _transforms_active,
     check_kinds,
     conv_transpose3d_relu_group_norm,
     integer,
@@ -21,16 +41,16 @@ from .functional import (
     triple,
 )
 
-_has_torch_function = torch._C._has_torch_function
-_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_tracing = torch._C._is_tracing
+Pair = tuple[Tensor, Tensor | None]
 
 
-def _require_known(name: str, value: Any, known: Sequence[str | None]) -> None:
-    if value not in known:
-        raise ValueError(
-            f"upconv3d: {name} must be one of {', '.join(map(repr, known))}; got {name}={value!r}."
-        )
+def require_known(order: Any, norm: Any, activation: Any) -> None:
+    """Raises ValueError for a name that is none."""
+    if order in ORDERS and norm in NORMS and activation in ACTIVATIONS:
+        return
+    chosen = (("order", order, ORDERS), ("norm", norm, NORMS), ("activation", activation, ACTIVATIONS))
+    name, value, known = next((n, v, k) for n, v, k in chosen if v not in k)
+    raise ValueError(f"upconv3d: {name} must be one of {', '.join(map(repr, known))}; got {name}={value!r}.")
 
 
 def _groups_of_norm(norm: str | None, num_groups: Any, channels: Any, vectors: tuple[Any, Any]) -> Any:
@@ -79,7 +99,9 @@ def _parameters_of(activation: str | None, given: Any, channels: Any) -> tuple[A
                 f"activation_param; got {type(given).__name__}. Remedy: nn.PReLU's weight, or "
                 f"activation='leaky_relu' for a number."
             )
-        if given.dim() > 1 or (given.numel() != 1 and given.numel() != channels):
+        if given.dim() == 0:
+            given = given.reshape(1)
+        if given.dim() != 1 or (given.size(0) != 1 and given.size(0) != channels):
             raise RuntimeError(
                 f"upconv3d: slopes of a PReLU must be [1] or [{channels}], one per output channel; got "
                 f"activation_param.size()={list(given.shape)}."
@@ -99,6 +121,149 @@ def _parameters_of(activation: str | None, given: Any, channels: Any) -> tuple[A
     if not -float("inf") < given < float("inf"):
         raise ValueError(f"upconv3d: activation_param must be finite; got activation_param={given}.")
     return given, None
+
+
+def checked_arguments(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: IntOrTriple,
+    padding: IntOrTriple,
+    output_padding: IntOrTriple,
+    groups: int,
+    dilation: IntOrTriple,
+    order: str,
+    norm: str | None,
+    num_groups: int | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    activation: str | None,
+    activation_param: float | Tensor | None,
+    skip: Tensor | None,
+    return_conv: bool,
+    precision: str | None,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Tensors and Settings, as plain tuples, of conv_transpose3d_norm_act's arguments; raises as it does.
+
+    order, norm and activation are known ones.
+    """
+    check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
+    if skip is not None and not isinstance(skip, Tensor):
+        raise TypeError(f"upconv3d: skip must be a tensor or None; got {type(skip).__name__}.")
+    precision = resolve_precision(input, precision)
+    groups = integer(groups, "groups")
+    stride = triple(stride, "stride")
+    padding = triple(padding, "padding")
+    output_padding = triple(output_padding, "output_padding")
+    dilation = triple(dilation, "dilation")
+    channels = weight.size(1) * groups if weight.dim() == 5 else 0
+    norm_groups = _groups_of_norm(norm, num_groups, channels, (norm_weight, norm_bias))
+    parameter, slopes = _parameters_of(activation, activation_param, channels)
+    dims = input.dim()
+    # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.
+    if norm_groups > 0 and (_dynamo_compiling() or not _tracing()):  # noqa: SIM102
+        if dims == 4 or (dims == 5 and (norm == "instance" or input.size(0) == 1)):
+            _check_values_per_group(
+                input, weight, stride, padding, output_padding, groups, dilation, norm_groups
+            )
+    # The convolution itself is one tensor, not two.
+    returns_conv = bool(return_conv) and not (norm is None and activation is None and skip is None)
+    numbers = (stride, padding, output_padding, groups, dilation, norm_groups, eps, precision)
+    tensors = (input, weight, bias, norm_weight, norm_bias, slopes, skip)
+    return tensors, (*numbers, order, activation or "none", parameter, returns_conv)
+
+
+def _refuse_dtype(name: str, tensor: Tensor, expected: torch.dtype) -> NoReturn:
+    raise RuntimeError(
+        f"upconv3d: {name} must have the dtype of what it is applied to, that of input (and skip); got "
+        f"{tensor.dtype} for {expected}. Remedy: {name}.to({expected}), or torch.autocast."
+    )
+
+
+def _require_dtype(expected: torch.dtype, norm_weight: Any, norm_bias: Any, slopes: Any) -> None:
+    """Raises RuntimeError for a vector of another dtype; PyTorch takes some, on some devices."""
+    if norm_weight is not None and norm_weight.dtype is not expected:
+        _refuse_dtype("norm_weight", norm_weight, expected)
+    if norm_bias is not None and norm_bias.dtype is not expected:
+        _refuse_dtype("norm_bias", norm_bias, expected)
+    if slopes is not None and slopes.dtype is not expected:
+        _refuse_dtype("activation_param", slopes, expected)
+
+
+def _require_device(device: torch.device, tensors: Sequence[Any]) -> None:
+    """Raises RuntimeError for a tensor on another device; PyTorch takes some meta tensors."""
+    for tensor in tensors:
+        if tensor is not None and tensor.device != device:
+            raise RuntimeError(
+                f"upconv3d: all tensors must be on one device; got {device} and {tensor.device}. Remedy: "
+                f"move them there."
+            )
+
+
+def _run_kernels(tensors: tuple[Any, ...], settings: tuple[Any, ...], recording: bool) -> Pair | None:
+    """The call on CUDA by upconv3d's kernels, without autocast; None where PyTorch's operators are to run."""
+    if recording:
+        number = tail_number(settings)
+        return None if number is None else record_tail(tensors, settings, number)
+    # Who watches operators is to see the one that he knows.
+    watched = _tracing() or _profiling() or _dispatch_modes() > 0
+    number = None if watched else tail_number(settings)
+    if number is not None:
+        pair: Pair = numbered_tail(*tensors, number)
+        return pair
+    with _BelowAutograd():
+        return public_tail(tensors, settings)
+
+
+def _run_cuda(
+    tensors: tuple[Any, ...],
+    settings: tuple[Any, ...],
+    low: torch.dtype | None,
+    norm: str | None,
+    precise: bool,
+) -> Pair:
+    """The call on CUDA. low: what autocast casts to; None without it."""
+    pair: Pair | None = None
+    recording = _grad_enabled() and _any_requires_grad(*tensors)
+    # Nobody but autograd knows what to do with operators that are not PyTorch's: transforms of torch.func and
+    # forward-mode AD get PyTorch's.
+    plain = not _transforms_active() and forward_ad._current_level < 0
+    if plain and (_has_torch_function(tensors) or (recording and _tracing())):
+        pair = public_tail(tensors, settings)
+    elif plain and low is None:
+        pair = _run_kernels(tensors, settings, recording)
+    elif plain:
+        cast = tuple(None if tensor is None else tensor.to(low) for tensor in tensors)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+            pair = _run_kernels(cast, settings, recording)
+        if pair is not None:
+            pair = pair[0].to(autocast_result_dtype(low, tensors[0].device.type, norm, settings)), pair[1]  # type: ignore[arg-type]
+    return composite(tensors, settings, precise) if pair is None else pair
+
+
+def _run(tensors: tuple[Any, ...], settings: tuple[Any, ...], norm: str | None, precise: bool) -> Pair:
+    """The call on any device; `precise` as in composite()."""
+    y: Tensor
+    conv: Tensor | None
+    input, skip = tensors[0], tensors[6]
+    low = autocast_dtype(input) if _dynamo_compiling() or _autocast_enabled() else None
+    dtype = input.dtype if low is None else low
+    summed = dtype if skip is None or skip.dtype is dtype else torch.promote_types(dtype, skip.dtype)
+    if runs_kernels(input) and (skip is None or skip.dtype is dtype):
+        if _dynamo_compiling():
+            y, conv = public_tail(tensors, settings)
+        else:
+            y, conv = _run_cuda(tensors, settings, low, norm, precise)
+    else:
+        _require_device(input.device, tensors)
+        if low is None:
+            _require_dtype(summed, *tensors[3:6])
+        y, conv = composite(tensors, settings, precise)
+    # instance_norm returns the dtype that it gets; ours is group_norm, which autocast runs in float32.
+    if low is not None and norm == "instance" and y.dtype is not summed and settings[9] != "prelu":
+        y = y.to(summed)
+    return y, conv
 
 
 def conv_transpose3d_norm_act(
@@ -169,9 +334,7 @@ def conv_transpose3d_norm_act(
             return_conv=return_conv,
             precision=precision,
         )
-    _require_known("order", order, ORDERS)
-    _require_known("norm", norm, NORMS)
-    _require_known("activation", activation, ACTIVATIONS)
+    require_known(order, norm, activation)
     if (
         activation == "relu"
         and order == "act_norm"
@@ -189,46 +352,21 @@ def conv_transpose3d_norm_act(
             eps=eps,
             precision=precision,
         )
-    check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
-    if skip is not None and not isinstance(skip, Tensor):
-        raise TypeError(f"upconv3d: skip must be a tensor or None; got {type(skip).__name__}.")
+    tensors, settings = checked_arguments(
+        *(input, weight, bias, stride, padding, output_padding, groups, dilation),
+        *(order, norm, num_groups, norm_weight, norm_bias, eps),
+        *(activation, activation_param, skip, return_conv, precision),
+    )
     precise = precision is not None
-    precision = resolve_precision(input, precision)
-    groups = integer(groups, "groups")
-    stride = triple(stride, "stride")
-    padding = triple(padding, "padding")
-    output_padding = triple(output_padding, "output_padding")
-    dilation = triple(dilation, "dilation")
-    channels = weight.size(1) * groups if weight.dim() == 5 else 0
-    norm_groups = _groups_of_norm(norm, num_groups, channels, (norm_weight, norm_bias))
-    parameter, slopes = _parameters_of(activation, activation_param, channels)
-    compiling = _dynamo_compiling()
-    if norm_groups > 0 and (compiling or not _tracing()):
-        dims = input.dim()
-        if dims == 4 or (dims == 5 and (norm == "instance" or input.size(0) == 1)):
-            _check_values_per_group(
-                input, weight, stride, padding, output_padding, groups, dilation, norm_groups
-            )
-    tail = Tail(order, norm_groups, eps, activation or "none", parameter, bool(return_conv))
-    numbers = (stride, padding, output_padding, groups, dilation, precision)
-    tensors = (input, weight, bias, norm_weight, norm_bias, slopes, skip)
-    if compiling:
-        y, conv = composite(*tensors, numbers, tail, precise)
+    if _dynamo_compiling():
+        y, conv = _run(tensors, settings, norm, precise)
     else:
         try:
-            y, conv = composite(*tensors, numbers, tail, precise)
+            y, conv = _run(tensors, settings, norm, precise)
         except RuntimeError:
-            # PyTorch refused: our rules say so with value and remedy, where they are what is broken.
-            _C.validate(_facts_of(tensors, numbers, tail))
+            # PyTorch refused. Where one of our rules is what is broken, that says so with value and remedy.
+            _C.validate(facts_of(tensors, settings))
             raise
-    return (y, conv) if return_conv else y
-
-
-def _facts_of(tensors: tuple[Any, ...], numbers: tuple[Any, ...], tail: Tail) -> dict[str, Any]:
-    input, weight, bias, norm_weight, norm_bias = tensors[:5]
-    stride, padding, output_padding, groups, dilation, precision = numbers
-    convolution = (stride, padding, output_padding, groups, dilation)
-    num_groups = max(tail.num_groups, 1)
-    return block_facts(
-        input, weight, bias, *convolution, num_groups, norm_weight, norm_bias, tail.eps, precision
-    )
+    if not return_conv:
+        return y
+    return y, conv if settings[-1] else y

@@ -22,6 +22,7 @@
 #include "cuda/group_norm/group_norm_backward.hpp"
 #include "device_buffer.hpp"
 #include "gpu_test.hpp"
+#include "group_norm_backward_arena.hpp"
 #include "group_norm_backward_reference.hpp"
 
 using namespace upconv3d;
@@ -29,119 +30,6 @@ using namespace upconv3d::cuda;
 using namespace upconv3d::test;
 
 namespace {
-
-int multiprocessors() {
-  int count = 0;
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0), "counting multiprocessors");
-  return count;
-}
-
-template <class Value>
-void copy_in(const Buffer& to, const std::vector<Value>& from) {
-  check(cudaMemcpy(to.data(), from.data(), from.size() * sizeof(Value), cudaMemcpyHostToDevice), "uploading");
-}
-
-std::int64_t padded(std::int64_t k) {
-  return (k + 7) / 8 * 8;
-}
-
-/// Rows of `pitch` elements from rows of k; behind those, `rest`.
-template <class Value>
-std::vector<Value> in_rows(const std::vector<Value>& dense, std::int64_t k, std::int64_t pitch, Value rest) {
-  std::vector<Value> rows(dense.size() / k * pitch, rest);
-  for (std::size_t i = 0; i < dense.size(); ++i) rows[i / k * pitch + i % k] = dense[i];
-  return rows;
-}
-
-/// Device memory of a case, and the call that it makes.
-struct Arena {
-  std::int64_t a_pitch, grad_c_pitch;
-  DType grad_c_dtype;
-  Buffer grad_y, a, steps, moment_of, table, gamma, grad_c, unscale, grad_gamma, grad_beta, grad_bias,
-      scratch;
-  GroupNormBackwardParams params;
-
-  static GroupNormBackwardParams shape(const BackwardCase& c) {
-    GroupNormBackwardParams params;
-    params.n = c.n, params.k = c.k, params.positions = c.positions, params.num_groups = c.num_groups;
-    params.dtype = c.dtype, params.grad_y_layout = c.layout;
-    params.a_pitch = padded(c.k) + c.more_pitch, params.grad_c_pitch = padded(c.k) + 2 * c.more_pitch;
-    params.moments = c.steps ? BackwardReference::kMoments : 0;
-    params.operand = c.scaled ? GradOperand::kScaledFloat16 : GradOperand::kOwn;
-    params.sm_count = multiprocessors();
-    return params;
-  }
-
-  explicit Arena(const BackwardCase& c)
-      : a_pitch(shape(c).a_pitch),
-        grad_c_pitch(shape(c).grad_c_pitch),
-        grad_c_dtype(c.scaled ? DType::kFloat16 : c.dtype),
-        grad_y((c.n * c.k * c.positions + c.misalign) * size_of(c.dtype)),
-        a(c.n * c.positions * a_pitch * (c.steps ? 2 : size_of(c.dtype))),
-        steps(c.n * BackwardReference::kMoments * a_pitch),
-        moment_of(c.positions * 4),
-        table(c.n * c.num_groups * 16),
-        gamma(c.k * size_of(c.dtype)),
-        grad_c(c.n * c.positions * grad_c_pitch * size_of(grad_c_dtype)),
-        unscale(4),
-        grad_gamma(c.k * size_of(c.dtype)),
-        grad_beta(c.k * size_of(c.dtype)),
-        grad_bias(c.k * size_of(c.dtype)),
-        scratch(group_norm_backward_scratch_bytes(shape(c))),
-        params(shape(c)) {
-    params.grad_y = grad_y.data() + c.misalign * size_of(c.dtype);
-    params.a = a.data();
-    if (c.steps) {
-      params.steps = reinterpret_cast<const std::int8_t*>(steps.data());
-      params.moment_of = reinterpret_cast<const std::int32_t*>(moment_of.data());
-    }
-    params.table = reinterpret_cast<const float*>(table.data());
-    if (c.gamma != Gamma::kNull) params.gamma = gamma.data();
-    if (!c.sums_only) params.grad_c = grad_c.data();
-    if (c.scaled) params.unscale = reinterpret_cast<std::int32_t*>(unscale.data());
-    params.grad_gamma = grad_gamma.data();
-    params.grad_beta = grad_beta.data();
-    params.grad_bias = grad_bias.data();
-    params.scratch = scratch.data();
-  }
-
-  void fill(const BackwardCase& c, const BackwardReference& ref) const {
-    std::vector<double> grad(ref.grad_y);
-    if (c.layout == Layout::kNCDHW) {
-      for (std::size_t i = 0; i < grad.size(); ++i) {
-        const std::int64_t row = i / c.k, k = i % c.k;
-        grad[(row / c.positions * c.k + k) * c.positions + row % c.positions] = ref.grad_y[i];
-      }
-    }
-    upload(grad_y.data() + c.misalign * size_of(c.dtype), grad, c.dtype);
-    if (c.steps) {
-      copy_in(a, in_rows<std::uint16_t>(ref.bits, c.k, a_pitch, 0xffff));
-      std::vector<std::int8_t> exponents(ref.steps.begin(), ref.steps.end());
-      copy_in(steps, in_rows<std::int8_t>(exponents, c.k, a_pitch, -128));
-      copy_in(moment_of, ref.moment_of);
-    } else {
-      upload(a.data(), in_rows<double>(ref.a, c.k, a_pitch, std::nan("")), c.dtype);
-    }
-    copy_in(table, ref.table);
-    upload(gamma.data(), ref.gamma, c.dtype);
-  }
-
-  std::vector<char> outputs() const {
-    std::vector<char> all;
-    for (const Buffer* buffer : {&grad_c, &unscale, &grad_gamma, &grad_beta, &grad_bias}) {
-      const std::vector<char> bytes = download_bytes(buffer->data(), buffer->bytes());
-      all.insert(all.end(), bytes.begin(), bytes.end());
-    }
-    return all;
-  }
-
-  bool pads_intact() const {
-    const Buffer* const all[] = {&grad_y,  &a,          &steps,     &table,     &gamma,  &grad_c,
-                                 &unscale, &grad_gamma, &grad_beta, &grad_bias, &scratch};
-    return std::all_of(std::begin(all), std::end(all),
-                       [](const Buffer* buffer) { return buffer->pads_intact(); });
-  }
-};
 
 /// How far `got` is off, in units of what is allowed; values that are not finite need only stay so.
 double excess(double got, double want, double slack) {
@@ -201,9 +89,9 @@ void check_grad_c(const BackwardCase& c, const BackwardReference& ref, const Are
 void check_parameters(const BackwardCase& c, const BackwardReference& ref, const Arena& arena) {
   const auto compare = [&](const char* what, const Buffer& buffer, const std::vector<double>& want,
                            const std::vector<double>& slack) {
-    const std::vector<double> got = download(buffer.data(), c.k, c.dtype);
+    const std::vector<double> got = download(buffer.data(), static_cast<std::int64_t>(want.size()), c.dtype);
     double worst = 0;
-    for (std::int64_t k = 0; k < c.k; ++k) {
+    for (std::size_t k = 0; k < want.size(); ++k) {
       if (c.dtype == DType::kFloat16 && std::fabs(want[k]) > 65500) continue;
       const double allowed =
           slack[k] + 1.01 * unit_roundoff(c.dtype) * std::fabs(want[k]) + smallest(c.dtype);
@@ -215,6 +103,7 @@ void check_parameters(const BackwardCase& c, const BackwardReference& ref, const
   compare("grad_gamma", arena.grad_gamma, ref.grad_gamma, ref.gamma_slack);
   compare("grad_beta", arena.grad_beta, ref.grad_beta, ref.beta_slack);
   compare("grad_bias", arena.grad_bias, ref.grad_bias, ref.bias_slack);
+  compare("grad_slopes", arena.grad_slopes, ref.grad_slopes, ref.slopes_slack);
 }
 
 void run_case(const BackwardCase& c) {
@@ -296,6 +185,94 @@ void run_special() {
   }
 }
 
+constexpr Activation kAfters[] = {Activation::kNone,     Activation::kRelu, Activation::kLeakyRelu,
+                                  Activation::kElu,      Activation::kSilu, Activation::kGelu,
+                                  Activation::kGeluTanh, Activation::kPrelu};
+
+/// Takes the `turn`-th way of each argument that a tail has.
+void set_tail(BackwardCase& c, Activation before, Activation after, int turn) {
+  c.before = before, c.after = after;
+  c.parameter = after == Activation::kLeakyRelu ? 0.01 : after == Activation::kElu ? 0.7 : 0;
+  if (after == Activation::kPrelu) c.slopes = turn % 2 == 0 ? 1 : c.k;
+  c.beta = turn % 3 != 0;
+  c.signed_steps = c.steps && (before == Activation::kNone) == (turn % 4 != 0);
+}
+
+void run_tails() {
+  struct Shape {
+    std::int64_t n, k, positions, num_groups;
+  };
+  const Shape shapes[] = {{1, 24, 301, 3}, {2, 7, 515, 7},  {3, 40, 136, 8}, {2, 260, 67, 4},
+                          {3, 13, 1, 13},  {3, 1, 2053, 1}, {1, 31, 77, 1},  {2, 64, 264, 8},
+                          {2, 1031, 2, 1}, {40, 6, 40, 2},  {1, 48, 4096, 6}};
+  int turn = 0;
+  for (const Activation before : {Activation::kNone, Activation::kRelu}) {
+    for (const Activation after : kAfters) {
+      for (const Kind& kind : kKinds) {
+        for (const Layout layout : kLayouts) {
+          for (int repeat = 0; repeat < 2; ++repeat) {
+            ++turn;
+            const Shape& s = shapes[turn % std::size(shapes)];
+            BackwardCase c{s.n, s.k, s.positions, s.num_groups, kind.dtype, kind.steps, kind.scaled, layout};
+            c.gamma = turn % 5 == 0 ? Gamma::kNull : turn % 5 == 1 ? Gamma::kSomeZero : Gamma::kRandom;
+            c.misalign = turn % 7 == 0 ? 1 : 0;
+            c.more_pitch = turn % 3 == 1 ? 8 : 0;
+            c.a_mean = turn % 6 == 0 ? 1.0 : 0.0;
+            c.sums_only = turn % 11 == 0 && !kind.scaled;
+            set_tail(c, before, after, turn / 2);
+            run_case(c);
+          }
+        }
+      }
+    }
+  }
+}
+
+/// Gradients that are not finite, or as small or large as float goes, through each activation.
+void run_special_tails() {
+  int turn = 0;
+  for (const Activation after : kAfters) {
+    for (const Kind& kind : kKinds) {
+      BackwardCase c{3, 24, 301, 3, kind.dtype, kind.steps, kind.scaled, kLayouts[turn % 2]};
+      set_tail(c, Activation::kNone, after, ++turn);
+      for (const double special : {std::nan(""), -HUGE_VAL}) {
+        BackwardCase one = c;
+        one.special = special;
+        run_case(one);
+      }
+      BackwardCase far = c;
+      far.a_mean = kind.dtype == DType::kFloat32 && !kind.steps ? 1e4 : kind.steps ? 0.5 : -30;
+      run_case(far);
+      if (kind.dtype == DType::kFloat16) continue;
+      for (const double size : {0.0, 1e-30, 1e30, 1e-42}) {
+        BackwardCase sized = c;
+        sized.grad_size = size;
+        run_case(sized);
+      }
+    }
+  }
+}
+
+/// No samples: the parameters' gradients are 0.
+void run_empty() {
+  BackwardCase c{1, 16, 60, 4, DType::kFloat32};
+  set_tail(c, Activation::kNone, Activation::kPrelu, 1);
+  for (const std::int64_t slopes : {std::int64_t{1}, c.k}) {
+    c.slopes = slopes;
+    const Arena arena(c);
+    GroupNormBackwardParams params = arena.params;
+    params.n = 0;
+    launch_group_norm_backward(params, nullptr);
+    for (const Buffer* const buffer :
+         {&arena.grad_gamma, &arena.grad_beta, &arena.grad_bias, &arena.grad_slopes}) {
+      const std::vector<char> bytes = download_bytes(buffer->data(), buffer->bytes());
+      expect(std::all_of(bytes.begin(), bytes.end(), [](char byte) { return byte == 0; }),
+             "gradients of no samples are 0: " + describe(c));
+    }
+    expect(arena.pads_intact(), "wrote outside a buffer without samples: " + describe(c));
+  }
+}
+
 /// A launch that must be refused before anything runs.
 void run_refusals() {
   const BackwardCase c{2, 16, 60, 4, DType::kFloat32, false, true};
@@ -318,6 +295,10 @@ void run_refusals() {
   refused([](auto& params) { params.num_groups = 3; }, "3 groups of 16 channels");
   refused([](auto& params) { params.a = static_cast<const char*>(params.a) + 4; }, "misaligned a");
   refused([](auto& params) { params.sm_count = 0; }, "no multiprocessors");
+  refused([](auto& params) { params.before = Activation::kSilu; }, "silu before the normalization");
+  refused([](auto& params) { params.signed_steps = true; }, "signed steps without steps");
+  refused([](auto& params) { params.after.kind = Activation::kPrelu; }, "prelu without slopes");
+  refused([](auto& params) { params.grad_slopes = params.grad_bias; }, "slopes' gradient without prelu");
 }
 
 /// Median milliseconds of a case with data that do not matter.
@@ -329,6 +310,8 @@ void time_case(const char* what, const BackwardCase& c) {
   check(cudaMemset(arena.moment_of.data(), 0, arena.moment_of.bytes()), "filling");
   check(cudaMemset(arena.table.data(), 0x3c, arena.table.bytes()), "filling");
   check(cudaMemset(arena.gamma.data(), 0x3c, arena.gamma.bytes()), "filling");
+  check(cudaMemset(arena.beta.data(), 0x3c, arena.beta.bytes()), "filling");
+  check(cudaMemset(arena.slopes.data(), 0x3c, arena.slopes.bytes()), "filling");
   arena.params.counters_cleared = true;
   Buffer flush(256 << 20);
   cudaEvent_t begin, end;
@@ -360,6 +343,16 @@ void run_times() {
   constexpr Layout kRows = Layout::kNDHWC, kPlanes = Layout::kNCDHW;
   const std::int64_t out = 34 * 34 * 34, big = 64 * 64 * 64, huge = 96 * 96 * 96;
   time_case("16x128x34^3 bf16 NDHWC", {16, 128, out, 8, kBF16, false, false, kRows});
+  for (const Activation after : kAfters) {
+    BackwardCase c{16, 128, out, 8, kBF16, false, false, kRows};
+    set_tail(c, Activation::kNone, after, 1);
+    time_case((std::string("16x128x34^3 bf16 NDHWC, then ") + name(after)).c_str(), c);
+  }
+  for (const Activation after : {Activation::kNone, Activation::kRelu, Activation::kSilu}) {
+    BackwardCase c{16, 128, out, 8, kF32, true, true, kPlanes};
+    set_tail(c, Activation::kNone, after, 1);
+    time_case((std::string("16x128x34^3 f32 steps NCDHW, then ") + name(after)).c_str(), c);
+  }
   time_case("16x128x34^3 bf16 NDHWC, sums only",
             {.n = 16, .k = 128, .positions = out, .num_groups = 8, .dtype = kBF16, .sums_only = true});
   time_case("16x128x34^3 bf16 NCDHW", {16, 128, out, 8, kBF16, false, false, kPlanes});
@@ -387,6 +380,9 @@ int main(int argc, char** argv) {
     run_refusals();
     run_shapes();
     run_special();
+    run_tails();
+    run_special_tails();
+    run_empty();
   } catch (const std::exception& error) {
     std::printf("FAIL %s\n", error.what());
     return 1;

@@ -4,16 +4,19 @@
 ///   x     [N,D,H,W,C]                 operand  read through TMA im2col; or packed by layout/pack as
 ///         [N,groups,D,H,W,channels]            channels of a group, then zeros
 ///   w     [T*R*S,K,channels]          operand  packed by layout/pack
-///   a     [N,Z,P,Q,K]                 output   relu(conv + bias), then y: normalized in place, or beside it
-///   part  [N,moments,K/granule,2]     float    (mean, M2) of the *rounded* relu(conv)
+///   a     [N,Z,P,Q,K]                 output   before(conv + bias), then y: in place, or beside it
+///   part  [N,moments,K/granule,2]     float    (mean, M2) of the *rounded* before(conv + bias)
 ///   table [N,G,4]                     float    mean, rest of the mean, 1/sqrt(var + eps)
 ///
-/// Where y is to be [N,K,Z,P,Q], or its rows are no whole 16-byte chunks, a is scratch memory of rows that
-/// are, and this kernel ends with the moments, as channel_table [3,N,K]; normalizing and transposing is then
-/// group_norm_normalize's work, which finds the steps of 16 bits through moment_of [Z,P,Q].
+/// before() is ReLU or nothing; y = after(normalized a), after() nothing, ReLU or a slope (core/tail.hpp).
 ///
-/// Where the launch is linear, a is the convolution alone, [N,Z,P,Q,K] or [N,K,Z,P,Q]: of a plain convolution
-/// it is the gradient at the input of a transposed one (core/grad_x_plan.hpp).
+/// Where y is to be [N,K,Z,P,Q], or its rows are no whole 16-byte chunks, a is scratch memory of rows that
+/// are, and this kernel ends with the moments, as channel_table [3,N,K]; so it does where after() is another
+/// activation. Normalizing and transposing is then group_norm_normalize's work, which finds the steps of 16
+/// bits through moment_of [Z,P,Q].
+///
+/// Where the launch is linear, a is the result, [N,Z,P,Q,K] or [N,K,Z,P,Q], of a block without normalization;
+/// of a plain convolution it is the gradient at the input of a transposed one (core/grad_x_plan.hpp).
 ///
 /// An implicit GEMM whose rows are output channels (gemm_m = K) and whose columns are output positions of one
 /// sample (gemm_n = Z*P*Q), reduced over taps and input channels (gemm_k = T*R*S*C); of each convolution
@@ -26,7 +29,7 @@
 ///
 /// One block per multiprocessor, three warpgroups:
 ///   warp 0       hands out tiles and loads their operands by TMA (mainloop_sm90.cuh)
-///   warps 4-11   two warpgroups multiply by wgmma; bias, ReLU, rounding (relu_epilogue_sm90.cuh)
+///   warps 4-11   two warpgroups multiply by wgmma; bias, before(), rounding (relu_epilogue_sm90.cuh)
 ///   warps 1, 2   store the results of warpgroup 1, 2 and take their moments (drain_sm90.cuh)
 ///   warp 3       merges moments and normalizes finished samples; when no tile is left, the warps that
 ///                multiplied help with what remains (group_norm_sm90.cuh). A few blocks stop early for that.
@@ -38,7 +41,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -56,7 +58,9 @@
 #include "cuda/conv_transpose/group_norm_sm90.cuh"
 #include "cuda/conv_transpose/mainloop_sm90.cuh"
 #include "cuda/conv_transpose/relu_epilogue_sm90.cuh"
+#include "cuda/conv_transpose/tail_sm90.hpp"
 #include "cuda/conv_transpose/tensor_maps_sm90.hpp"
+#include "cuda/group_norm/steps.cuh"
 
 namespace upconv3d::cuda {
 
@@ -328,10 +332,11 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   KernelParams<Traits> to{};
   to.linear = params.linear;
   to.channels_first = params.channels_first;
-  to.floor = params.linear ? -std::numeric_limits<float>::infinity() : 0.f;
+  to.floor = activation_floor(params);
   to.normalizes = params.channel_table == nullptr && !params.linear;
+  if (to.normalizes) to.after = checked_after(params);
   to.in_place = to.normalizes && params.y == nullptr;
-  // Unorm16 in y's memory has room for twice as many.
+  // Stepped16 in y's memory has room for twice as many.
   const std::int64_t pitch = padded_channels(problem.k);
   to.pitch = static_cast<int>(to.in_place && Traits::QUANTIZED ? 2 * pitch : pitch);
   to.step_pitch = static_cast<int>(pitch);
@@ -364,6 +369,9 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   to.unscale_column = params.unscale_column;
   to.steps = params.steps;
   to.moment_of = params.moment_of;
+  const bool is_signed = to.floor < 0.f;
+  to.step_bits = is_signed ? 15 : 16;
+  to.stepped_zero = stored_origin(is_signed);
   fill_group_norm(params, to);
   to.next_tile = params.counters;
   to.next_item = params.counters + 1;

@@ -10,12 +10,16 @@
 
 #include "core/plan.hpp"
 #include "core/problem.hpp"
+#include "cuda/activation.hpp"
 
 namespace upconv3d::cuda {
 
 /// conv_transpose_twice_sm90 takes no channel_table, steps, moment_of, split_axes, share_taps and
 /// window_tiles; its part is of unrounded values, by granules of twice_granule_shift, its table
 /// [twice_table_floats] (core/twice_layout.hpp).
+///
+/// a is before(conv + bias): problem.tail.before(), which must be ReLU or nothing. Linear: the same where it
+/// is ReLU, else conv + bias.
 struct ConvTransposeParams {
   Problem problem;
   const void* x_hi = nullptr;                    // [N,D,H,W,C] operand, 16-byte aligned, or packed:
@@ -28,25 +32,26 @@ struct ConvTransposeParams {
   const std::int32_t* unscale_sample = nullptr;  // [N] exponents, or null where operands are unscaled
   const std::int32_t* unscale_column = nullptr;  // [K] exponents, or null
   bool one_unscale_sample = false;               // unscale_sample is [1]: the same exponent for every sample
-  // a is the unscaled convolution and nothing else: no bias, ReLU, moments or normalization, and none of the
-  // memory that these take. Not for instances that store fewer bits than dtype has.
+  // a is all that there is: no moments or normalization, and none of the memory that these take. Not for
+  // instances that store fewer bits than dtype has.
   bool linear = false;
   // Linear only: a is [N,K,Z,P,Q] dtype, rows of Z*P*Q in whole 16-byte chunks. Slabs must be whole planes
   // and begin at such a chunk.
   bool channels_first = false;
   const void* gamma = nullptr;  // [K] dtype, or null for 1
   const void* beta = nullptr;   // [K] dtype, or null for 0
-  // relu(conv + bias), where linear conv, written: [N,Z,P,Q,padded_channels(K)] of as many bits as the
-  // instance stores; where y is null, in y's memory, [N,Z,P,Q,K] dtype, and normalized in place.
+  ActivationParams after;       // problem.tail.after(), where this kernel normalizes: piecewise linear
+  // before(conv + bias), written: [N,Z,P,Q,padded_channels(K)] of as many bits as the instance stores; where
+  // y is null, in y's memory, [N,Z,P,Q,K] dtype, and normalized in place.
   void* a = nullptr;
   void* y = nullptr;  // [N,Z,P,Q,K] dtype, written where a is to be kept; null where channel_table is given
   // Scratch memory, 256-byte aligned; moments, granules: see Plan.
-  float* part = nullptr;           // [N,moments,granules,2]: (mean, M2) of relu(conv + bias) as stored
+  float* part = nullptr;           // [N,moments,granules,2]: (mean, M2) of a as stored
   float* table = nullptr;          // [N,G,4]: mean, rest of the mean, 1/sqrt(var + eps), unused; may be null
                                    // where channel_table is given
   float* channel_table = nullptr;  // [3,N,K] written: mean, scale, shift; null: this kernel normalizes
-  // Instances that store fewer bits than dtype has, else null: relu(conv + bias) is bits * 2^step, or not
-  // finite where the step is -128. [N,moments,padded_channels(K)] written.
+  // Instances that store fewer bits than dtype has, else null: a is bits * 2^step after ReLU, else
+  // (bits - 32768) * 2^step; or not finite where the step is -128. [N,moments,padded_channels(K)] written.
   std::int8_t* steps = nullptr;
   // [Z*P*Q] written: the partial moment, and so the steps, of a position; null: not wanted.
   std::int32_t* moment_of = nullptr;

@@ -3,9 +3,12 @@
 ///
 ///   x     [N,D,H,W,C]                 operand  read through TMA im2col
 ///   w     [T*R*S,K,C]                 operand  packed by layout/pack
-///   part  [N,moments,K/granule,2]     float    (mean, M2) of relu(conv + bias), unrounded
+///   part  [N,moments,K/granule,2]     float    (mean, M2) of before(conv + bias), unrounded
 ///   table [N,G,segments,4]            float    mean, rest of the mean, M2, count
 ///   y     [N,Z,P,Q,K]                 output   written once
+///
+/// y = after(normalized before(conv + bias)): before() ReLU or nothing, after() nothing, ReLU or a slope
+/// (core/tail.hpp).
 ///
 /// The convolution is computed for the moments of its values alone and, when these are known, once more: y is
 /// normalized in registers and written, nothing is read back. That moves fewer bytes where the arithmetic is

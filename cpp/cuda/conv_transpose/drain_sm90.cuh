@@ -4,10 +4,10 @@
 /// STAGED_POS positions, see relu_epilogue_sm90.cuh) is stored in y's memory and its moments are taken, while
 /// the consumers multiply the next tile.
 ///
-/// Where the kernel itself normalizes, relu(conv) lies where the result will lie, so that this takes no
-/// memory of its own. Unorm16 takes half the room of the float32 it becomes; it lies at the beginning of the
-/// memory of its position's channels of a tile, which one warp reads and then overwrites. In scratch memory
-/// it lies densely, and a table says which partial moment, and so which steps, a position has.
+/// Where the kernel itself normalizes, before(conv) lies where the result will lie, so that this takes no
+/// memory of its own. Stepped16 takes half the room of the float32 it becomes; it lies at the beginning of
+/// the memory of its position's channels of a tile, which one warp reads and then overwrites. In scratch
+/// memory it lies densely, and a table says which partial moment, and so which steps, a position has.
 #pragma once
 
 #include <cstdint>
@@ -21,21 +21,21 @@
 
 namespace upconv3d::cuda {
 
-/// A stored value as a float: itself, or Unorm16's integer.
-CUTLASS_DEVICE float stored_to_float(float v) {
+/// A stored value as a float: itself, or Stepped16's integer, exactly. \param zero KernelParams::stepped_zero
+CUTLASS_DEVICE float stored_to_float(float v, float) {
   return v;
 }
-CUTLASS_DEVICE float stored_to_float(cutlass::bfloat16_t v) {
+CUTLASS_DEVICE float stored_to_float(cutlass::bfloat16_t v, float) {
   return float(v);
 }
-CUTLASS_DEVICE float stored_to_float(cutlass::half_t v) {
+CUTLASS_DEVICE float stored_to_float(cutlass::half_t v, float) {
   return float(v);
 }
-CUTLASS_DEVICE float stored_to_float(Unorm16 v) {
-  return __uint_as_float(0x4b000000u | v.bits) - 0x1p23f;
+CUTLASS_DEVICE float stored_to_float(Stepped16 v, float zero) {
+  return __uint_as_float(0x4b000000u | v.bits) - zero;
 }
 
-/// 2^step of Unorm16; NaN where the values were not finite, so that the whole group becomes NaN as in
+/// 2^step of Stepped16; NaN where the values were not finite, so that the whole group becomes NaN as in
 /// PyTorch.
 CUTLASS_DEVICE float step_value(int step) {
   return step == kNoStep ? __int_as_float(0x7fc00000) : clamped_power_of_two(step);
@@ -168,6 +168,7 @@ struct Drain {
     constexpr int kRows = 32 / kChunks;
     int const lane = threadIdx.x % 32;
     int const chunk = lane % kChunks;
+    auto const to_float = [&](Stored v) { return stored_to_float(v, params.stepped_zero); };
     cutlass::Array<Stored, kVector> values;
     float pivot[kVector], sum[kVector], sum_squares[kVector];
     CUTLASS_PRAGMA_UNROLL
@@ -177,14 +178,14 @@ struct Drain {
       int const position = half.valid * sample / kPivotSamples;
       values = load_chunk(staging + staged_chunk<Stored>(position, chunk));
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kVector; ++i) pivot[i] += stored_to_float(values[i]) * (1.f / kPivotSamples);
+      for (int i = 0; i < kVector; ++i) pivot[i] += to_float(values[i]) * (1.f / kPivotSamples);
     }
 #pragma unroll 4
     for (int position = lane / kChunks; position < half.valid; position += kRows) {
       values = load_chunk(staging + staged_chunk<Stored>(position, chunk));
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector; ++i) {
-        float const shifted = stored_to_float(values[i]) - pivot[i];
+        float const shifted = to_float(values[i]) - pivot[i];
         sum[i] += shifted;
         sum_squares[i] += shifted * shifted;
       }

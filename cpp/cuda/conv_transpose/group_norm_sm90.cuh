@@ -12,7 +12,10 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "cuda/activation.cuh"
+#include "cuda/conv_transpose/after_sm90.cuh"
 #include "cuda/conv_transpose/drain_sm90.cuh"
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
 
@@ -47,6 +50,16 @@ CUTLASS_DEVICE void arrive_stored(int*& pending) {
 
 /// Polling a counter in L2 more often than this would take bandwidth from those who are being waited for.
 inline constexpr unsigned kPollNanoseconds = 200;
+
+/// Stores evict-first if `valid`: by a predicate, since of a branch the compiler makes copies of what it
+/// stores.
+CUTLASS_DEVICE void store_if(bool valid, uint4* to, uint4 const& v) {
+  asm volatile(
+      "{\n.reg .pred valid;\nsetp.ne.b32 valid, %0, 0;\n"
+      "@valid st.global.cs.v4.u32 [%1], {%2, %3, %4, %5};\n}" ::"r"(int(valid)),
+      "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+      : "memory");
+}
 
 /// \tparam FINALIZES whether this warp is the block's one that merges moments
 template <class Traits, bool FINALIZES>
@@ -135,12 +148,12 @@ class GroupNormWorker {
 
  private:
   /// ITEM_POS positions x BLK_K channels of a sample. As a rule they lie next to each other in memory. With
-  /// Unorm16 they are a share of a tile, since values have a meaning only together with their tile's steps.
+  /// Stepped16 they are a share of a tile, since values have a meaning only together with their tile's steps.
   struct Item {
     int sample;
-    int slab;      // Unorm16 only
+    int slab;      // Stepped16 only
     int channel;   // first
-    int position;  // first, in [Z,P,Q]; Unorm16: within the slab, perhaps beyond it
+    int position;  // first, in [Z,P,Q]; Stepped16: within the slab, perhaps beyond it
   };
 
   /// Register arrays take constant indices only.
@@ -363,7 +376,18 @@ class GroupNormWorker {
     }
   }
 
-  /// y of an item that load_item has brought.
+  /// y of an item that load_item has brought. One branch, here: these warps are bound by what they issue.
+  CUTLASS_DEVICE void normalize_loaded(Item const& item, char const* buffer) {
+    Activation const after = params_.after.kind;
+    if (after == Activation::kNone) {
+      normalize_loaded<NoActivation>(item, buffer);
+    } else if (after == Activation::kRelu) {
+      normalize_loaded<ReluActivation>(item, buffer);
+    } else {
+      normalize_loaded<SlopeActivation>(item, buffer);
+    }
+  }
+  template <class After>
   CUTLASS_DEVICE void normalize_loaded(Item const& item, char const* buffer) {
     constexpr int kChunks = Traits::BLK_K / kVector;  // of a position
     constexpr int kRows = 32 / kChunks;               // positions that a warp takes at once
@@ -375,6 +399,12 @@ class GroupNormWorker {
     int const channel = item.channel + chunk * kVector;
     bool const inside = channel < channel_end(params_, item.channel);
     if (inside) load_maps(item.sample, channel);
+    float slope[kVector];  // not in maps_, which are kept while moments are merged
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVector; ++i) {
+      bool const used = std::is_same_v<After, SlopeActivation> && inside;
+      slope[i] = used ? activation_parameter<Output>(params_.after, channel + i) : 0.f;
+    }
     int count, pixel;  // a lane finds one position's place, for all
     float step[kVector];
     if constexpr (Traits::QUANTIZED) {
@@ -402,26 +432,28 @@ class GroupNormWorker {
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kBatch; ++i) {
-        store_normalized(in[i], step, to + std::int64_t(row_pixel[i]) * params_.k, first + i * kRows < count);
+        store_normalized<After>(in[i], step, slope, to + std::int64_t(row_pixel[i]) * params_.k,
+                                first + i * kRows < count);
       }
     }
   }
 
-  /// The chunk `in` through maps_, stored if `valid`.
-  CUTLASS_DEVICE void store_normalized(uint4 const& in, float const (&step)[kVector], Output* to,
-                                       bool valid) const {
+  /// The chunk `in` through maps_ and After, stored if `valid`.
+  template <class After>
+  CUTLASS_DEVICE void store_normalized(uint4 const& in, float const (&step)[kVector],
+                                       float const (&slope)[kVector], Output* to, bool valid) const {
     auto const& values = reinterpret_cast<cutlass::Array<Stored, kVector> const&>(in);
     cutlass::Array<float, kVector> result;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVector; ++i) {
       ChannelMap map = maps_[i];
       if constexpr (Traits::QUANTIZED) map.scale *= step[i];
-      result[i] = map(stored_to_float(values[i]));
+      result[i] = map(stored_to_float(values[i], params_.stepped_zero));
     }
-    auto const out = cutlass::NumericArrayConverter<Output, float, kVector>{}(result);
+    auto const out = activated<After, Output>(result, slope);
     CUTLASS_PRAGMA_UNROLL
     for (int word = 0; word < kVector * int(sizeof(Output)) / 16; ++word) {
-      if (valid) __stcs(reinterpret_cast<uint4*>(to) + word, reinterpret_cast<uint4 const*>(&out)[word]);
+      store_if(valid, reinterpret_cast<uint4*>(to) + word, reinterpret_cast<uint4 const*>(&out)[word]);
     }
   }
 

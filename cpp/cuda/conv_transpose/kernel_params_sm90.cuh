@@ -19,14 +19,16 @@
 
 #include "core/border_slabs.hpp"
 #include "core/plan.hpp"
+#include "cuda/activation.hpp"
 #include "cuda/conv_transpose/ring_sm90.cuh"
 #include "cuda/conv_transpose/tensor_maps_sm90.hpp"
 
 namespace upconv3d::cuda {
 
-/// relu(conv) on its way to a float32 y at TF32's accuracy: value = bits * 2^step, with one step per channel
-/// and partial moment, so that the error is at most 2^-16 of the channel's largest value there.
-struct Unorm16 {
+/// before(conv) on its way to a float32 y at TF32's accuracy: value = (bits - zero point) * 2^step, with one
+/// step per channel and partial moment. After ReLU the zero point is 0, and the error at most 2^-16 of the
+/// channel's largest value there; else it is 2^15, and the error at most 2^-15 of the largest magnitude.
+struct Stepped16 {
   std::uint16_t bits;
 };
 
@@ -43,8 +45,8 @@ inline constexpr int kTileSlots = 4;
 template <class Operand_, int PRODUCTS_, class Stored_, int BLK_K_, int BLK_POS_>
 struct ConvTransposeTraitsSm90 {
   using Operand = Operand_;
-  using Stored = Stored_;  // relu(conv) between the epilogue and the normalization
-  static constexpr bool QUANTIZED = std::is_same_v<Stored, Unorm16>;
+  using Stored = Stored_;  // before(conv) between the epilogue and the normalization
+  static constexpr bool QUANTIZED = std::is_same_v<Stored, Stepped16>;
   using Output = std::conditional_t<QUANTIZED, float, Stored>;  // y, bias, gamma, beta
   static constexpr int PRODUCTS = PRODUCTS_;
   static constexpr int SPLITS = PRODUCTS == 3 ? 2 : 1;  // hi, or hi and lo
@@ -138,7 +140,7 @@ struct ControlStorage {
   int first_tile[kMaxSlabs];
   int first_moment[kMaxSlabs];
   int last_count[kMaxSlabs];  // positions behind the slab's last partial moment
-  std::int8_t step[2][64];    // Unorm16: exponents of the staged channels
+  std::int8_t step[2][64];    // Stepped16: exponents of the staged channels
 };
 
 /// Where a slab's positions lie in the output.
@@ -166,7 +168,7 @@ template <class Traits>
 struct KernelSlab : SlabGeometry {
   CUtensorMap x[Traits::SPLITS];  // hi, lo; just the input that the slab reads
   CUtensorMap a;       // the slab in a: boxes that are stored; tiled where channels_first, else im2col
-  CUtensorMap item;    // the same, boxes that are normalized; Unorm16 only
+  CUtensorMap item;    // the same, boxes that are normalized; Stepped16 only
   int corner[3];       // first window's coordinates in x
   int stride[3];       // of x's coordinates, from one position to the next
   int dilation[3];     // of x's coordinates, from one tap to the next
@@ -184,7 +186,7 @@ struct KernelParams {
   using Output = typename Traits::Output;
   KernelSlab<Traits> slabs[kMaxSlabs];
   CUtensorMap w[Traits::SPLITS];
-  CUtensorMap item;  // a as [N,Z*P*Q,K]: boxes that are normalized; not for Unorm16
+  CUtensorMap item;  // a as [N,Z*P*Q,K]: boxes that are normalized; not for Stepped16
   int num_slabs;
   int kernel[3];                      // T,R,S
   int out[3];                         // Z,P,Q
@@ -205,23 +207,26 @@ struct KernelParams {
   int order_size;                        // places of all samples
   int tile_blocks;                       // blocks that compute tiles to the end
   RingShape rings;
-  Output* a;                           // [N,Z,P,Q,pitch] Stored: relu(conv)
+  Output* a;                           // [N,Z,P,Q,pitch] Stored: before(conv)
   Output* y;                           // [N,Z,P,Q,K], which may be a's memory, if this kernel normalizes
   bool normalizes;                     // else group_norm_normalize does, from channel_table, or nobody
   bool in_place;                       // a lies in y
-  bool linear;                         // a is the convolution alone: no moments either
+  bool linear;                         // a is the result: no moments either
   bool channels_first;                 // linear only: a is [N,K,Z*P*Q]
-  float floor;                         // of the activation: 0 for ReLU, -infinity where linear
+  float floor;                         // of a: 0 for ReLU, -infinity for none
   Output const* bias;                  // [K], or null
   std::int32_t const* unscale_sample;  // [N] exponents, or [1] with a step of 0; float32 output only
   int unscale_step;                    // from one sample's exponent to the next's
   std::int32_t const* unscale_column;  // [K] exponents, float32 output only
-  std::int8_t* steps;                  // [N,moments,step_pitch] exponents, Unorm16 only
-  std::int32_t* moment_of;             // [Z*P*Q] partial moment of a position, or null; Unorm16 only
+  std::int8_t* steps;                  // [N,moments,step_pitch] exponents, Stepped16 only
+  std::int32_t* moment_of;             // [Z*P*Q] partial moment of a position, or null; Stepped16 only
+  int step_bits;                       // of the largest magnitude in steps: 16, or signed 15; Stepped16 only
+  float stepped_zero;                  // 2^23 + zero point (stored_origin); Stepped16 only
   // GroupNorm
   Output const* gamma;                 // [K], or null for 1
   Output const* beta;                  // [K], or null for 0
   double eps;                          // activation units squared
+  ActivationParams after;              // the normalization, piecewise linear
   float2* part;                        // [N,moments,K/granule] (mean, M2)
   int moments;                         // partial moments of a sample along its positions, STAGED_POS each
   int granule_shift;                   // granule = 2^shift neighbouring channels of one group share a moment

@@ -16,6 +16,7 @@
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/conv_transpose/cooperative_launch.hpp"
+#include "cuda/conv_transpose/tail_sm90.hpp"
 #include "cuda/conv_transpose/tensor_maps_sm90.hpp"
 
 namespace upconv3d::cuda {
@@ -138,6 +139,8 @@ TwiceParams<Traits> make_twice_params(const ConvTransposeParams& params, DType o
   to.gamma = static_cast<const Output*>(params.gamma);
   to.beta = static_cast<const Output*>(params.beta);
   to.eps = problem.eps;
+  to.floor = activation_floor(params);
+  to.after = checked_after(params);
   to.part = reinterpret_cast<float2*>(params.part);
   to.granule_shift = twice_granule_shift(problem);
   to.groups = static_cast<int>(problem.num_groups);

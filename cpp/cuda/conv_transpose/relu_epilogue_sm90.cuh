@@ -67,7 +67,7 @@ CUTLASS_DEVICE float clamped_power_of_two(int e) {
   return __int_as_float((max(-126, min(127, e)) + 127) << 23);
 }
 
-/// Exponent that Unorm16 uses for "not finite".
+/// Exponent that Stepped16 uses for "not finite".
 inline constexpr int kNoStep = -128;
 
 /// The thread's first of two rows of wgmma's accumulator, within the warpgroup's 64; the other is 8 further.
@@ -101,7 +101,7 @@ struct StagedTile {
  private:
   /// Two values as they are stored, the first in the lower half.
   CUTLASS_DEVICE static std::uint32_t pack(float first, float second) {
-    if constexpr (std::is_same_v<Stored, Unorm16>) {
+    if constexpr (std::is_same_v<Stored, Stepped16>) {
       // In one piece of assembly, because the compiler would else keep the accumulators as integers
       // throughout the main loop, copy them after every wgmma, and so wait for each.
       std::uint32_t packed;
@@ -214,13 +214,13 @@ struct ReluEpilogue {
   /// \param channel first of the warpgroup's 64
   /// \param valid   positions inside the slab; those beyond belong to the next sample
   /// \param staging [64 channels x STAGED_POS positions] Stored, this warpgroup's
-  /// \param steps   [64] written: exponents of the channels, Unorm16 only
+  /// \param steps   [64] written: exponents of the channels, Stepped16 only
   template <class Accumulator>
   CUTLASS_DEVICE static void stage(KernelParams<Traits> const& params, int n, int channel, int valid,
                                    Accumulator& acc, char* staging, std::int8_t* steps) {
     activate(params, n, channel, acc);
     [[maybe_unused]] int step[2];
-    if constexpr (Traits::QUANTIZED) quantize(acc, valid, step);
+    if constexpr (Traits::QUANTIZED) quantize(params, acc, valid, step);
     stage_round<0>(params, acc, staging);
     if constexpr (Traits::QUANTIZED) {
       if (threadIdx.x % 4 == 0) {
@@ -278,10 +278,11 @@ struct ReluEpilogue {
     }
   }
 
-  /// acc = acc / 2^step rounded to an integer below 2^16, in the lower half of the float's bits; one step per
-  /// channel, from its largest value in this half tile.
+  /// acc = acc / 2^step rounded to an integer of less than 2^step_bits, plus the zero point, in the lower
+  /// half of the float's bits; one step per channel, from its largest magnitude in this half tile.
   template <class Accumulator>
-  CUTLASS_DEVICE static void quantize(Accumulator& acc, int valid, int (&steps)[2]) {
+  CUTLASS_DEVICE static void quantize(KernelParams<Traits> const& params, Accumulator& acc, int valid,
+                                      int (&steps)[2]) {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       float largest = 0.f;
@@ -290,26 +291,26 @@ struct ReluEpilogue {
         int const position = 8 * block + 2 * (threadIdx.x % 4);
         float const first = position < valid ? acc(2 * j + 4 * block) : 0.f;
         float const second = position + 1 < valid ? acc(1 + 2 * j + 4 * block) : 0.f;
-        largest = max_nan(largest, max_nan(first, second));
+        largest = max_nan(largest, max_nan(fabsf(first), fabsf(second)));
       }
       largest = max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      // A little above the largest value, so that rounding to the nearest integer stays below 2^16.
+      // A little above the largest value, so that rounding to an integer stays below 2^step_bits.
       float const bound = largest * (1.f + 0x1p-15f);
       int const reach = (__float_as_int(bound) >> 23) - 126;  // bound < 2^reach
       bool const finite = bound < __int_as_float(0x7f800000);
       // Down to 2^-126: what is smaller than that is rounded to a multiple of it.
-      int const step = finite ? max(reach - 16, -126) : kNoStep;
+      int const step = finite ? max(reach - params.step_bits, -126) : kNoStep;
       steps[j] = step;
       float const scale = finite ? clamped_power_of_two(-step) : 0.f;
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2; ++i) {
-          // Beside 2^23 a float's last bit is worth 1. What is above 0 stays so, however small: the backward
-          // tells by this which values ReLU let through.
+          // Beside 2^23 a float's last bit is worth 1. What is above 0 after ReLU stays so, however small:
+          // the backward tells by this which values ReLU let through. Signed values are 1 or more anyway.
           float& v = acc(i + 2 * j + 4 * block);
-          v = fmaxf(v * scale + 0x1p23f, v > 0.f ? 0x1.000002p23f : 0x1p23f);
+          v = fmaxf(v * scale + params.stepped_zero, v > 0.f ? 0x1.000002p23f : 0x1p23f);
         }
       }
     }

@@ -5,7 +5,8 @@
 ///
 /// A thread holds two rows (accumulator_row and 8 further) and, in each block of 8 positions, the pair at
 /// 2*(lane%4). While wgmma runs, its accumulators take much of the registers' bandwidth, so what counts here
-/// is the number of instructions: relu(v + bias) - m is taken as max(v + (bias - m), -m).
+/// is the number of instructions: relu(v + bias) - m is taken as max(v + (bias - m), -m), and with a floor of
+/// -infinity in the place of ReLU's 0 it is v + bias - m.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +15,7 @@
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 
+#include "cuda/activation.cuh"
 #include "cuda/conv_transpose/drain_sm90.cuh"
 #include "cuda/conv_transpose/merge_moments_sm90.cuh"
 #include "cuda/conv_transpose/twice_params_sm90.cuh"
@@ -60,7 +62,8 @@ class TwiceEpilogue {
     float pivot[2];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
-      pivot[j] = __shfl_sync(0xffffffffu, shifted_relu(acc(2 * j), j, bias_[j], 0.f), granule_lane);
+      pivot[j] =
+          __shfl_sync(0xffffffffu, shifted_before(acc(2 * j), j, bias_[j], params_.floor), granule_lane);
     }
     if (shift == 4) pivot[1] = pivot[0];
     float sum[2] = {0.f, 0.f}, sum_squares[2] = {0.f, 0.f};
@@ -82,8 +85,9 @@ class TwiceEpilogue {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4 * kBlocks; ++i) {
       int const j = i / 2 % 2;
-      acc(i) = shifted_relu(acc(i), j, offset_[j], floor_[j]) * scale_[j] + shift_[j];
+      acc(i) = shifted_before(acc(i), j, offset_[j], floor_[j]) * scale_[j] + shift_[j];
     }
+    if (params_.after.kind != Activation::kNone) activate(acc);
     store_rounds<0>(tile, acc);
   }
 
@@ -91,9 +95,25 @@ class TwiceEpilogue {
   CUTLASS_DEVICE void finish() { cute::tma_store_wait<0>(); }
 
  private:
-  /// relu(v + bias) + floor of an accumulator, unscaled; NaN stays NaN. \param j which of the thread's rows
-  /// \param offset bias + floor
-  CUTLASS_DEVICE float shifted_relu(float v, int j, float offset, float floor) const {
+  /// acc = after(acc).
+  template <class Accumulator>
+  CUTLASS_DEVICE void activate(Accumulator& acc) const {
+    if (params_.after.kind == Activation::kRelu) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = FloorActivation{0.f}(acc(i));
+      return;
+    }
+    float slope[2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) slope[j] = activation_parameter<Output>(params_.after, channel_[j]);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = SlopeActivation{}.value(acc(i), slope[i / 2 % 2]);
+  }
+
+  /// before(v + bias) - m of an accumulator, unscaled; NaN stays NaN. \param j which of the thread's rows
+  /// \param offset bias - m
+  /// \param floor  params.floor - m
+  CUTLASS_DEVICE float shifted_before(float v, int j, float offset, float floor) const {
     if constexpr (Traits::SCALED) v = v * unscale_[j][0] * unscale_[j][1];
     float result;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(v + offset), "f"(floor));
@@ -139,11 +159,12 @@ class TwiceEpilogue {
   CUTLASS_DEVICE void add_values(Accumulator const& acc, float const (&pivot)[2], int valid, float (&sum)[2],
                                  float (&sum_squares)[2]) const {
     float const offset[2] = {bias_[0] - pivot[0], bias_[1] - pivot[1]};
+    float const floor[2] = {params_.floor - pivot[0], params_.floor - pivot[1]};
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4 * kBlocks; ++i) {
       int const j = i / 2 % 2;
       int const position = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      float shifted = shifted_relu(acc(i), j, offset[j], -pivot[j]);
+      float shifted = shifted_before(acc(i), j, offset[j], floor[j]);
       // Beyond the slab lies the next sample.
       if (kTail && position >= valid) shifted = 0.f;
       sum[j] += shifted;
@@ -195,7 +216,7 @@ class TwiceEpilogue {
     for (int j = 0; j < 2; ++j) {
       float4 const own = control_.maps[group_][accumulator_row() + 8 * j];
       offset_[j] = bias_[j] - own.x;
-      floor_[j] = -own.x;
+      floor_[j] = params_.floor - own.x;
       scale_[j] = own.y;
       shift_[j] = own.z;
     }

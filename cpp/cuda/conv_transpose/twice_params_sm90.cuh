@@ -9,6 +9,7 @@
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
 
 #include "core/twice_layout.hpp"
+#include "cuda/activation.hpp"
 #include "cuda/conv_transpose/relu_epilogue_sm90.cuh"
 
 namespace upconv3d::cuda {
@@ -118,6 +119,8 @@ struct TwiceParams {
   Output const* gamma;                 // [K], or null for 1
   Output const* beta;                  // [K], or null for 0
   double eps;                          // activation units squared
+  float floor;                         // of conv + bias: 0 for ReLU, -infinity for none
+  ActivationParams after;              // the normalization, piecewise linear
   float2* part;                        // [N,moments,K/granule] (mean, M2)
   int moments;                         // partial moments of a sample along its positions
   int granule_shift;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "cuda/conv_transpose/cooperative_launch.hpp"
 #include "cuda/group_norm/backward_launch.hpp"
@@ -50,6 +51,12 @@ BackwardArgs<T, A, Out> backward_args(const GroupNormBackwardParams& params) {
   args.part = static_cast<float*>(scratch.part);
   args.sums = static_cast<ChannelSums*>(scratch.sums);
   args.terms = static_cast<GroupTerms*>(scratch.terms);
+  args.after = params.after;
+  args.beta = params.after.kind == Activation::kNone ? nullptr : static_cast<const T*>(params.beta);
+  args.grad_slopes = static_cast<T*>(params.grad_slopes);
+  args.slope_sums = params.grad_slopes != nullptr ? static_cast<double*>(scratch.slope_sums) : nullptr;
+  args.closed = params.before == Activation::kRelu ? 0.f : std::numeric_limits<float>::quiet_NaN();
+  args.stored_origin = stored_origin(params.signed_steps);
   args.group_channels.set(params.k / params.num_groups);
   const BackwardShape shape = backward_shape(params);
   args.vectors = shape.vectors;
@@ -81,19 +88,26 @@ void launch_backward_kernel(const GroupNormBackwardParams& params, cudaStream_t 
                      stream, prepare);
 }
 
-template <class T, class A, class Out>
-void launch_backward(const GroupNormBackwardParams& params, cudaStream_t stream) {
+template <class T, class A, class Out, bool kAnyTail>
+void launch_backward_access(const GroupNormBackwardParams& params, cudaStream_t stream) {
+  using enum GradAccess;
   const bool rows = params.grad_y_layout == Layout::kNDHWC;
   const bool whole =
       is_aligned(params.grad_y) &&
       (rows ? params.k % kBackwardVector : params.positions * std::int64_t{sizeof(T)} % kAccessBytes) == 0;
   if (rows) {
-    whole ? launch_backward_kernel<BackwardTraits<T, A, Out, GradAccess::kRowVectors>>(params, stream)
-          : launch_backward_kernel<BackwardTraits<T, A, Out, GradAccess::kRowElements>>(params, stream);
+    whole ? launch_backward_kernel<BackwardTraits<T, A, Out, kRowVectors, kAnyTail>>(params, stream)
+          : launch_backward_kernel<BackwardTraits<T, A, Out, kRowElements, kAnyTail>>(params, stream);
   } else {
-    whole ? launch_backward_kernel<BackwardTraits<T, A, Out, GradAccess::kPlaneVectors>>(params, stream)
-          : launch_backward_kernel<BackwardTraits<T, A, Out, GradAccess::kPlaneElements>>(params, stream);
+    whole ? launch_backward_kernel<BackwardTraits<T, A, Out, kPlaneVectors, kAnyTail>>(params, stream)
+          : launch_backward_kernel<BackwardTraits<T, A, Out, kPlaneElements, kAnyTail>>(params, stream);
   }
+}
+
+template <class T, class A, class Out>
+void launch_backward(const GroupNormBackwardParams& params, cudaStream_t stream) {
+  is_relu_group_norm(params) ? launch_backward_access<T, A, Out, false>(params, stream)
+                             : launch_backward_access<T, A, Out, true>(params, stream);
 }
 
 }  // namespace upconv3d::cuda

@@ -78,13 +78,20 @@ class MergeWarp {
     wait_counter(args_.ready + step, step_shape(args_, step).samples * args_.num_groups);
   }
 
-  /// Writes what is left to write, once all steps are ready.
-  __device__ __forceinline__ void finish() const {
+  /// Writes what is left to write, once all steps are ready. For all threads of a block.
+  ///
+  /// \param shared [kStreamThreads / 32]
+  __device__ __forceinline__ void finish(double* shared) const {
     if (Traits::kScaled && warp_ == 0 && lane_ == 0 && args_.unscale != nullptr) {
       *args_.unscale = -scale_exponent(args_);
     }
 #pragma unroll 1
     for (int channel = warp_; channel < args_.k; channel += warps_) sum_samples(channel);
+    if constexpr (Traits::kAnyTail) {
+      // The last block has the fewest channels to sum.
+      const bool one_slope = args_.grad_slopes != nullptr && args_.after.slope_step == 0;
+      if (one_slope && blockIdx.x == gridDim.x - 1) sum_channels(shared);
+    }
   }
 
   /// E of grad_c * 2^E; once all steps are ready.
@@ -108,17 +115,19 @@ class MergeWarp {
         args_.part +
         (first_unit * args_.block_channels + channel - block * args_.block_channels) * kPartFields;
     const std::int64_t pitch = std::int64_t{args_.block_channels} * kPartFields;
-    double sums[kSumFields] = {};
+    using High =
+        std::conditional_t<Traits::kScaled, float4, std::conditional_t<Traits::kAnyTail, float2, float1>>;
+    double sums[Traits::kSums] = {};
     float maxima[2] = {};
     for (int first = lane_; first < shape.shares; first += 32 * kLoads) {
       float4 low[kLoads];
-      std::conditional_t<Traits::kScaled, float4, float1> high[kLoads];
+      High high[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const float* const from = part + min(first + 32 * i, shape.shares - 1) * pitch;
         low[i] = __ldcg(reinterpret_cast<const float4*>(from));
-        if constexpr (Traits::kScaled) {
-          high[i] = __ldcg(reinterpret_cast<const float4*>(from) + 1);
+        if constexpr (sizeof(High) > sizeof(float)) {
+          high[i] = __ldcg(reinterpret_cast<const High*>(from + 4));
         } else {
           high[i].x = __ldcg(from + 4);
         }
@@ -131,9 +140,10 @@ class MergeWarp {
         sums[kCountOpen] += low[i].z;
         sums[kSumGradOpen] += low[i].w;
         sums[kSumDeviationOpen] += high[i].x;
+        if constexpr (Traits::kAnyTail) sums[kSumSlope] += high[i].y;
         if constexpr (Traits::kScaled) {
-          maxima[0] = fmaxf(maxima[0], high[i].y);
-          maxima[1] = fmaxf(maxima[1], high[i].z);
+          maxima[0] = fmaxf(maxima[0], Traits::kAnyTail ? high[i].z : high[i].y);
+          maxima[1] = fmaxf(maxima[1], Traits::kAnyTail ? high[i].w : high[i].z);
         }
       }
     }
@@ -151,6 +161,11 @@ class MergeWarp {
           sums[kSumGrad],     rstd * (sums[kSumGradDeviation] - rest * sums[kSumGrad]),   sums[kCountOpen],
           sums[kSumGradOpen], rstd * (sums[kSumDeviationOpen] - rest * sums[kCountOpen]), maxima[0],
           maxima[1]};
+      if constexpr (Traits::kAnyTail) {
+        if (args_.slope_sums != nullptr) {
+          args_.slope_sums[std::int64_t{sample} * args_.k + channel] = sums[kSumSlope];
+        }
+      }
     }
     take_ticket(step, sample, group);
   }
@@ -212,11 +227,13 @@ class MergeWarp {
   /// Gradients of a channel's parameters.
   __device__ __forceinline__ void sum_samples(int channel) const {
     const int group = args_.group_channels.divide(channel);
-    double grad_gamma = 0, grad_beta = 0, grad_bias = 0;
+    double grad_gamma = 0, grad_beta = 0, grad_bias = 0, grad_slope = 0;
+    const bool slopes = Traits::kAnyTail && args_.grad_slopes != nullptr && args_.after.slope_step != 0;
     for (int sample = lane_; sample < args_.n; sample += 32) {
       const ChannelSums* const sums = args_.sums + std::int64_t{sample} * args_.k + channel;
       grad_beta += __ldcg(&sums->grad);
       grad_gamma += __ldcg(&sums->grad_xhat);
+      if (slopes) grad_slope += __ldcg(args_.slope_sums + std::int64_t{sample} * args_.k + channel);
       if (args_.grad_bias != nullptr) {
         const int row = sample * args_.num_groups + group;
         const GroupTerms* const terms = args_.terms + row;
@@ -228,10 +245,29 @@ class MergeWarp {
     grad_gamma = warp_sum(grad_gamma);
     grad_beta = warp_sum(grad_beta);
     grad_bias = warp_sum(grad_bias);
+    if (slopes) grad_slope = warp_sum(grad_slope);
     if (lane_ != 0) return;
     if (args_.grad_gamma != nullptr) args_.grad_gamma[channel] = from_stat<T>(float(grad_gamma));
     if (args_.grad_beta != nullptr) args_.grad_beta[channel] = from_stat<T>(float(grad_beta));
     if (args_.grad_bias != nullptr) args_.grad_bias[channel] = from_stat<T>(float(grad_bias));
+    if (slopes) args_.grad_slopes[channel] = from_stat<T>(float(grad_slope));
+  }
+
+  /// Gradient of a slope that all channels have. For all threads of one block.
+  __device__ __forceinline__ void sum_channels(double* shared) const {
+    const std::int64_t count = std::int64_t{args_.n} * args_.k;
+    double grad_slope = 0;
+#pragma unroll 4
+    for (std::int64_t i = threadIdx.x; i < count; i += kStreamThreads) {
+      grad_slope += __ldcg(args_.slope_sums + i);
+    }
+    grad_slope = warp_sum(grad_slope);
+    __syncthreads();  // what else lies in this memory may still be read
+    if (lane_ == 0) shared[threadIdx.x / 32] = grad_slope;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    for (int warp = 1; warp < kStreamThreads / 32; ++warp) grad_slope += shared[warp];
+    *args_.grad_slopes = from_stat<T>(float(grad_slope));
   }
 
   const Args& args_;

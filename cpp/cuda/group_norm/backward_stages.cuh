@@ -20,13 +20,17 @@ namespace upconv3d::cuda {
 /// How grad_y lies: NDHWC or NCDHW, and whether it can be loaded 16 bytes at a time.
 enum class GradAccess { kRowVectors, kRowElements, kPlaneVectors, kPlaneElements };
 
-template <class T_, class A_, class Out_, GradAccess kAccess_>
+/// \tparam kAnyTail_ whatever activation is behind the normalization, and relu or nothing before it; else
+/// relu
+///                   before it and nothing behind
+template <class T_, class A_, class Out_, GradAccess kAccess_, bool kAnyTail_>
 struct BackwardTraits {
   using T = T_;
   using A = A_;
   using Out = Out_;
   using Args = BackwardArgs<T, A, Out>;
   static constexpr GradAccess kAccess = kAccess_;
+  static constexpr bool kAnyTail = kAnyTail_;
   static constexpr bool kPlanes =
       kAccess == GradAccess::kPlaneVectors || kAccess == GradAccess::kPlaneElements;
   static constexpr bool kWhole = kAccess == GradAccess::kRowVectors || kAccess == GradAccess::kPlaneVectors;
@@ -36,7 +40,10 @@ struct BackwardTraits {
   static constexpr int kVector = kBackwardVector;                // channels of a thread
   static constexpr int kRows = 8 / int(sizeof(T));               // positions of a thread and stage
   static constexpr int kVectorBytes = kVector * int(sizeof(T));  // of grad_y
-  static constexpr int kFields = kScaled ? kAllFields : kSumFields;
+  static constexpr int kSums = kSumFields + (kAnyTail ? 1 : 0);  // fields of a channel
+  static constexpr int kMaxGrad = kSums, kMaxDeviation = kSums + 1;
+  static constexpr int kFields = kSums + (kScaled ? 2 : 0);
+  static_assert(kFields <= kPartFields);
 
   static constexpr int kGradBytes = kStreamThreads * kRows * kVectorBytes;
   static constexpr int kABytes = kVector * int(sizeof(A));  // of a thread's vector
@@ -195,7 +202,10 @@ class StageRing {
       steps.set(*reinterpret_cast<const unsigned*>(stage + Traits::kStepsAt + own_chunk(i) * kVector));
       const uint2 words = *reinterpret_cast<const uint2*>(own);
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) a[j] = stored_bits(j < 2 ? words.x : words.y, j % 2) * steps.at(j);
+      for (int j = 0; j < kVector; ++j) {
+        const float origin = Traits::kAnyTail ? args_.stored_origin : stored_origin(false);
+        a[j] = stored_bits(j < 2 ? words.x : words.y, j % 2, origin) * steps.at(j);
+      }
     } else {
       read_floats<A>(own, a);
     }

@@ -9,24 +9,24 @@
 
 #include <cstdint>
 
+#include "cuda/activation.hpp"
 #include "cuda/group_norm/element.cuh"
 
 namespace upconv3d::cuda {
 
 /// Channel sums of one unit, in the order in which they lie in memory.
 enum SumField {
-  kSumGrad,           // of grad_y
-  kSumGradDeviation,  // of grad_y*(a - mean)
-  kCountOpen,         // positions where !(a <= 0)
-  kSumGradOpen,       // of grad_y over those
+  kSumGrad,           // of g, which is grad_y where nothing follows the normalization
+  kSumGradDeviation,  // of g*(a - mean)
+  kCountOpen,         // positions where !(a <= closed)
+  kSumGradOpen,       // of g over those
   kSumDeviationOpen,  // of a - mean over those
   kSumFields,
-  kMaxGrad = kSumFields,  // largest |grad_y|
-  kMaxDeviation,          // largest |a - mean|
-  kAllFields,
+  kSumSlope = kSumFields,  // of grad_y*u where !(u > 0); kernels of any tail alone
 };
 
-/// Floats of a channel's record in `part`: a sector of memory.
+/// Floats of a channel's record in `part`: a sector of memory. Behind the sums, where grad_c is scaled, are
+/// the largest |g| and the largest |a - mean|.
 inline constexpr int kPartFields = 8;
 
 /// A channel's sums over a sample.
@@ -36,7 +36,7 @@ struct ChannelSums {
 };
 
 /// Of a (sample, group): c1 and c2, and what they make of
-/// grad_c = rstd*gamma*grad_y + from_deviation*(a - mean) + constant.
+/// grad_c = rstd*gamma*g + from_deviation*(a - mean) + constant.
 struct GroupTerms {
   double c1, c2;
   double from_deviation, constant;
@@ -97,6 +97,13 @@ struct BackwardArgs {
   float* part;        // [units,block_channels,8] of the current step
   ChannelSums* sums;  // [N,K]
   GroupTerms* terms;  // [N,G]
+  // Of kernels of any tail alone.
+  ActivationParams after;
+  const T* beta;        // [K], or null
+  T* grad_slopes;       // [1] or [K], as after.slope_step says, or null
+  double* slope_sums;   // [N,K] scratch; with grad_slopes
+  float closed;         // grad_c is 0 where a <= closed: 0, or NaN for nowhere
+  float stored_origin;  // of stored_bits(); with steps
   // Division of the work.
   int vectors, slots;  // of a block: vectors of channels x positions that are loaded side by side
   int block_channels;  // of a unit

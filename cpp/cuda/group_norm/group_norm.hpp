@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// GroupNorm in three stages, each a launcher: partial moments, finalize, normalize.
+/// Activation and GroupNorm in three stages, each a launcher: partial moments, finalize, normalize.
 ///
 /// Partial moments are (mean, M2) per (sample, tile, channel). A tile is a stretch of at most tile_positions
 /// positions; tile t begins at t*tile_positions, so that its count needs no storage. Merging follows Chan,
@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
+#include "cuda/activation.hpp"
 
 namespace upconv3d::cuda {
 
@@ -27,16 +28,21 @@ struct GroupNormShape {
   std::int64_t tiles = 0;           // partial moments per (sample, channel)
 };
 
-/// relu_moments: partial moments of relu(c + bias), for convolutions whose epilogue is not ours.
-struct ReluMomentsParams {
+/// activation_moments: partial moments of before(c + bias + skip), for convolutions whose epilogue is not
+/// ours.
+struct ActivationMomentsParams {
   GroupNormShape shape;
-  DType dtype = DType::kFloat32;  // of c and bias
+  DType dtype = DType::kFloat32;    // of c, bias and skip
+  DType y_dtype = DType::kFloat32;  // of before.slopes
   Layout layout = Layout::kNCDHW;
+  ActivationParams before = {};
   const void* c = nullptr;     // [N,K,Z,P,Q] or [N,Z,P,Q,K] dtype, dense
   const void* bias = nullptr;  // [K] dtype, or null
+  const void* skip = nullptr;  // c's sizes, dtype and layout, or null
   void* part = nullptr;        // [N,tiles,K,2] stat, written
 };
-void launch_relu_moments(const ReluMomentsParams& params, cudaStream_t stream);
+/// \throws std::invalid_argument for a y_dtype that normalize does not write from dtype.
+void launch_activation_moments(const ActivationMomentsParams& params, cudaStream_t stream);
 
 /// group_norm_finalize: partial moments to what normalize multiplies by,
 ///   y = (a - mean)*scale + shift,  scale = gamma/sqrt(var + eps),
@@ -55,29 +61,33 @@ struct FinalizeParams {
 std::int64_t finalize_scratch_bytes(const GroupNormShape& shape, DType dtype);
 void launch_group_norm_finalize(const FinalizeParams& params, cudaStream_t stream);
 
-/// group_norm_normalize: y = (v - mean)*scale + shift, v = a or relu(a + bias).
+/// group_norm_normalize: y = after((v - mean)*scale + shift), v = before(a + bias + skip); without a table,
+/// y = after(v). One of before and after is none at least.
 struct NormalizeParams {
   GroupNormShape shape;
-  DType a_dtype = DType::kFloat32;  // also of bias
-  DType y_dtype = DType::kFloat32;
+  DType a_dtype = DType::kFloat32;  // also of bias and skip
+  DType y_dtype = DType::kFloat32;  // also of slopes
   Layout a_layout = Layout::kNCDHW;
   Layout y_layout = Layout::kNCDHW;
-  bool apply_relu = false;      // a is the raw convolution: bias and ReLU are still due
+  ActivationParams before = {}, after = {};
   std::int64_t a_pitch = 0;     // elements of a position's row of a [N,Z,P,Q,pitch], K of them channels; 0: K
   const void* a = nullptr;      // [N,K,Z,P,Q] or [N,Z,P,Q,pitch] a_dtype, dense
-  const void* bias = nullptr;   // [K] a_dtype, or null; read only with apply_relu
-  const void* table = nullptr;  // [3,N,K] stat
+  const void* bias = nullptr;   // [K] a_dtype, or null
+  const void* skip = nullptr;   // as a lies, a_pitch included, a_dtype, or null; not y
+  const void* table = nullptr;  // [3,N,K] stat, or null: no normalization
   void* y = nullptr;            // y_layout, y_dtype; may be `a` where dtype, layout and pitch are equal
-  // Where given, a holds 16 bits each that stand for float32: a value is bits * 2^step, or NaN where step is
-  // -128. Only from NDHWC, a_pitch a multiple of 8 and a 16-byte aligned.
-  const std::int8_t* steps = nullptr;       // [N,tiles,a_pitch], or null
+  // Where given, a holds 16 bits each that stand for float32: a value is bits * 2^step, with signed_steps
+  // (bits - 32768) * 2^step, or NaN where step is -128. Only from NDHWC, a_pitch a multiple of 8 and a
+  // 16-byte aligned; with a table, and without before, bias and skip.
+  const std::int8_t* steps = nullptr;  // [N,tiles,a_pitch], or null
+  bool signed_steps = false;
   const std::int32_t* moment_of = nullptr;  // [Z*P*Q] partial moment of a position, below tiles; with steps
 };
 void launch_group_norm_normalize(const NormalizeParams& params, cudaStream_t stream);
 
 /// Positions per partial moment that the library plan uses: enough tiles to fill `sm_count`
 /// multiprocessors however few samples and channels there are, few enough that merging stays small.
-std::int64_t relu_moments_tile_positions(std::int64_t n, std::int64_t k, std::int64_t positions,
-                                         Layout layout, int sm_count);
+std::int64_t activation_moments_tile_positions(std::int64_t n, std::int64_t k, std::int64_t positions,
+                                               Layout layout, int sm_count);
 
 }  // namespace upconv3d::cuda

@@ -36,6 +36,16 @@ void require_supported(const GroupNormBackwardParams& params) {
       params.operand == GradOperand::kOwn || (params.dtype == DType::kFloat32 && params.unscale != nullptr),
       concat("scales float32 alone, and then says how; got ", name(params.dtype),
              params.unscale != nullptr ? "" : " without unscale", ". Ask for its own dtype."));
+  require(
+      params.before == Activation::kRelu || params.before == Activation::kNone,
+      concat("takes relu or none before the normalization; got ", name(params.before), ". Use PyTorch's."));
+  require(!params.signed_steps || params.steps != nullptr,
+          "takes signed_steps with steps; got no steps. Store a in its own dtype.");
+  require((params.after.kind == Activation::kPrelu) == (params.after.slopes != nullptr) &&
+              (params.after.slopes != nullptr || params.grad_slopes == nullptr),
+          concat("takes slopes and their gradient with prelu, and prelu with slopes; got ",
+                 name(params.after.kind), params.after.slopes != nullptr ? " with slopes" : " without slopes",
+                 params.grad_slopes != nullptr ? ", with their gradient" : "", ". Pass both or neither."));
   require(params.num_groups > 0 && params.k % params.num_groups == 0,
           concat("wants groups that divide the channels; got ", params.num_groups, " of ", params.k,
                  ". Choose a divisor."));
@@ -63,6 +73,12 @@ void clear_gradients(const GroupNormBackwardParams& params, cudaStream_t stream)
   const std::size_t bytes = static_cast<std::size_t>(params.k * size_of(params.dtype));
   for (void* const gradient : {params.grad_gamma, params.grad_beta, params.grad_bias}) {
     if (gradient != nullptr) check(cudaMemsetAsync(gradient, 0, bytes, stream), "clearing a gradient");
+  }
+  if (params.grad_slopes != nullptr) {
+    const std::int64_t slopes = params.after.slope_step == 0 ? 1 : params.k;
+    check(cudaMemsetAsync(params.grad_slopes, 0, static_cast<std::size_t>(slopes * size_of(params.dtype)),
+                          stream),
+          "clearing the slopes' gradient");
   }
   if (params.unscale != nullptr) {
     check(cudaMemsetAsync(params.unscale, 0, sizeof(std::int32_t), stream), "clearing the exponent");
@@ -97,6 +113,8 @@ BackwardScratch::BackwardScratch(const GroupNormBackwardParams& params, void* ba
   part = carver.take(units * shape.block_channels * kPartFields * std::int64_t{sizeof(float)});
   sums = carver.take(params.n * params.k * std::int64_t{sizeof(ChannelSums)});
   terms = carver.take(params.n * params.num_groups * std::int64_t{sizeof(GroupTerms)});
+  slope_sums =
+      carver.take(params.grad_slopes != nullptr ? params.n * params.k * std::int64_t{sizeof(double)} : 0);
   bytes = carver.used();
 }
 

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 
+#include "cuda/group_norm/backward_after.cuh"
 #include "cuda/group_norm/backward_merge.cuh"
 #include "cuda/group_norm/backward_stages.cuh"
 
@@ -35,27 +36,34 @@ inline constexpr int kBackwardSharedBytes =
     Traits::kStages * Traits::kStageBytes +
     static_cast<int>(sizeof(MergeMemory<Traits>) + sizeof(FirstUnits));
 
+/// grad_c is 0 where a <= this.
+template <class Traits>
+__device__ __forceinline__ float closed(const typename Traits::Args& args) {
+  return Traits::kAnyTail ? args.closed : 0.f;
+}
+
 /// A thread's sums of its channels over its positions of a unit.
 template <class Traits>
 struct ThreadSums {
   static constexpr int kVector = Traits::kVector;
   float at[Traits::kFields][kVector] = {};
 
-  __device__ __forceinline__ void add(const float (&grad)[kVector], const float (&a)[kVector],
-                                      const float (&mean)[kVector]) {
+  /// \param grad g
+  __device__ __forceinline__ void add(const typename Traits::Args& args, const float (&grad)[kVector],
+                                      const float (&a)[kVector], const float (&mean)[kVector]) {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const float deviation = a[j] - mean[j];
       at[kSumGrad][j] += grad[j];
       at[kSumGradDeviation][j] += grad[j] * deviation;
-      if (!(a[j] <= 0.f)) {
+      if (!(a[j] <= closed<Traits>(args))) {
         at[kCountOpen][j] += 1.f;
         at[kSumGradOpen][j] += grad[j];
         at[kSumDeviationOpen][j] += deviation;
       }
       if constexpr (Traits::kScaled) {
-        at[kMaxGrad][j] = fmaxf(at[kMaxGrad][j], fabsf(grad[j]));
-        at[kMaxDeviation][j] = fmaxf(at[kMaxDeviation][j], fabsf(deviation));
+        at[Traits::kMaxGrad][j] = fmaxf(at[Traits::kMaxGrad][j], fabsf(grad[j]));
+        at[Traits::kMaxDeviation][j] = fmaxf(at[Traits::kMaxDeviation][j], fabsf(deviation));
       }
     }
   }
@@ -76,7 +84,7 @@ struct ThreadSums {
 #pragma unroll
       for (int i = 0; i < Traits::kFields * kVector; ++i) {
         const float mine = at[i / kVector][i % kVector], other = own[i * kPitch];
-        own[i * kPitch] = i / kVector < kSumFields ? mine + other : fmaxf(mine, other);
+        own[i * kPitch] = i / kVector < Traits::kSums ? mine + other : fmaxf(mine, other);
       }
     }
     __syncthreads();
@@ -86,7 +94,7 @@ struct ThreadSums {
       const float* const from =
           memory.sums + (field * kVector + channel % kVector) * kPitch + channel / kVector;
       float sum = from[0];
-      if (field < kSumFields) {
+      if (field < Traits::kSums) {
         double total = sum;
         for (int slot = 1; slot < half; ++slot) total += from[slot * args.vectors];
         sum = static_cast<float>(total);
@@ -99,7 +107,7 @@ struct ThreadSums {
   }
 };
 
-/// What makes grad_c of a channel's grad_y and a: from_grad*grad_y + (from_deviation*(a - mean) + constant).
+/// What makes grad_c of a channel's g and a: from_grad*g + (from_deviation*(a - mean) + constant).
 struct ChannelGrad {
   float mean, from_grad, from_deviation, constant;
 };
@@ -109,7 +117,7 @@ template <class Traits>
 struct GradMap {
   static constexpr int kVector = Traits::kVector;
   ChannelGrad at[kVector];
-  float prescale;  // of grad_y
+  float prescale;  // of g
 
   /// The block's threads find a channel each, and then read their own.
   ///
@@ -117,7 +125,7 @@ struct GradMap {
   /// \param memory   [block_channels]
   __device__ __forceinline__ void load(const typename Traits::Args& args, const Place<Traits>& place,
                                        const Unit& unit, int exponent, ChannelGrad* memory) {
-    // Where from_grad would leave float's range, grad_y takes a part of the power: it is as far on the other
+    // Where from_grad would leave float's range, g takes a part of the power: it is as far on the other
     // side.
     const int grad_exponent = exponent > 96 ? 48 : exponent < -96 ? -48 : 0;
     prescale = __int_as_float((127 + grad_exponent) << 23);
@@ -147,7 +155,7 @@ struct GradMap {
       const float value =
           at[j].from_grad * own + (at[j].from_deviation * (a[j] - at[j].mean) + at[j].constant);
       // What float16 rounds to zero may be zero: its smallest value would be many times a small gradient.
-      out.at[j] = from_stat<Out>(a[j] <= 0.f ? 0.f : value);
+      out.at[j] = from_stat<Out>(a[j] <= closed<Traits>(args) ? 0.f : value);
     }
     if (channel + kVector > args.k) {
 #pragma unroll
@@ -211,7 +219,7 @@ class BackwardBlock {
       // From then on `part` may be written again.
       merge_warp.wait_ready(phase.step);
     }
-    merge_warp.finish();
+    merge_warp.finish(reinterpret_cast<double*>(merge_.sums));
   }
 
  private:
@@ -223,6 +231,8 @@ class BackwardBlock {
       const int group = args_.group_channels.divide(min(channel + j, args_.k - 1));
       mean[j] = __ldg(&args_.table[unit.sample * args_.num_groups + group].x);
     }
+    AfterGradient<Traits> after;
+    after.load(args_, unit.sample, channel);
     ThreadSums<Traits> sums;
 #pragma unroll 1
     for (int first = unit.begin; first < unit.end; first += Place<Traits>::stage_positions(args_)) {
@@ -233,7 +243,13 @@ class BackwardBlock {
         float grad[kVector], a[kVector];
         ring_.read_grad(i, grad);
         ring_.read_a(i, a);
-        sums.add(grad, a, mean);
+        if constexpr (Traits::kAnyTail) {
+          float deviation[kVector];
+#pragma unroll
+          for (int j = 0; j < kVector; ++j) deviation[j] = a[j] - mean[j];
+          after.multiply(args_, deviation, grad, sums.at[kSumSlope]);
+        }
+        sums.add(args_, grad, a, mean);
       }
     }
     sums.merge(args_, place_, merge_, min(args_.block_channels, args_.k - unit.channel),
@@ -242,6 +258,8 @@ class BackwardBlock {
 
   __device__ __forceinline__ void apply(const Unit& unit) {
     const int channel = unit.channel + place_.vector * kVector;
+    AfterGradient<Traits> after;
+    after.load(args_, unit.sample, channel);
     GradMap<Traits> map;
     map.load(args_, place_, unit, Traits::kScaled ? MergeWarp<Traits>::scale_exponent(args_) : 0,
              reinterpret_cast<ChannelGrad*>(merge_.sums));
@@ -259,6 +277,12 @@ class BackwardBlock {
         float grad[kVector], a[kVector];
         ring_.read_grad(i, grad);
         ring_.read_a(i, a);
+        if constexpr (Traits::kAnyTail) {
+          float deviation[kVector];
+#pragma unroll
+          for (int j = 0; j < kVector; ++j) deviation[j] = a[j] - map.at[j].mean;
+          after.multiply(args_, deviation, grad, nullptr);
+        }
         map.store(args_, grad, a, channel, to + std::int64_t{position} * args_.grad_c_pitch);
       }
     }

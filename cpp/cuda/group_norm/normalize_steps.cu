@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// group_norm_normalize: forward stage 4 of 4, where relu(conv) was stored in 16 bits with a step.
+/// group_norm_normalize: forward stage 4 of 4, where before(conv) was stored in 16 bits with a step.
 ///
-///   a         [N,Z,P,Q,pitch]    uint16  relu(conv) = a * 2^step
+///   a         [N,Z,P,Q,pitch]    uint16  before(conv) = (a - zero) * 2^step
 ///   steps     [N,moments,pitch]  int8    -128: not finite
 ///   moment_of [Z*P*Q]            int32   whose steps a position has
 ///   table     [3,N,K]            float   mean, scale, shift
-///   y         [N,K,Z,P,Q] or [N,Z,P,Q,K]  float   (relu(conv) - mean)*scale + shift
+///   y         [N,K,Z,P,Q] or [N,Z,P,Q,K]  float   after((before(conv) - mean)*scale + shift)
 ///
 /// y in a's layout takes a streaming kernel whose threads own fixed channels. To the other layout, a block
 /// carries tiles of 8192 values through shared memory: positions x channels, 128 x 64, or longer ones where K
@@ -38,8 +38,10 @@ constexpr int kTileValues = 8192;
 /// Vectors of a thread: all loads of the next tile, in flight while this one is stored.
 constexpr int kLoads = kTileValues / kVector / kStreamThreads;
 
-/// Blocks per multiprocessor that registers are left for: 24 warps with 64 bytes of loads per thread.
-constexpr int kBlocksPerMultiprocessor = 3;
+/// Blocks per multiprocessor that registers are left for: 24 warps with 64 bytes of loads per thread, or 16
+/// where an activation needs some of its own.
+template <bool kActivates>
+constexpr int kBlocksPerMultiprocessor = kActivates ? 2 : 3;
 
 /// Tiles per block: enough that the table's rows and the first, unhidden load cost little.
 constexpr int kTilesPerBlock = 4;
@@ -51,12 +53,16 @@ struct StepsArgs {
   NormalizeArgs<std::uint16_t, float> common;
   const std::int8_t* steps;       // [N,moments,a_pitch]
   const std::int32_t* moment_of;  // [Z*P*Q]
+  float origin;                   // stored_origin()
 };
 
-/// y = v*scale + shift of a thread's channels, the mean in the shift: 16 bits are rounded so much more
+/// y = after(v*scale + shift) of a thread's channels, the mean in the shift: 16 bits are rounded so much more
 /// coarsely than mean*scale that one step will do.
-struct AffineMap {
+/// \tparam kActivates else after is none
+template <bool kActivates>
+struct StepsMap {
   float scale[kVector], shift[kVector];
+  std::int64_t channel0;
 
   __device__ __forceinline__ void load(const NormalizeArgs<std::uint16_t, float>& args, std::int64_t sample,
                                        std::int64_t channel) {
@@ -67,18 +73,28 @@ struct AffineMap {
       scale[j] = map.scale[j];
       shift[j] = map.shift[j] - map.mean[j] * map.scale[j];
     }
+    channel0 = channel;
   }
 
-  __device__ __forceinline__ void apply(const uint4& stored, const uint2& steps,
-                                        Vector<float, kVector>& y) const {
+  __device__ __forceinline__ Vector<float, kVector> apply(const StepsArgs& args, const uint4& stored,
+                                                          const uint2& steps) const {
     const unsigned words[4] = {stored.x, stored.y, stored.z, stored.w};
     StepValues halves[2];
     halves[0].set(steps.x);
     halves[1].set(steps.y);
+    Vector<float, kVector> y;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      y.at[j] = stored_bits(words[j / 2], j % 2) * halves[j / 4].at(j % 4) * scale[j] + shift[j];
+      const float v = stored_bits(words[j / 2], j % 2, args.origin) * halves[j / 4].at(j % 4);
+      y.at[j] = v * scale[j] + shift[j];
     }
+    if constexpr (kActivates) {
+      const auto& common = args.common;
+      activate(common.activation.kind, common.parameter, y.at, [&](int j) {
+        return activation_parameter<float>(common.activation, min(channel0 + j, common.shape.k - 1));
+      });
+    }
+    return y;
   }
 };
 
@@ -132,12 +148,12 @@ struct StepsTile {
   }
 
   /// \param shared [kChannels,kRows], chunks permuted
-  __device__ __forceinline__ void normalize(float* shared, const AffineMap& map) const {
+  template <class Map>
+  __device__ __forceinline__ void normalize(float* shared, const StepsArgs& args, const Map& map) const {
     float* to = shared + offset(vector() * kVector, row0() / kChunk) + row0() % kChunk;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      Vector<float, kVector> y;
-      map.apply(values[i], steps[i], y);
+      const Vector<float, kVector> y = map.apply(args, values[i], steps[i]);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) to[j * kRows + i * kRowStep] = y.at[j];
     }
@@ -178,8 +194,8 @@ struct StepsTile {
 };
 
 /// Blocks: channel block fastest, then position block, then sample. kVectorOut: y takes 16-byte stores.
-template <int kVectors, bool kVectorOut>
-__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor)
+template <int kVectors, bool kVectorOut, bool kActivates>
+__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<kActivates>)
     group_norm_normalize_steps(const StepsArgs args) {
   using Tile = StepsTile<kVectors>;
   alignas(kAccessBytes) __shared__ float shared[kTileValues];  // [kChannels,kRows], chunks permuted
@@ -205,12 +221,12 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor)
   Tile tile;
   tile.load_values(a, pitch, loaded);
   for (int i = threadIdx.x; i < count; i += kStreamThreads) moment[i] = __ldg(args.moment_of + begin + i);
-  AffineMap map;
+  StepsMap<kActivates> map;
   map.load(common, sample, channel);
   __syncthreads();
   tile.load_steps(steps, pitch, moment, loaded);
   for (int first = 0; first < count; first += Tile::kRows) {
-    tile.normalize(shared, map);
+    tile.normalize(shared, args, map);
     __syncthreads();
     const int next = first + Tile::kRows;
     if (next < count) {
@@ -231,8 +247,8 @@ constexpr int kThreadPositions = 16;
 
 /// y [N,Z,P,Q,K]. Blocks: channel block fastest, then position block, then sample; x: vectors of channels,
 /// y: positions. kVectorOut: y takes 16-byte stores.
-template <bool kVectorOut>
-__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor)
+template <bool kVectorOut, bool kActivates>
+__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<kActivates>)
     group_norm_normalize_steps_rows(const StepsArgs args) {
   const auto& common = args.common;
   const std::int64_t k = common.shape.k, positions = common.shape.positions, pitch = common.a_pitch;
@@ -244,7 +260,7 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor)
   const std::int64_t end = min(begin + common.position_steps, positions);
   const std::int64_t channel = (channel_block * blockDim.x + threadIdx.x) * kVector;
   if (channel >= k) return;
-  AffineMap map;
+  StepsMap<kActivates> map;
   map.load(common, sample, channel);
   const std::int8_t* const steps = args.steps + sample * common.shape.tiles * pitch + channel;
   for (std::int64_t first = begin + threadIdx.y; first < end; first += kLoads * blockDim.y) {
@@ -267,8 +283,7 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor)
       const std::int64_t position = first + i * blockDim.y;
       if (position >= end) return;
       float* const to = common.y + (sample * positions + position) * k + channel;
-      Vector<float, kVector> y;
-      map.apply(values[i], exponents[i], y);
+      const Vector<float, kVector> y = map.apply(args, values[i], exponents[i]);
       if constexpr (kVectorOut) {
         store_once<kVector>(to, y);
       } else {
@@ -283,31 +298,32 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor)
 
 void require_steps_form(const NormalizeParams& params) {
   const bool right = params.a_layout == Layout::kNDHWC && params.y_dtype == DType::kFloat32 &&
-                     !params.apply_relu && is_aligned(params.a) && row_pitch(params) % kVector == 0 &&
-                     params.moment_of != nullptr;
+                     params.before.kind == Activation::kNone && params.bias == nullptr &&
+                     params.skip == nullptr && params.table != nullptr && is_aligned(params.a) &&
+                     row_pitch(params) % kVector == 0 && params.moment_of != nullptr;
   if (right) return;
   throw std::invalid_argument(
       "upconv3d: values with steps are normalized from aligned NDHWC in rows of multiples of 8 to "
-      "float32, without ReLU; got " +
+      "float32, with no bias, skip or activation due before; got " +
       std::string(name(params.a_layout)) + " in rows of " + std::to_string(row_pitch(params)) + " to " +
-      name(params.y_layout) + ' ' + name(params.y_dtype) + (params.apply_relu ? " with ReLU" : "") +
+      name(params.y_layout) + ' ' + name(params.y_dtype) + ", before=" + name(params.before.kind) +
+      (params.bias == nullptr ? "" : ", a bias") + (params.skip == nullptr ? "" : ", a skip") +
+      (params.table != nullptr ? "" : ", no table") +
       (is_aligned(params.a) ? "" : ", a not 16-byte aligned") +
       (params.moment_of != nullptr ? "" : ", no moment_of") + ". Store the activation as float32.");
 }
 
 StepsArgs steps_args(const NormalizeParams& params) {
   StepsArgs args{};
-  args.common.shape = params.shape;
-  args.common.a = static_cast<const std::uint16_t*>(params.a);
-  args.common.table = static_cast<const float*>(params.table);
-  args.common.y = static_cast<float*>(params.y);
-  args.common.a_pitch = row_pitch(params);
+  args.common = normalize_args<std::uint16_t, float>(params);
   args.common.table_vectors = params.shape.k % kVector == 0 && is_aligned(params.table);
   args.steps = params.steps;
   args.moment_of = params.moment_of;
+  args.origin = stored_origin(params.signed_steps);
   return args;
 }
 
+template <bool kActivates>
 void launch_rows(const NormalizeParams& params, cudaStream_t stream) {
   StepsArgs args = steps_args(params);
   const BlockShape block = channel_block_shape(params.shape.k, kVector, kStreamThreads);
@@ -316,12 +332,13 @@ void launch_rows(const NormalizeParams& params, cudaStream_t stream) {
   args.common.position_blocks = ceil_div(params.shape.positions, args.common.position_steps);
   const bool vector_out = is_aligned(params.y) && params.shape.k % kVector == 0;
   launch("group_norm_normalize_steps_rows",
-         vector_out ? group_norm_normalize_steps_rows<true> : group_norm_normalize_steps_rows<false>,
+         vector_out ? group_norm_normalize_steps_rows<true, kActivates>
+                    : group_norm_normalize_steps_rows<false, kActivates>,
          params.shape.n * args.common.position_blocks * args.common.channel_blocks, dim3(block.x, block.y),
          stream, args);
 }
 
-template <int kVectors>
+template <int kVectors, bool kActivates>
 void launch_vectors(const NormalizeParams& params, cudaStream_t stream) {
   using Tile = StepsTile<kVectors>;
   const GroupNormShape& shape = params.shape;
@@ -332,24 +349,34 @@ void launch_vectors(const NormalizeParams& params, cudaStream_t stream) {
       shape.n * args.common.channel_blocks * tiles < kTilesToShare ? 1 : kTilesPerBlock;
   args.common.position_blocks = ceil_div(tiles, args.common.position_steps);
   const bool vector_out = is_aligned(params.y) && shape.positions % Tile::kChunk == 0;
-  launch(
-      "group_norm_normalize_steps",
-      vector_out ? group_norm_normalize_steps<kVectors, true> : group_norm_normalize_steps<kVectors, false>,
-      shape.n * args.common.position_blocks * args.common.channel_blocks, dim3(kStreamThreads), stream, args);
+  launch("group_norm_normalize_steps",
+         vector_out ? group_norm_normalize_steps<kVectors, true, kActivates>
+                    : group_norm_normalize_steps<kVectors, false, kActivates>,
+         shape.n * args.common.position_blocks * args.common.channel_blocks, dim3(kStreamThreads), stream,
+         args);
+}
+
+template <bool kActivates>
+void launch_steps(const NormalizeParams& params, cudaStream_t stream) {
+  if (params.y_layout == Layout::kNDHWC) return launch_rows<kActivates>(params, stream);
+  // Threads of channels beyond K would have nothing to do.
+  if (params.shape.k > 32) {
+    launch_vectors<8, kActivates>(params, stream);
+  } else if (params.shape.k > 16) {
+    launch_vectors<4, kActivates>(params, stream);
+  } else {
+    launch_vectors<2, kActivates>(params, stream);
+  }
 }
 
 }  // namespace
 
 void launch_normalize_steps(const NormalizeParams& params, cudaStream_t stream) {
   require_steps_form(params);
-  if (params.y_layout == Layout::kNDHWC) return launch_rows(params, stream);
-  // Threads of channels beyond K would have nothing to do.
-  if (params.shape.k > 32) {
-    launch_vectors<8>(params, stream);
-  } else if (params.shape.k > 16) {
-    launch_vectors<4>(params, stream);
+  if (params.after.kind == Activation::kNone) {
+    launch_steps<false>(params, stream);
   } else {
-    launch_vectors<2>(params, stream);
+    launch_steps<true>(params, stream);
   }
 }
 

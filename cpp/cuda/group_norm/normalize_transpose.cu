@@ -4,13 +4,16 @@
 ///
 ///   a     [rows, columns] per sample   columns contiguous: NDHWC is [positions, K] in rows of a_pitch
 ///                                      elements, NCDHW is [K, positions]
-///   table [3,N,K]                      mean, scale, shift from finalize
-///   y     [columns, rows] per sample   rows contiguous
+///   skip  as a                         or none
+///   table [3,N,K]                      mean, scale, shift from finalize, or none
+///   y     [columns, rows] per sample   rows contiguous; after((v - mean)*scale + shift), v = before(a + bias
+///                                      + skip)
 ///
-/// A block carries tiles of 128 rows x 128 bytes of columns through shared memory: it reads a in 16-byte
-/// vectors along the columns, normalizes in registers, stores the elements column by column, and writes y in
-/// 16-byte vectors along the rows. The next tile's loads are issued before this tile's stores. A thread's
-/// channels are the same for all of the block's tiles, which follow each other along the positions.
+/// A block carries tiles of 128 rows x 128 bytes of columns (64 with AnyPending) through shared memory: it
+/// reads a in 16-byte (8-byte) vectors along the columns, normalizes in registers, stores the elements column
+/// by column, and writes y in 16-byte vectors along the rows. The next tile's loads are issued before this
+/// tile's stores. A thread's channels are the same for all of the block's tiles, which follow each other
+/// along the positions.
 ///
 /// Shared memory is [columns][rows] with the 16-byte chunks of a column permuted: chunk' = chunk ^ (column
 /// vector). A warp writes eight column vectors at four rows, into eight different groups of four banks; and
@@ -26,8 +29,17 @@ namespace {
 /// Rows of a tile, contiguous in y: 256 bytes or more of each of y's rows.
 constexpr int kRows = 128;
 
-/// Vectors of a tile along the columns, contiguous in a: one 128-byte line.
+/// Vectors of a tile along the columns, contiguous in a.
 constexpr int kColumnVectors = 8;
+
+/// Bytes of such a vector, eight of which are a line or half of one. With AnyPending, a skip and activations
+/// come on top, and what they need of 16 bytes of channels does not fit the registers of three blocks.
+template <class Input>
+constexpr int kVectorBytes = Input::kDecidesLater ? kAccessBytes / 2 : kAccessBytes;
+
+/// Blocks per multiprocessor that registers are left for; from NCDHW, a thread's channels need more of them.
+template <class Input, bool kChannelsLast>
+constexpr int kBlocksPerMultiprocessor = Input::kDecidesLater && kChannelsLast ? 3 : 2;
 
 /// Rows that the block's threads load at once, and vectors per thread that this makes.
 constexpr int kRowSlots = kStreamThreads / kColumnVectors;
@@ -44,15 +56,16 @@ constexpr std::int64_t kTilesToShare = 4096;
 /// Thread t holds kLoads vectors, all of column vector t % 8; its i-th one is of tile row row0() +
 /// row_step(i). Both steps, along i and along a vector's elements j, move by constants in shared memory, so
 /// one address serves them all.
-template <class A, class Y, bool kVectorIn>
+template <class A, class Y, class Input, bool kVectorIn>
 struct TransposeTile {
-  static constexpr int kVector = kAccessBytes / sizeof(A);
+  static constexpr int kVector = kVectorBytes<Input> / sizeof(A);
   static constexpr int kVectorOut = kAccessBytes / sizeof(Y);
   static constexpr int kColumns = kColumnVectors * kVector;
   static constexpr int kChunks = kRows / kVectorOut;
   static constexpr int kElements = kColumns * kRows;
 
   Vector<A, kVector> in[kLoads];
+  Vector<A, kVector> skip[kLoads];  // loaded with AnyPending alone
 
   /// Eight-row chunks leave the i-th row two of its bits: within the chunk, and above the eight chunks
   /// permuted.
@@ -81,23 +94,26 @@ struct TransposeTile {
     return s * kRows + chunk * kVectorOut + r % kVectorOut;
   }
 
+  /// \param to in or skip
   /// \param a [rows,pitch] A of this sample, `columns` of each row valid; what lies behind them in a vector
   ///          is loaded and not stored
-  __device__ __forceinline__ void load(const A* a, std::int64_t pitch, std::int64_t tile_row,
-                                       std::int64_t tile_column0, std::int64_t rows, std::int64_t columns) {
+  static __device__ __forceinline__ void load(Vector<A, kVector> (&to)[kLoads], const A* a,
+                                              std::int64_t pitch, std::int64_t tile_row,
+                                              std::int64_t tile_column0, std::int64_t rows,
+                                              std::int64_t columns) {
     const std::int64_t rows_left = rows - tile_row - row0(), columns_left = columns - tile_column0;
     const A* from = a + (tile_row + row0()) * pitch + tile_column0;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      in[i] = {};
+      to[i] = {};
       if (row_step(i) >= rows_left) continue;
       const A* row = from + row_step(i) * pitch;
       if constexpr (kVectorIn) {
-        if (column(0) < columns_left) in[i] = load_once<kVector>(row + column(0));
+        if (column(0) < columns_left) to[i] = load_once<kVector>(row + column(0));
       } else {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
-          if (column(j) < columns_left) in[i].at[j] = load_once<1>(row + column(j)).at[0];
+          if (column(j) < columns_left) to[i].at[j] = load_once<1>(row + column(j)).at[0];
         }
       }
     }
@@ -105,14 +121,18 @@ struct TransposeTile {
 
   /// \param shared [kColumns,kRows] Y, chunks permuted
   /// \param map what normalizes element (i, j), through lane_of(i, j)
-  template <class Map, class LaneOf>
-  __device__ __forceinline__ void normalize(Y* shared, const Map& map, LaneOf lane_of) const {
+  /// \param channel_of the channel of element (i, j), below K
+  template <class Map, class LaneOf, class ChannelOf>
+  __device__ __forceinline__ void normalize(Y* shared, const NormalizeArgs<A, Y>& args, const Map& map,
+                                            LaneOf lane_of, ChannelOf channel_of) const {
     Y* to = shared + offset(threadIdx.x % kColumnVectors * kVector, row0());
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
+      const auto out = map.apply(
+          args, in[i], skip[i], [&](int j) { return lane_of(i, j); },
+          [&](int j) { return channel_of(i, j); });
 #pragma unroll
-      for (int j = 0; j < kVector; ++j)
-        to[j * kRows + row_step(i)] = from_stat<Y>(map(in[i].at[j], lane_of(i, j)));
+      for (int j = 0; j < kVector; ++j) to[j * kRows + row_step(i)] = out.at[j];
     }
   }
 
@@ -152,9 +172,9 @@ struct TransposeTile {
 
 /// Blocks: channel block fastest, then position block, then sample. kChannelsLast says how a lies.
 template <class A, class Y, class Input, bool kChannelsLast, bool kVectorIn>
-__global__ void __launch_bounds__(kStreamThreads, 2)
+__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<Input, kChannelsLast>)
     group_norm_normalize_transpose(const NormalizeArgs<A, Y> args) {
-  using Tile = TransposeTile<A, Y, kVectorIn>;
+  using Tile = TransposeTile<A, Y, Input, kVectorIn>;
   constexpr int kTilePositions = kChannelsLast ? kRows : Tile::kColumns;
   constexpr int kTileChannels = kChannelsLast ? Tile::kColumns : kRows;
   constexpr int kLanes = kChannelsLast ? Tile::kVector : kLoads;
@@ -171,7 +191,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   const std::int64_t end = min(begin + args.position_steps * kTilePositions, positions);
   const std::int64_t rows = kChannelsLast ? positions : k, columns = kChannelsLast ? k : positions;
   const std::int64_t pitch = kChannelsLast ? args.a_pitch : columns;
-  const A* a = args.a + sample * rows * pitch;
+  const std::int64_t sample_offset = sample * rows * pitch;
   Y* y = args.y + sample * k * positions;
 
   ChannelMap<A, Input, kLanes> map = {};
@@ -188,15 +208,24 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   }
 
   const auto lane_of = [](int i, int j) { return kChannelsLast ? j : i; };
-  Tile tile;
-  tile.load(a, pitch, kChannelsLast ? begin : channel0, kChannelsLast ? channel0 : begin, rows, columns);
+  const auto channel_of = [&](int i, int j) {
+    return min(channel0 + (kChannelsLast ? Tile::column(j) : Tile::row0() + Tile::row_step(i)), k - 1);
+  };
+  Tile tile = {};
+  const auto load_tile = [&](std::int64_t position) {
+    const std::int64_t row = kChannelsLast ? position : channel0;
+    const std::int64_t column0 = kChannelsLast ? channel0 : position;
+    Tile::load(tile.in, args.a + sample_offset, pitch, row, column0, rows, columns);
+    if (Input::kDecidesLater && args.skip != nullptr) {
+      Tile::load(tile.skip, args.skip + sample_offset, pitch, row, column0, rows, columns);
+    }
+  };
+  load_tile(begin);
   for (std::int64_t position = begin; position < end; position += kTilePositions) {
-    tile.normalize(shared, map, lane_of);
+    tile.normalize(shared, args, map, lane_of, channel_of);
     __syncthreads();
     const std::int64_t next = position + kTilePositions;
-    if (next < end) {
-      tile.load(a, pitch, kChannelsLast ? next : channel0, kChannelsLast ? channel0 : next, rows, columns);
-    }
+    if (next < end) load_tile(next);
     const std::int64_t tile_row = kChannelsLast ? position : channel0;
     const std::int64_t tile_column0 = kChannelsLast ? channel0 : position;
     if (args.vector_out) {
@@ -210,27 +239,21 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
 
 template <class A, class Y, class Input, bool kChannelsLast>
 void launch_from_layout(const NormalizeParams& params, cudaStream_t stream) {
-  using Tile = TransposeTile<A, Y, true>;
+  using Tile = TransposeTile<A, Y, Input, true>;
   const GroupNormShape& shape = params.shape;
   const std::int64_t rows = kChannelsLast ? shape.positions : shape.k;
   const std::int64_t columns = kChannelsLast ? shape.k : shape.positions;
   const std::int64_t tiles = ceil_div(shape.positions, kChannelsLast ? kRows : Tile::kColumns);
 
-  NormalizeArgs<A, Y> args{};
-  args.shape = shape;
-  args.a = static_cast<const A*>(params.a);
-  args.bias = static_cast<const A*>(params.bias);
-  args.table = static_cast<const Stat<A>*>(params.table);
-  args.y = static_cast<Y*>(params.y);
+  NormalizeArgs<A, Y> args = normalize_args<A, Y>(params);
   args.channel_blocks = ceil_div(shape.k, kChannelsLast ? Tile::kColumns : kRows);
   args.position_steps = shape.n * args.channel_blocks * tiles < kTilesToShare ? 1 : kTilesPerBlock;
   args.position_blocks = ceil_div(tiles, args.position_steps);
-  args.a_pitch = row_pitch(params);
   args.table_vectors = shape.k % Tile::kVector == 0;
   args.vector_out = is_aligned(params.y) && rows % Tile::kVectorOut == 0;
 
   const std::int64_t blocks = shape.n * args.position_blocks * args.channel_blocks;
-  const bool vector_in = is_aligned(params.a) && is_aligned(params.table) &&
+  const bool vector_in = is_aligned(params.a) && is_aligned(params.skip) && is_aligned(params.table) &&
                          (kChannelsLast ? args.a_pitch : columns) % Tile::kVector == 0;
   launch("group_norm_normalize_transpose",
          vector_in ? group_norm_normalize_transpose<A, Y, Input, kChannelsLast, true>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Values stored as 16 bits with a step: value = bits * 2^step, NaN where the step is -128.
+/// Values stored as 16 bits with a step: value = (bits - zero) * 2^step, NaN where the step is -128. The zero
+/// is 0, or 32768 where values may be negative.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,10 +26,16 @@ struct StepValues {
   }
 };
 
-/// 16 bits of a word as a float: from 2^23 on a float's last bit is worth 1.
+/// What stored_bits() subtracts: exactly, because the difference is an integer below 2^24.
+constexpr float stored_origin(bool is_signed) {
+  return is_signed ? 0x1p23f + 0x1p15f : 0x1p23f;
+}
+
+/// 16 bits of a word as a float, less the zero: from 2^23 on a float's last bit is worth 1.
 /// \param half 0: the lower; constant after unrolling
-__device__ __forceinline__ float stored_bits(unsigned word, int half) {
-  return __uint_as_float(__byte_perm(word, 0x4b000000u, half == 0 ? 0x7610 : 0x7632)) - 0x1p23f;
+/// \param origin stored_origin()
+__device__ __forceinline__ float stored_bits(unsigned word, int half, float origin = stored_origin(false)) {
+  return __uint_as_float(__byte_perm(word, 0x4b000000u, half == 0 ? 0x7610 : 0x7632)) - origin;
 }
 
 }  // namespace upconv3d::cuda

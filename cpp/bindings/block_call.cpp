@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/block_call.hpp"
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "bindings/plan_query.hpp"
+#include "core/arguments.hpp"
+#include "core/errors.hpp"
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+#include "core/text.hpp"
+#include "cpu/relu_group_norm.hpp"
+#if UPCONV3D_WITH_CUDA
+#include "cuda/forward.hpp"
+#endif
+
+namespace upconv3d::bindings {
+namespace {
+
+using Ints = std::vector<std::int64_t>;
+
+/// The op's tensors, batched, with per-channel vectors that lie dense.
+struct BlockTensors {
+  Tensor x;                      // [N,C,D,H,W] dtype
+  Tensor w;                      // [C,K/groups,T,R,S] dtype
+  std::optional<Tensor> bias;    // [K] dtype
+  std::optional<Tensor> gamma;   // [K] dtype
+  std::optional<Tensor> beta;    // [K] dtype
+  std::optional<Tensor> slopes;  // [1] or [K] dtype
+  std::optional<Tensor> skip;    // [N,K,Z,P,Q] dtype
+};
+
+/// The input as a batch; [C,D,H,W] becomes a batch of one.
+Tensor batched(const Tensor& input) {
+  if (input.dim() == 5) return input;
+  Ints sizes = sizes_of(input);
+  Ints strides = strides_of(input);
+  const std::int64_t sample_stride = sizes[0] * strides[0];
+  sizes.insert(sizes.begin(), 1);
+  strides.insert(strides.begin(), sample_stride);
+  return reinterpret(input, sizes, strides);
+}
+
+Tensor unbatched(const Tensor& y) {
+  Ints sizes = sizes_of(y);
+  Ints strides = strides_of(y);
+  sizes.erase(sizes.begin());
+  strides.erase(strides.begin());
+  return reinterpret(y, sizes, strides);
+}
+
+/// A convolution's result that lies dense in the order `layout`, whatever PyTorch chose to return.
+struct DenseResult {
+  Tensor tensor;
+  Layout layout;
+};
+
+DenseResult as_dense(const Tensor& conv, Layout expected) {
+  const Layout other = expected == Layout::kNCDHW ? Layout::kNDHWC : Layout::kNCDHW;
+  for (const Layout layout : {expected, other}) {
+    if (is_dense_in(conv, layout)) return {conv, layout};
+  }
+  return {contiguous_in(conv, expected), expected};
+}
+
+/// y with PyTorch's strides of its format: in the convolution's memory where the order is the same.
+Tensor output_for(const DenseResult& conv, const PreparedCall& call) {
+  return conv.layout == call.problem.y_layout ? reinterpret(conv.tensor, call.y_sizes, call.y_strides)
+                                              : empty_strided_like(conv.tensor, call.y_sizes, call.y_strides);
+}
+
+/// The mission's block. \param saved set, unless null, to the convolution [N,K,Z,P,Q] dtype: with the bias in
+/// 16 bit, else without
+Tensor run_cpu(const PreparedCall& call, const BlockTensors& t, std::optional<Tensor>* saved) {
+  const Problem& p = call.problem;
+  const Plan& plan = call.plan;
+  // A channels_last_3d weight alone would make PyTorch's convolution choose that format.
+  const Tensor w = plan.conv_layout == Layout::kNCDHW ? contiguous_in(t.w, Layout::kNCDHW) : t.w;
+  // oneDNN adds a 16-bit bias before it rounds; added to the rounded convolution, one that cancels it would
+  // leave the rounding error alone. In float32 and float64 our pass adds it, which saves PyTorch's.
+  const bool half_width = p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16;
+  const std::optional<Tensor> conv_bias = half_width ? t.bias : std::nullopt;
+  const DenseResult conv =
+      as_dense(conv_transpose3d(contiguous_in(t.x, plan.conv_layout), w, conv_bias, p, std::nullopt),
+               plan.conv_layout);
+  if (saved) *saved = conv.tensor;
+  const Tensor y =
+      saved ? empty_strided_like(conv.tensor, call.y_sizes, call.y_strides) : output_for(conv, call);
+  cpu::ReluGroupNormParams params;
+  params.n = p.n;
+  params.k = p.k;
+  params.positions = p.positions();
+  params.num_groups = p.num_groups;
+  params.eps = p.eps;
+  params.dtype = p.dtype;
+  params.c_layout = conv.layout;
+  params.y_layout = p.y_layout;
+  params.c = conv.tensor.const_data_ptr();
+  params.bias = half_width ? nullptr : data_or_null(t.bias);
+  params.gamma = data_or_null(t.gamma);
+  params.beta = data_or_null(t.beta);
+  params.y = y.mutable_data_ptr();
+  cpu::relu_group_norm(params,
+                       [](std::int64_t end, const std::function<void(std::int64_t, std::int64_t)>& body) {
+                         torch::stable::parallel_for(0, end, 1, body);
+                       });
+  return y;
+}
+
+#if UPCONV3D_WITH_CUDA
+cuda::ForwardTensors forward_tensors(const BlockTensors& t, const Tensor& y, const DeviceScratch& workspace) {
+  cuda::ForwardTensors f;
+  f.bias = data_or_null(t.bias);
+  f.gamma = data_or_null(t.gamma);
+  f.beta = data_or_null(t.beta);
+  f.slopes = data_or_null(t.slopes);
+  f.y = y.mutable_data_ptr();
+  f.workspace = workspace.data();
+  return f;
+}
+
+Tensor run_implicit_gemm(const PreparedCall& call, const BlockTensors& t, CallExtras& extras,
+                         std::int32_t index) {
+  const Tensor x = contiguous_in(t.x, call.problem.x_layout);
+  const Tensor y = empty_strided_like(x, call.y_sizes, call.y_strides);
+  const DeviceScratch workspace(x, call.plan.workspace_bytes);
+  cuda::ForwardTensors f = forward_tensors(t, y, workspace);
+  if (call.saved_bytes > 0) {
+    extras.saved = empty_bytes_like(x, call.saved_bytes);
+    f.saved = extras.saved->mutable_data_ptr();
+  }
+  if (call.problem.tail.returns_conv) {
+    extras.conv = empty_strided_like(x, call.y_sizes, dense_strides(call.y_sizes, call.plan.conv_layout));
+    f.c = extras.conv->mutable_data_ptr();
+  }
+  f.x = x.const_data_ptr();
+  f.w = t.w.const_data_ptr();
+  for (int axis = 0; axis < 5; ++axis) f.w_strides[axis] = t.w.stride(axis);
+  cuda::run_forward(call.problem, call.plan, call.device, f,
+                    static_cast<cudaStream_t>(current_cuda_stream(index)));
+  if (extras.conv) extras.conv = contiguous_in(*extras.conv, call.problem.y_layout);
+  return y;
+}
+
+Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExtras& extras,
+                        std::int32_t index) {
+  const Problem& p = call.problem;
+  // The asked precision must hold whatever torch.backends says, and only float32 has a choice.
+  std::optional<CudnnFlags> flags;
+  if (p.dtype == DType::kFloat32) flags = read_cudnn_flags(p.precision == Precision::kTF32);
+  // A convolution that is returned has its bias; else our next pass adds it, which saves PyTorch's.
+  const bool returned = p.tail.returns_conv;
+  const DenseResult conv =
+      as_dense(conv_transpose3d(t.x, t.w, returned ? t.bias : std::nullopt, p, flags), call.plan.conv_layout);
+  std::optional<Plan> other_layout;
+  if (conv.layout != call.plan.conv_layout) {
+    other_layout = call.plan;
+    other_layout->conv_layout = conv.layout;
+    cuda::complete_plan(p, call.device, *other_layout);
+  }
+  const Plan& plan = other_layout ? *other_layout : call.plan;
+  const Tensor y =
+      returned ? empty_strided_like(conv.tensor, call.y_sizes, call.y_strides) : output_for(conv, call);
+  const DeviceScratch workspace(conv.tensor, plan.workspace_bytes);
+  cuda::ForwardTensors f = forward_tensors(t, y, workspace);
+  if (returned) {
+    f.bias = nullptr;
+    extras.conv = contiguous_in(conv.tensor, p.y_layout);
+  }
+  f.conv = conv.tensor.const_data_ptr();
+  const std::optional<Tensor> skip =
+      t.skip ? std::optional(contiguous_in(*t.skip, conv.layout)) : std::nullopt;
+  f.skip = data_or_null(skip);
+  cuda::run_forward(p, plan, call.device, f, static_cast<cudaStream_t>(current_cuda_stream(index)));
+  return y;
+}
+#endif
+
+Tensor run_plan(const PreparedCall& call, const BlockTensors& t, bool for_training, CallExtras& extras) {
+#if UPCONV3D_WITH_CUDA
+  if (call.device.is_cuda) {
+    const std::int32_t index = t.x.get_device_index();
+    const torch::stable::accelerator::DeviceGuard guard(index);
+    return call.plan.algorithm == Algorithm::kCudaLibrary ? run_cuda_library(call, t, extras, index)
+                                                          : run_implicit_gemm(call, t, extras, index);
+  }
+#endif
+  return run_cpu(call, t, for_training ? &extras.saved : nullptr);
+}
+
+}  // namespace
+
+const void* data_or_null(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
+}
+
+Tensor run_call(const OpArguments& a, CallExtras& extras) {
+  const auto call = prepare_call(a);
+  print_plan_if_asked(call->problem, call->plan);
+  if (!call->device.is_cuda && !call->problem.tail.is_relu_group_norm()) {
+    throw UnsupportedViolation(
+        concat("upconv3d: on the CPU this operator computes relu before a group norm; got ",
+               describe(call->problem.tail), ". Call torch.ops.upconv3d.conv_transpose3d_norm_act."));
+  }
+  const auto run = [&] {
+    const auto empty = [&] { return empty_strided_like(a.input, call->y_sizes, call->y_strides); };
+    if (call->problem.n == 0) {
+      if (call->problem.tail.returns_conv) extras.conv = empty();
+      return empty();
+    }
+    const BlockTensors tensors = {batched(a.input),
+                                  a.weight,
+                                  contiguous_vector(a.bias),
+                                  contiguous_vector(a.norm_weight),
+                                  contiguous_vector(a.norm_bias),
+                                  contiguous_vector(a.slopes),
+                                  a.skip ? std::optional(batched(*a.skip)) : std::nullopt};
+    return run_plan(*call, tensors, a.for_training, extras);
+  };
+  const Tensor y = run();
+  if (a.input.dim() == 5) return y;
+  if (extras.conv) extras.conv = unbatched(*extras.conv);
+  return unbatched(y);
+}
+
+}  // namespace upconv3d::bindings

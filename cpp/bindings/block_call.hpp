@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// One call of the block, whatever operator it came by: the plan's tensors around the plan's launches.
+#pragma once
+
+#include <optional>
+
+#include "bindings/prepared_call.hpp"
+#include "bindings/torch_calls.hpp"
+
+namespace upconv3d::bindings {
+
+/// What a call returns beside y.
+struct CallExtras {
+  std::optional<Tensor> saved;  // what a backward pass will read, if the plan keeps anything
+  std::optional<Tensor> conv;   // the convolution [N,K,Z,P,Q] or [K,Z,P,Q], where tail.returns_conv
+};
+
+/// Runs the call; a plan that keeps something for a backward pass fills extras.saved.
+Tensor run_call(const OpArguments& arguments, CallExtras& extras);
+
+const void* data_or_null(const std::optional<Tensor>& tensor);
+
+}  // namespace upconv3d::bindings

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// torch.ops.upconv3d._numbered_tail: the convolution with any tail (core/tail.hpp), its numbers as one
+/// (block_settings.hpp), for calls that nothing but a CUDA kernel is to see. And _for_training, the same with
+/// what _numbered_tail_backward (torch_backward.cpp) reads. The public operator is Python's; on the CPU it is
+/// PyTorch's operators.
+
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "bindings/block_call.hpp"
+#include "bindings/block_settings.hpp"
+#include "bindings/prepared_call.hpp"
+#include "bindings/torch_calls.hpp"
+
+namespace upconv3d::bindings {
+namespace {
+
+OpArguments tail_arguments(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                           const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                           const std::optional<Tensor>& slopes, const std::optional<Tensor>& skip,
+                           const BlockSettings& s, bool for_training) {
+  return {input,       weight,           bias,       norm_weight, norm_bias,    s.stride,
+          s.padding,   s.output_padding, s.dilation, s.groups,    s.num_groups, s.eps,
+          s.precision, for_training,     slopes,     skip,        s.tail};
+}
+
+/// y, and the convolution where the settings say that it is returned, else [0].
+std::tuple<Tensor, Tensor> numbered_tail(const Tensor& input, const Tensor& weight,
+                                         const std::optional<Tensor>& bias,
+                                         const std::optional<Tensor>& norm_weight,
+                                         const std::optional<Tensor>& norm_bias,
+                                         const std::optional<Tensor>& slopes,
+                                         const std::optional<Tensor>& skip, std::int64_t settings) {
+  const BlockSettings& s = remembered_settings(settings);
+  CallExtras extras;
+  const Tensor y =
+      run_call(tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, false), extras);
+  return {y, extras.conv ? *extras.conv : empty_strided_like(input, {0}, {1})};
+}
+
+/// y, [0], and what a backward pass reads, [bytes] uint8; or three times [0], with nothing computed, where
+/// the plan would keep nothing.
+std::tuple<Tensor, Tensor, Tensor> numbered_tail_for_training(
+    const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+    const std::optional<Tensor>& slopes, const std::optional<Tensor>& skip, std::int64_t settings) {
+  const BlockSettings& s = remembered_settings(settings);
+  const OpArguments arguments =
+      tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, true);
+  const Tensor nothing = empty_strided_like(input, {0}, {1});
+  if (prepare_call(arguments)->saved_bytes == 0) return {nothing, nothing, nothing};
+  CallExtras extras;
+  const Tensor y = run_call(arguments, extras);
+  return {y, nothing, *extras.saved};
+}
+
+}  // namespace
+}  // namespace upconv3d::bindings
+
+STABLE_TORCH_LIBRARY_FRAGMENT(upconv3d, library) {
+  const std::string forward =
+      "(Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, Tensor? slopes, "
+      "Tensor? skip, int settings)";
+  library.def(("_numbered_tail" + forward + " -> (Tensor y, Tensor conv)").c_str());
+  library.def(
+      ("_numbered_tail_for_training" + forward + " -> (Tensor y, Tensor conv, Tensor saved)").c_str());
+  library.def(
+      "_numbered_tail_backward(Tensor grad_y, Tensor input, Tensor weight, Tensor? bias, Tensor? "
+      "norm_weight, "
+      "Tensor? norm_bias, Tensor? slopes, Tensor(a!) saved, int settings, int wanted, bool consume_saved) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(upconv3d, CUDA, library) {
+  library.impl("_numbered_tail", TORCH_BOX(&upconv3d::bindings::numbered_tail));
+  library.impl("_numbered_tail_for_training", TORCH_BOX(&upconv3d::bindings::numbered_tail_for_training));
+}

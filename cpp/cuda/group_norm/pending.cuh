@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// What is still due of a stored convolution before it is normalized: bias, skip and activation. The moments
+/// and the normalize kernels must see the same value, so both take it from here.
+///
+/// Two cases of the mission's block are types of their own, which cost nothing; all others are AnyPending,
+/// decided at run time. There, the switch on the activation stands outside of a vector's elements.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "cuda/activation.cuh"
+#include "cuda/group_norm/element.cuh"
+
+namespace upconv3d::cuda {
+
+/// The convolution as the library left it: bias and ReLU are still due.
+struct ReluAfterBias {
+  static constexpr bool kReadsBias = true;
+  static constexpr bool kDecidesLater = false;
+  template <class S>
+  __device__ __forceinline__ S operator()(S c, S bias) const {
+    return ReluActivation{}.value(c + bias, S(0));
+  }
+};
+
+/// The convolution as our epilogue left it: nothing is due.
+struct AsStored {
+  static constexpr bool kReadsBias = false;
+  static constexpr bool kDecidesLater = false;
+  template <class S>
+  __device__ __forceinline__ S operator()(S a, S) const {
+    return a;
+  }
+};
+
+/// Whatever the launch says.
+struct AnyPending {
+  static constexpr bool kReadsBias = true;
+  static constexpr bool kDecidesLater = true;
+};
+
+/// v[j] = activation(v[j]). Slopes are read again for each value, from L1, because registers are scarcer.
+/// \param slopes slopes(j) is that of v[j]; called for kPrelu alone
+template <class S, int kCount, class Slopes>
+__device__ __forceinline__ void activate(Activation kind, S parameter, S (&v)[kCount], Slopes slopes) {
+  if (kind == Activation::kPrelu) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) v[j] = SlopeActivation{}.value(v[j], slopes(j));
+    return;
+  }
+  with_activation(kind, [&](auto activation) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) v[j] = activation.value(v[j], parameter);
+  });
+}
+
+/// v[j] = c[j] + bias[lane_of(j)] (+ skip[j]).
+/// \param has_skip else skip is not read
+template <class T, int kCount, int kLanes, class LaneOf>
+__device__ __forceinline__ void add_pending(const Vector<T, kCount>& c, const Stat<T> (&bias)[kLanes],
+                                            bool has_skip, const Vector<T, kCount>& skip,
+                                            Stat<T> (&v)[kCount], LaneOf lane_of) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) v[j] = to_stat(c.at[j]) + bias[lane_of(j)];
+  if (!has_skip) return;
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) v[j] += to_stat(skip.at[j]);
+}
+
+/// \throws std::invalid_argument where an activation's slopes are missing.
+inline void require_slopes(const ActivationParams& activation) {
+  if (activation.kind != Activation::kPrelu || activation.slopes != nullptr) return;
+  throw std::invalid_argument(
+      "upconv3d: prelu reads its slopes from a tensor of 1 or K elements; got slopes=null. Pass the tensor, "
+      "or "
+      "leaky_relu for a slope that is a number.");
+}
+
+}  // namespace upconv3d::cuda
