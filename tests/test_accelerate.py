@@ -10,6 +10,13 @@ import torch.nn.functional as F
 import upconv3d
 from accelerated_models import MODELS, Scaled, SegResDecoder, UpTransition, ValueSwitched, cbn, cna
 from torch import nn
+from upconv3d._accelerated import chain
+
+
+@pytest.fixture(autouse=True)
+def folding_everywhere(monkeypatch):
+    """What runs on a GPU only is to be tested without one."""
+    monkeypatch.setattr(chain, "FOLDING_DEVICES", frozenset({"cpu", "cuda"}))
 
 
 def _volume(channels=6, dtype=torch.float32, device="cpu", n=2):
@@ -65,7 +72,6 @@ def test_values_and_gradients(name, training, dtype, device):
 def _blocks_run(monkeypatch):
     """A list that grows by one entry per call of the fused function."""
     calls = []
-    from upconv3d._accelerated import chain
 
     def counted(*args, **kwargs):
         calls.append(kwargs)
@@ -187,6 +193,15 @@ def test_weights_changed_through_data_are_seen_by_a_folded_batch_norm():
         model[0].weight.data.mul_(3)
         model[1].running_mean.data.add_(1)
         torch.testing.assert_close(model(x), model[2](model[1](model[0](x))), rtol=1e-4, atol=1e-4)
+
+
+def test_batch_norm_on_a_cpu_is_pytorchs_to_the_bit(monkeypatch):
+    monkeypatch.undo()
+    model = _made(UpTransition).eval()
+    plain = copy.deepcopy(model)
+    upconv3d.accelerate(model)
+    x = _volume()
+    assert torch.equal(model(x), plain(x))
 
 
 def test_parametrized_weights(monkeypatch):
@@ -315,6 +330,7 @@ def test_report_is_data_and_sample_gives_sizes():
     assert (first.name, first.replaced, first.container) == ("0.0", True, "0")
     assert first.evaluation == first.training == "conv + group norm (2) + relu"
     assert first.input_size == (2, 6, 4, 3, 4) and last.input_size == (2, 8, 8, 6, 8)
+    assert first.plan is not None and last.plan is None
     assert (last.name, last.replaced) == ("1", False) and report.replaced == (first,)
     assert "1 of 2" in str(report) and not model[0][0]._forward_pre_hooks
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._accelerated.chain import Block, Options, find_block
+from ._accelerated.chain import Block, Options, call_of, find_block
 from ._accelerated.proof import UnprovableError
 from ._accelerated.swap import (
     Accelerated,
@@ -21,6 +21,7 @@ from ._accelerated.swap import (
     why_not_swapped,
 )
 from ._accelerated.traced import _TRACED, AcceleratedForward, blocks_of, is_open, trace
+from .explain import explain_norm_act
 from .functional import resolve_precision
 
 
@@ -35,7 +36,7 @@ class Finding:
             PyTorch's calls do.
         container: name of the module whose forward runs the block; None where there is none.
         input_size: of its input in the sample call; None without one, or if it was not called.
-        plan: what that call would run on the sample; None where unknown.
+        plan: the plan that the block would run on that input in eval mode, as explain_norm_act names it.
     """
 
     name: str
@@ -186,7 +187,17 @@ class _Planner:
             self._take(key, _Place(conv, name, {True: block, False: block}), AcceleratedConvTranspose)
 
 
-def _finding(planner: _Planner, key: int, sizes: dict[int, Tensor]) -> Finding:
+def _plan(block: Block | str, meta: Tensor | None, options: Options) -> str | None:
+    """Name of the plan that the block would run on an input of these sizes, without gradients."""
+    if meta is None or not isinstance(block, Block):
+        return None
+    device = block.conv.weight.device
+    x = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=device)
+    positional, named = call_of(block, x, options)
+    return explain_norm_act(*positional, **named).algorithm
+
+
+def _finding(planner: _Planner, key: int, sizes: dict[int, Tensor], options: Options) -> Finding:
     name, _ = planner.convs[key]
     size = tuple(sizes[key].shape) if key in sizes else None
     place = planner.places.get(key)
@@ -197,7 +208,8 @@ def _finding(planner: _Planner, key: int, sizes: dict[int, Tensor]) -> Finding:
         mode: block.describe() if isinstance(block, Block) else f"PyTorch's calls, {block}"
         for mode, block in place.blocks.items()
     }
-    return Finding(name, True, said[True], said[False], place.name, size)
+    plan = _plan(place.blocks[False], sizes.get(key), options)
+    return Finding(name, True, said[True], said[False], place.name, size, plan)
 
 
 def _sample_inputs(model: nn.Module, planner: _Planner, sample: Any) -> dict[int, Tensor]:
@@ -267,5 +279,5 @@ def accelerate(
         swap(module, mixin, options)
         if id(module) in planner.traces:
             module.__dict__[_TRACED] = planner.traces[id(module)]
-    findings = tuple(_finding(planner, key, sizes) for key in planner.convs)
+    findings = tuple(_finding(planner, key, sizes, options) for key in planner.convs)
     return Report(findings, [module for module, _ in planner.swaps.values()])

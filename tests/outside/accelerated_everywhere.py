@@ -16,6 +16,7 @@ import threading
 import torch
 import upconv3d
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 _call = nn.Module.__call__
 _busy = threading.local()
@@ -49,7 +50,9 @@ def _replaces_something(model):
 
 
 def _first_call(model, args, kwargs):
-    twin, twin_args, twin_kwargs = copy.deepcopy((model, args, kwargs))
+    twin = copy.deepcopy(model)
+    # Either run may change its arguments; tensors that have a history cannot be deepcopied.
+    twin_args, twin_kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
     if not _replaces_something(model):
         return _call(model, *args, **kwargs)
     random = torch.get_rng_state()

@@ -187,6 +187,8 @@ class _Reader:
             self.reads.add(name)
         elif isinstance(static, (types.FunctionType, staticmethod)):
             self._method(name, type(self.module))
+        elif static is None and not hasattr(self.module, name):
+            self.reads.add(name)  # in a branch that is not taken as long as this is so
         else:
             raise UnprovableError(f"its forward reads self.{name}")
 
@@ -208,6 +210,9 @@ class _Reader:
         raise UnprovableError(f"its forward calls self.{name}()")
 
 
+_ABSENT = object()
+
+
 def _is_simple(value: Any) -> bool:
     """Whether comparing value says whether it is still the same; tuples of such values too."""
     return isinstance(value, _SIMPLE) or (isinstance(value, tuple) and all(map(_is_simple, value)))
@@ -215,7 +220,9 @@ def _is_simple(value: Any) -> bool:
 
 def _state(module: nn.Module, name: str) -> Any:
     """What is compared of an attribute: a number itself, a container's keys, else whether there is one."""
-    value = getattr(module, name)
+    value = getattr(module, name, _ABSENT)
+    if value is _ABSENT:
+        return False
     if isinstance(value, (nn.ModuleList, nn.ModuleDict)):
         return tuple(value._modules)
     return value if _is_simple(value) else True
