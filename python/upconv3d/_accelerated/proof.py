@@ -210,7 +210,7 @@ class _Reader:
         raise UnprovableError(f"its forward calls self.{name}()")
 
 
-_ABSENT = object()
+_ABSENT = object()  # of an attribute that is not there
 
 
 def _is_simple(value: Any) -> bool:
@@ -222,7 +222,7 @@ def _state(module: nn.Module, name: str) -> Any:
     """What is compared of an attribute: a number itself, a container's keys, else whether there is one."""
     value = getattr(module, name, _ABSENT)
     if value is _ABSENT:
-        return False
+        return ...
     if isinstance(value, (nn.ModuleList, nn.ModuleDict)):
         return tuple(value._modules)
     return value if _is_simple(value) else True
