@@ -16,6 +16,7 @@ operators that PyTorch can differentiate again; what differentiates those follow
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from . import _C
 from ._facts import block_facts
 from ._geometry import batched, memory_format_of
-from ._numbered import numbered_block, numbered_block_for_training
+from ._numbered import numbered_block, numbered_block_for_training, settings_number
 
 _aten = torch.ops.aten
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
@@ -406,6 +407,32 @@ def autocast_dtype(input: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+# Output values of a block up to which the casts of its tensors take longer, on the host, than float32 costs
+# the device: on an H200, where a block of 2^25 takes about 0.3 ms.
+_MOST_FLOAT32_VALUES = 2**25
+
+
+def computes_in_float32(tensors: Sequence[Tensor | None], low: torch.dtype, stride: Sequence[int]) -> bool:
+    """Whether autocast's casts, to `low`, are left out: on a GPU whose plan for float32 "tf32" is quick.
+
+    That plan multiplies in 16 bit too, in float16 with scales, which is more exact than either `low`, and its
+    result is the float32 that autocast wants of a group norm. Six casts with their gradients are saved.
+    """
+    input, weight = tensors[:2]
+    assert input is not None and weight is not None
+    if not input.is_cuda or (input.dtype is not torch.float32 and input.dtype is not low):
+        return False
+    if any(tensor is not None and tensor.dtype is not torch.float32 for tensor in tensors[1:]):
+        return False
+    volume = input.numel() // max(input.size(-4), 1) * weight.size(1) * stride[0] * stride[1] * stride[2]
+    return volume <= _MOST_FLOAT32_VALUES and _is_hopper(input.device)
+
+
 def under_autocast(run: Callable[..., Tensor], tensors: Sequence[Tensor | None], *numbers: Any) -> Tensor:
     """run(*tensors, *numbers) as autocast runs the block: autograd records the casts around it too."""
     input: Any = tensors[0]
@@ -414,6 +441,34 @@ def under_autocast(run: Callable[..., Tensor], tensors: Sequence[Tensor | None],
         tensors = [tensor if tensor is None else tensor.to(low) for tensor in tensors]
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
         y = run(*tensors, *numbers)
+    return y.float() if low is not None and y.is_cuda else y
+
+
+def block_under_autocast(
+    tensors: Sequence[Tensor | None], block: tuple[Any, ...], watched: bool, recording: bool, recompute: bool
+) -> Tensor:
+    """The block as autocast runs it, where nothing but autograd looks on.
+
+    block: the fields of BlockArguments. watched: whether the operator is to be called by its public name.
+    """
+    input: Any = tensors[0]
+    low = autocast_dtype(input)
+    if low is not None and computes_in_float32(tensors, low, block[0]):
+        tensors = [input.float(), *tensors[1:]]
+        block = (*block[:7], "tf32")
+    elif low is not None:
+        tensors = [tensor if tensor is None else tensor.to(low) for tensor in tensors]
+    number = None if watched else settings_number(block)
+    y: Tensor
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+        if recording:
+            y = record_block(*tensors, block, number, recompute)
+        elif number is not None:
+            y = numbered_block(*tensors, number)
+        else:
+            x, weight, bias, gamma, beta = tensors
+            with torch._C._AutoDispatchBelowAutograd():
+                y = _forward_op(x, weight, bias, *block[:6], gamma, beta, *block[6:])
     return y.float() if low is not None and y.is_cuda else y
 
 

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from . import _C
-from ._autograd import _AUTOCAST_KEYS, autocast_dtype
+from ._autograd import _AUTOCAST_KEYS, autocast_dtype, computes_in_float32
 from ._tail import ACTIVATIONS, DEFAULT_PARAMETERS, NORMS, ORDERS, composite
 from ._tail_op import (
     autocast_result_dtype,
@@ -229,12 +229,21 @@ def _run_cuda(
     # Nobody but autograd knows what to do with operators that are not PyTorch's: transforms of torch.func and
     # forward-mode AD get PyTorch's.
     plain = not _transforms_active() and forward_ad._current_level < 0
+    # No plan keeps anything for a backward of these.
+    unkept = settings[5] == 0 or settings[11] or tensors[6] is not None
+    if recording and unkept:
+        plain = False
     if plain and (_has_torch_function(tensors) or (recording and _tracing())):
         pair = public_tail(tensors, settings)
     elif plain and low is None:
         pair = _run_kernels(tensors, settings, recording)
     elif plain:
-        cast = tuple(None if tensor is None else tensor.to(low) for tensor in tensors)
+        cast = tensors
+        if not unkept and computes_in_float32(tensors, low, settings[0]):  # type: ignore[arg-type]
+            cast = (tensors[0].float(), *tensors[1:])
+            settings = (*settings[:7], "tf32", *settings[8:])
+        else:
+            cast = tuple(None if tensor is None else tensor.to(low) for tensor in tensors)
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
             pair = _run_kernels(cast, settings, recording)
         if pair is not None:

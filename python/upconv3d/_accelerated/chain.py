@@ -110,10 +110,10 @@ def _is_identity(module: nn.Module) -> bool | str:
     return False
 
 
-def _norm_of(conv: nn.ConvTranspose3d, module: nn.Module) -> str | None:
-    """The norm that module is, None where it is none.
+def _norm_of(conv: nn.ConvTranspose3d, module: nn.Module) -> tuple[str | None, str | None]:
+    """The norm that module is, None where it is none; and why it cannot be taken, where that is so.
 
-    Raises: UnfitError, where it is one that cannot be taken.
+    No exception says so: torch.compile cannot trace what reads its text.
     """
     kind: str | None = None
     channels: Any = 0
@@ -121,29 +121,22 @@ def _norm_of(conv: nn.ConvTranspose3d, module: nn.Module) -> str | None:
         kind, channels = "group", module.num_channels
     elif runs_forward_of(module, nn.InstanceNorm3d):
         if module.track_running_stats:
-            raise UnfitError("InstanceNorm3d has running statistics")
+            return None, "InstanceNorm3d has running statistics"
         kind, channels = "instance", module.num_features
     elif runs_forward_of(module, nn.BatchNorm3d):
         if module.training or module.running_mean is None or module.running_var is None:
-            raise UnfitError(
-                "BatchNorm3d takes the batch's statistics (in training): folded in eval mode only"
-            )
+            return None, "BatchNorm3d takes the batch's statistics (in training): folded in eval mode only"
         if conv.groups != 1:
-            raise UnfitError(
-                f"BatchNorm3d is folded into convolutions of one group; got groups={conv.groups}"
-            )
+            return None, f"BatchNorm3d is folded into convolutions of one group; got groups={conv.groups}"
         if conv.weight.dtype is torch.float16:
-            raise UnfitError("BatchNorm3d is not folded into float16, whose range it may leave")
+            return None, "BatchNorm3d is not folded into float16, whose range it may leave"
         kind, channels = "batch", module.num_features
     if kind is not None and channels != conv.out_channels:
-        raise UnfitError(
-            f"{type(module).__name__} has {channels} channels, the convolution returns {conv.out_channels}"
+        return (
+            None,
+            f"{type(module).__name__} has {channels} channels, the convolution returns {conv.out_channels}",
         )
-    return kind
-
-
-class UnfitError(Exception):
-    """Why a module is left alone."""
+    return kind, None
 
 
 def _after(chain: Sequence[nn.Module], at: int) -> tuple[int, str | None]:
@@ -173,18 +166,17 @@ def find_block(chain: Sequence[nn.Module], at: int) -> Block | str:
     if conv.padding_mode != "zeros":
         return f"padding_mode={conv.padding_mode!r} is not defined for it"
     first, why = _after(chain, at + 1)
-    try:
-        if why is None:
-            norm = _norm_of(conv, chain[first])
-            if norm is not None:
-                return _norm_first(chain, at, first, norm)
-            activation = _activation_of(chain[first])
-            if activation is not None:
-                return _activation_first(chain, at, first, activation)
-            why = f"{type(chain[first]).__name__} follows"
-    except UnfitError as unfit:
-        why = str(unfit)
-    return why
+    if why is not None:
+        return why
+    norm, why = _norm_of(conv, chain[first])
+    if norm is not None:
+        return _norm_first(chain, at, first, norm)
+    if why is not None:
+        return why
+    activation = _activation_of(chain[first])
+    if activation is not None:
+        return _activation_first(chain, at, first, activation)
+    return f"{type(chain[first]).__name__} follows"
 
 
 def _norm_first(chain: Sequence[nn.Module], at: int, place: int, norm: str) -> Block:
@@ -203,11 +195,8 @@ def _activation_first(chain: Sequence[nn.Module], at: int, place: int, activatio
     second, why = _after(chain, place + 1)
     norm = None
     if why is None:
-        try:
-            norm = _norm_of(conv, chain[second])
-        except UnfitError:
-            norm = None  # conv and activation are a block of their own
-    if norm is None or norm == "batch":
+        norm, _ = _norm_of(conv, chain[second])
+    if norm is None or norm == "batch":  # conv and activation are a block of their own
         return Block(conv, place + 1 - at, "act_norm", None, None, *activation)
     return Block(conv, second + 1 - at, "act_norm", norm, chain[second], *activation)
 
