@@ -37,7 +37,7 @@ GRADIENTS = ("x", "w", "bias", "gamma", "beta")
 ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float64: 1e-15}
 # A loss averages: its gradients are small.
 GRAD_SCALE = 1e-3
-# Of the convolution's rms: a hundred times what float32's rounding moves it by. One value of 80,000 is smaller.
+# Of the convolution's rms: a hundred times what float32's rounding moves it by. One value of 80,000 is below.
 GATE_BAND = 2.0**-16
 
 

@@ -29,11 +29,12 @@ enum class GradOperand : std::uint8_t {
   kOwn,            // grad_y's dtype
   kScaledFloat16,  // float32 only: float16(grad_c * 2^-unscale), |grad_c * 2^-unscale| < 2^15
   // float32 with a in float32 only: the same as hi + lo in float16 each, in rows that are SplitRows
-  // (core/channels.hpp) of grad_c_pitch channels. One power of two for all: values down to 2^-18 of the
-  // largest are held to 2^-23 of themselves, smaller ones to 2^-41 of the largest, which float32's rounding
-  // of the largest exceeds 2^16-fold. Sums of many values, whose size the largest among them decide, are thus
-  // as exact as from float32; those of a sample or channel alone whose gradients are 2^-18 of another's are
-  // less so. What is not finite has hi = 0.
+  // (core/channels.hpp) of grad_c_pitch channels. One power of two for all: values down to 2^-16 of the
+  // bound on the largest are held to 2^-23 of themselves, smaller ones to 2^-39 of it, 2^-15 of what float32
+  // does to the largest. So what is summed from all of grad_c is as exact as from float32 wherever values
+  // near the largest take part, as they do in the rms of a tensor's error; the gradients of a sample or
+  // channel whose own largest lies 2^-16 below are less exact than from float32. What is not finite has hi =
+  // 0.
   kSplitFloat16,
 };
 
