@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""perf/bench.py and perf/bench_training.py on a shape that takes milliseconds."""
+"""perf/bench.py, perf/bench_training.py and perf/bench_models.py on what takes milliseconds."""
 
 import json
 import subprocess
@@ -27,8 +27,8 @@ SHAPE = {
 }
 
 
-def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(PERF / script), *arguments]
+def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(PERF / script), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
@@ -46,7 +46,23 @@ def test_lines_and_rows(tmp_path, script):
         assert all(set(row["err_ratios"]) == {"x", "w", "bias", "gamma", "beta"} for row in rows)
 
 
-@pytest.mark.parametrize("script", ["bench.py", "bench_training.py"])
+@pytest.mark.parametrize("script", ["bench.py", "bench_training.py", "bench_models.py"])
 def test_a_pattern_that_matches_nothing_is_an_error(script):
-    done = run(script, "--shapes", "no such shape", "--device", "cpu")
+    option = "--models" if script == "bench_models.py" else "--shapes"
+    done = run(script, option, "no such shape", "--device", "cpu")
     assert done.returncode == 2 and "no such shape" in done.stderr
+
+
+@pytest.mark.parametrize("model", ["occupancy_head", "monai_unet_an"])
+def test_models(tmp_path, model):
+    if model.startswith("monai"):
+        pytest.importorskip("monai")
+    result, table, picture = (tmp_path / name for name in ("r.json", "r.md", "r.png"))
+    options = ("--models", model, "--device", "cpu", "--dtype", "float32", "--quick", "--seconds", "0.01")
+    done = run("bench_models.py", *options, *("--json", result, "--markdown", table, "--png", picture))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(result.read_text())["rows"]
+    assert [row["pass"] for row in rows] == ["inference", "training"]
+    replaced = {"occupancy_head": "3/3", "monai_unet_an": "2/2"}[model]
+    assert all(row["check"] == "ok" and row["replaced"] == replaced for row in rows)
+    assert table.read_text().count(f"| `{model}`") == 2 and picture.stat().st_size > 0

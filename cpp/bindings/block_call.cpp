@@ -134,7 +134,7 @@ Tensor run_implicit_gemm(const PreparedCall& call, const BlockTensors& t, CallEx
     f.saved = extras.saved->mutable_data_ptr();
   }
   if (call.problem.tail.returns_conv) {
-    extras.conv = empty_strided_like(x, call.y_sizes, dense_strides(call.y_sizes, call.plan.conv_layout));
+    extras.conv = empty_strided_like(x, call.y_sizes, call.y_strides);
     f.c = extras.conv->mutable_data_ptr();
   }
   f.x = x.const_data_ptr();
@@ -142,7 +142,6 @@ Tensor run_implicit_gemm(const PreparedCall& call, const BlockTensors& t, CallEx
   for (int axis = 0; axis < 5; ++axis) f.w_strides[axis] = t.w.stride(axis);
   cuda::run_forward(call.problem, call.plan, call.device, f,
                     static_cast<cudaStream_t>(current_cuda_stream(index)));
-  if (extras.conv) extras.conv = contiguous_in(*extras.conv, call.problem.y_layout);
   return y;
 }
 

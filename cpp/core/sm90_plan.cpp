@@ -63,7 +63,8 @@ std::string tail_obstacle(const Problem& p) {
   if (before != Activation::kNone && before != Activation::kRelu) {
     return concat(name(before), " comes before the normalization");
   }
-  if (tail.returns_conv && (before == Activation::kRelu || p.k % kChannelUnit != 0)) {
+  const bool whole_rows = p.y_layout == Layout::kNCDHW || p.k % kChannelUnit == 0;
+  if (tail.returns_conv && (before == Activation::kRelu || !whole_rows)) {
     return "the convolution is wanted too, of which relu or rows that are no multiple of 16 bytes are stored";
   }
   return "";
@@ -485,6 +486,8 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
     plan.stages = {"pack_operands"};
   }
   plan.stages.push_back(instance.name);
+  if (p.tail.norm && p.tail.returns_conv && p.y_layout != plan.conv_layout)
+    plan.stages.push_back("unpack_rows");
   if (plan.linear) {
     if (!plan.activation_in_y) plan.stages.push_back("unpack_rows");
     if (!is_in_epilogue(p.tail.activation)) plan.stages.push_back(name(p.tail.activation));

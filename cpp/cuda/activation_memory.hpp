@@ -14,6 +14,12 @@
 
 namespace upconv3d::cuda {
 
+/// Whether before(conv) is stored as the convolution that is returned. In another order of the axes it is
+/// copied there.
+inline bool returns_activation(const Problem& problem, const Plan& plan) {
+  return problem.tail.returns_conv && problem.y_layout == plan.conv_layout;
+}
+
 struct ActivationMemory {
   void* a;  // [N,Z,P,Q,padded_channels(K)] of stored_bits; null where it lies in y, or is wanted itself
   std::int8_t* steps;       // [N,tiles,padded_channels(K)], where it is stored in fewer bits than y
@@ -24,7 +30,7 @@ struct ActivationMemory {
   ActivationMemory(const Problem& problem, const Plan& plan, Carver& carver) {
     const std::int64_t channels = padded_channels(problem.k);
     const bool read_elsewhere = !plan.normalizes || plan.keeps_activation;
-    const bool elsewhere = plan.activation_in_y || problem.tail.returns_conv;
+    const bool elsewhere = plan.activation_in_y || returns_activation(problem, plan);
     const std::int64_t a_values = elsewhere ? 0 : problem.n * channels * problem.positions();
     a = carver.take(a_values * plan.instance->stored_bits / 8);
     steps = carver.take<std::int8_t>(stores_steps(plan) ? problem.n * plan.tiles * channels : 0);

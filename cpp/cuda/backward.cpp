@@ -39,7 +39,7 @@ GroupNormBackwardParams group_norm_params(const BackwardCall& call, const Backwa
   params.before = problem.tail.before();
   params.after = {problem.tail.after(), static_cast<float>(problem.tail.parameter), tensors.slopes,
                   problem.tail.slopes > 1 ? 1 : 0};
-  params.signed_steps = params.before == Activation::kNone;
+  params.signed_steps = params.steps != nullptr && params.before == Activation::kNone;
   params.operand = call.plan.scaled  ? GradOperand::kScaledFloat16
                    : call.plan.split ? GradOperand::kSplitFloat16
                                      : GradOperand::kOwn;

@@ -57,7 +57,7 @@ struct Sm90Workspace {
                                         : static_cast<char*>(tensors.workspace) + activation_offset);
     ActivationMemory found(problem, plan, memory);
     if (plan.activation_in_y) found.a = tensors.y;
-    if (problem.tail.returns_conv) found.a = tensors.c;
+    if (returns_activation(problem, plan)) found.a = tensors.c;
     return found;
   }
 };
@@ -98,22 +98,26 @@ NormalizeParams normalize_params(const Problem& problem, const Plan& plan, const
   return params;
 }
 
+/// Rows of padded channels, as the convolution stores them, to a tensor like y.
+void unpack_rows(const Problem& problem, const void* rows, void* dense, cudaStream_t stream) {
+  UnpackRowsParams params;
+  params.n = problem.n;
+  params.positions = problem.positions();
+  params.channels = problem.k;
+  params.pitch = padded_channels(problem.k);
+  params.dtype = problem.dtype;
+  params.layout = problem.y_layout;
+  params.rows = rows;
+  params.dense = dense;
+  const StageRange range("upconv3d::unpack_rows");
+  launch_unpack_rows(params, stream);
+}
+
 /// What is left to do on the linear kernel's output: channels of padded rows, and activations that its
 /// epilogue does not have.
 void finish_linear(const Problem& problem, const Plan& plan, const ForwardTensors& tensors, const void* rows,
                    cudaStream_t stream) {
-  if (!plan.activation_in_y) {
-    UnpackRowsParams unpack;
-    unpack.n = problem.n;
-    unpack.positions = problem.positions();
-    unpack.channels = problem.k;
-    unpack.pitch = padded_channels(problem.k);
-    unpack.dtype = problem.dtype;
-    unpack.layout = problem.y_layout;
-    unpack.rows = rows;
-    unpack.dense = tensors.y;
-    launch_unpack_rows(unpack, stream);
-  }
+  if (!plan.activation_in_y) unpack_rows(problem, rows, tensors.y, stream);
   if (is_in_epilogue(problem.tail.activation)) return;
   NormalizeParams activate = normalize_params(problem, plan, tensors);
   activate.a_layout = problem.y_layout;
@@ -175,6 +179,7 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
     find_conv_transpose_launcher(plan.instance->name)(conv, stream);
   }
   if (plan.linear) return finish_linear(problem, plan, tensors, activation.a, stream);
+  if (tensors.c && tensors.c != activation.a) unpack_rows(problem, activation.a, tensors.c, stream);
   if (plan.normalizes) return;
 
   NormalizeParams normalize = normalize_params(problem, plan, tensors);

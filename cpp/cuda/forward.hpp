@@ -23,9 +23,9 @@ struct ForwardTensors {
   const void* slopes = nullptr;    // [tail.slopes] dtype, or null
   const void* skip = nullptr;      // library plan: as conv, or null
   void* y = nullptr;               // [N,K,Z,P,Q] or [N,Z,P,Q,K] dtype, problem.y_layout
-  void* c = nullptr;          // SM90 plan, where tail.returns_conv: conv + bias [N,Z,P,Q,K] dtype, written
-  void* workspace = nullptr;  // plan.workspace_bytes, 256-byte aligned
-  void* saved = nullptr;      // saved_bytes(problem, plan), 256-byte aligned, written (activation_memory.hpp)
+  void* c = nullptr;               // SM90 plan, where tail.returns_conv: conv + bias as y, written
+  void* workspace = nullptr;       // plan.workspace_bytes, 256-byte aligned
+  void* saved = nullptr;  // saved_bytes(problem, plan), 256-byte aligned, written (activation_memory.hpp)
 };
 
 /// Launches every stage of a completed plan. Asynchronous; N = 0 launches nothing.

@@ -6,23 +6,33 @@ from ._extension import load_extension, require_torch
 require_torch()
 _C = load_extension()
 
-from . import _autograd, _fake, _numbered, _transforms  # noqa: E402  (they register with the operator that _C has just defined)
-from .explain import Plan, build_config, explain  # noqa: E402
+from . import _autograd, _fake, _numbered, _tail_op, _transforms  # noqa: E402  (they register with the operator that _C has just defined)
+from .accelerate import Finding, Report, accelerate  # noqa: E402
+from .explain import Plan, build_config, explain, explain_norm_act  # noqa: E402
 from .functional import conv_transpose3d_relu_group_norm  # noqa: E402
 from .module import ConvTranspose3dReLUGroupNorm  # noqa: E402
+from .norm_act import conv_transpose3d_norm_act  # noqa: E402
+from .norm_act_module import ConvTranspose3dNormAct  # noqa: E402
 
 __version__: str = build_config()["version"]
 
 __all__ = [
+    "ConvTranspose3dNormAct",
     "ConvTranspose3dReLUGroupNorm",
+    "Finding",
     "Plan",
+    "Report",
     "__version__",
+    "accelerate",
     "build_config",
+    "conv_transpose3d_norm_act",
     "conv_transpose3d_relu_group_norm",
     "explain",
+    "explain_norm_act",
 ]
 
 _autograd.register()
 _fake.register()
 _numbered.register()
+_tail_op.register()
 _transforms.register()

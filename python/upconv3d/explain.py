@@ -9,7 +9,9 @@ from torch import Tensor
 
 from . import _C
 from ._facts import block_facts
+from ._tail_op import facts_of
 from .functional import IntOrTriple, check_kinds, integer, resolve_precision, triple
+from .norm_act import checked_arguments, require_known
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,43 @@ def explain(
         resolve_precision(input, precision),
     )
     return plan_from_dict(_C.explain(facts | {"training": training}))
+
+
+def explain_norm_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: IntOrTriple = 1,
+    padding: IntOrTriple = 0,
+    output_padding: IntOrTriple = 0,
+    groups: int = 1,
+    dilation: IntOrTriple = 1,
+    *,
+    order: str = "norm_act",
+    norm: str | None = "group",
+    num_groups: int | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str | None = "relu",
+    activation_param: float | Tensor | None = None,
+    skip: Tensor | None = None,
+    return_conv: bool = False,
+    precision: str | None = None,
+    training: bool = False,
+) -> Plan:
+    """The plan that conv_transpose3d_norm_act would run for the same arguments; computes nothing.
+
+    Args and Raises: those of conv_transpose3d_norm_act; `training` as in explain. On the CPU PyTorch's
+    operators run whatever follows, but for ReLU before a group norm.
+    """
+    require_known(order, norm, activation)
+    tensors, settings = checked_arguments(
+        *(input, weight, bias, stride, padding, output_padding, groups, dilation),
+        *(order, norm, num_groups, norm_weight, norm_bias, eps),
+        *(activation, activation_param, skip, return_conv, precision),
+    )
+    return plan_from_dict(_C.explain(facts_of(tensors, settings) | {"training": training}))
 
 
 def build_config() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// What test_conv_transpose_sm90 compares with and feeds the kernel: a plain convolution in double, which
-/// partial moment a position has, random small integers, and device memory that can be poisoned.
+/// What the tests of the convolution's kernels compare with and feed them: a plain convolution in double,
+/// which partial moment a position has, random small integers, and device memory that can be poisoned.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -57,7 +57,7 @@ static __device__ std::int64_t input_of(const Problem& problem, int axis, std::i
   return i < problem.in[axis] ? i : -1;
 }
 
-/// relu(conv_transpose(x, w) + bias) in double: x [N,D,H,W,C], w [T*R*S,K,C/groups], y [N,Z,P,Q,K].
+/// conv_transpose(x, w) + bias in double: x [N,D,H,W,C], w [T*R*S,K,C/groups], y [N,Z,P,Q,K].
 static __global__ void reference_kernel(const double* x, const double* w, const double* bias, double* y,
                                         Problem problem, Extent3 out) {
   const std::int64_t index = std::int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -91,7 +91,13 @@ static __global__ void reference_kernel(const double* x, const double* w, const 
       }
     }
   }
-  y[index] = sum < 0 ? 0 : sum;
+  y[index] = sum;
+}
+
+/// ReLU of all values; NaN stays NaN.
+inline std::vector<double> rectified(std::vector<double> values) {
+  for (double& v : values) v = v < 0 ? 0 : v;
+  return values;
 }
 
 /// [Z*P*Q] index of the partial moment of a position: slab by slab, `moment_positions` of a slab's each.

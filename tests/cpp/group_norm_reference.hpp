@@ -9,10 +9,12 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "core/problem.hpp"
+#include "core/tail.hpp"
 
 namespace upconv3d::test {
 
@@ -61,86 +63,152 @@ class Random {
   std::uint64_t state_;
 };
 
+/// What the activations are, in double. \param parameter negative_slope, alpha or slope
+inline double activation_value(Activation activation, double v, double parameter) {
+  switch (activation) {
+    case Activation::kNone:
+      return v;
+    case Activation::kRelu:
+      return v < 0 ? 0 : v;
+    case Activation::kLeakyRelu:
+    case Activation::kPrelu:
+      return v > 0 ? v : v * parameter;
+    case Activation::kElu:
+      return v > 0 ? v : std::expm1(v) * parameter;
+    case Activation::kSilu:
+      return v / (1 + std::exp(-v));
+    case Activation::kGelu:
+      return 0.5 * v * std::erfc(-v * std::sqrt(0.5));
+    case Activation::kGeluTanh:
+      return 0.5 * v * (1 + std::tanh(std::sqrt(2 / std::acos(-1.0)) * (v + 0.044715 * v * v * v)));
+  }
+  throw std::logic_error("Activation out of range");
+}
+
+/// How far off activation_value may be where it is computed with this unit roundoff: all of them are products
+/// of v, or of alpha*v, with a factor of at most 1 that is some roundings off.
+inline double activation_slack(Activation activation, double v, double parameter, double roundoff) {
+  if (activation == Activation::kNone || activation == Activation::kRelu || !std::isfinite(v)) return 0;
+  return 8 * roundoff * std::fmax(1, std::fabs(parameter)) * std::fabs(v);
+}
+
+/// By how much more an activation's value may differ than the value that it is applied to.
+inline double steepest(double parameter) {
+  return std::fmax(1.13, std::fabs(parameter));  // 1.13: gelu
+}
+
 struct Case {
   std::int64_t n = 1, k = 1, positions = 1, num_groups = 1;
   DType dtype = DType::kFloat32;
   DType y_dtype = DType::kFloat32;
   Layout layout = Layout::kNDHWC;
   Layout y_layout = Layout::kNDHWC;
-  bool apply_relu = true;
+  Activation before = Activation::kRelu;
+  Activation after = Activation::kNone;
+  double parameter = 0.0;  // of kLeakyRelu and kElu
+  bool one_slope = false;  // of kPrelu, else one per channel
+  bool has_bias = true;
+  bool has_skip = false;
+  bool norm = true;
   bool affine = true;
   double bias_mean = 0.0;
   double special = 0.0;             // non-zero: one element of the last group becomes this
   std::int64_t tile_positions = 0;  // 0: what the library plan takes
-  std::int64_t misalign = 0;        // elements by which c and y start off a 16-byte boundary
+  std::int64_t misalign = 0;        // elements by which c, skip and y start off a 16-byte boundary
 };
 
 inline std::string describe(const Case& c) {
-  char line[256];
+  char line[320];
   std::snprintf(line, sizeof(line),
-                "n=%lld k=%lld positions=%lld groups=%lld %s->%s %s->%s relu=%d affine=%d bias=%g special=%g "
-                "tile=%lld misalign=%lld",
+                "n=%lld k=%lld positions=%lld groups=%lld %s->%s %s->%s before=%s after=%s parameter=%g "
+                "one_slope=%d bias=%d of %g skip=%d norm=%d affine=%d special=%g tile=%lld misalign=%lld",
                 static_cast<long long>(c.n), static_cast<long long>(c.k), static_cast<long long>(c.positions),
                 static_cast<long long>(c.num_groups), name(c.dtype), name(c.y_dtype), name(c.layout),
-                name(c.y_layout), c.apply_relu, c.affine, c.bias_mean, c.special,
+                name(c.y_layout), name(c.before), name(c.after), c.parameter, c.one_slope, c.has_bias,
+                c.bias_mean, c.has_skip, c.norm, c.affine, c.special,
                 static_cast<long long>(c.tile_positions), static_cast<long long>(c.misalign));
   return line;
 }
 
 /// Host data and the reference of one case. Logical order is [n][k][position].
 struct Reference {
-  std::vector<double> c, bias, gamma, beta;  // as stored: rounded to the dtype
-  std::vector<double> v;                     // relu(c + bias), in the statistics' precision
-  std::vector<double> mean, variance;        // [n][group]
+  std::vector<double> c, skip, bias, gamma, beta, slopes;  // as stored: rounded to the dtype
+  std::vector<double> v;                                   // before(c + bias + skip)
+  std::vector<double> v_slack;                             // by how much v may be off
+  std::vector<double> mean, variance, group_slack;         // [n][group]; the largest v_slack
+  std::vector<double> u;                                   // what the activation after sees
   std::vector<double> y;
+
+  double parameter(const Case& c, std::int64_t k) const {
+    const bool prelu = c.before == Activation::kPrelu || c.after == Activation::kPrelu;
+    return prelu ? slopes[c.one_slope ? 0 : k] : c.parameter;
+  }
 };
 
 inline std::int64_t index_of(const Case& c, Layout layout, std::int64_t n, std::int64_t k, std::int64_t p) {
   return layout == Layout::kNCDHW ? (n * c.k + k) * c.positions + p : (n * c.positions + p) * c.k + k;
 }
 
-inline Reference make_reference(const Case& c, double eps) {
-  Reference ref;
+inline double stat_roundoff(const Case& c) {
+  return unit_roundoff(c.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32);
+}
+
+inline void fill_data(const Case& c, Reference& ref) {
   Random random(static_cast<std::uint64_t>(c.n * 1000003 + c.k * 1009 + c.positions));
-  const std::int64_t elements = c.n * c.k * c.positions, channels = c.k / c.num_groups;
+  const std::int64_t elements = c.n * c.k * c.positions;
   for (std::int64_t k = 0; k < c.k; ++k) {
     ref.bias.push_back(round_to(c.bias_mean + 0.5 * random.normal(), c.dtype));
     ref.gamma.push_back(round_to(1.0 + 0.5 * random.normal(), c.dtype));
     ref.beta.push_back(round_to(random.normal(), c.dtype));
+    ref.slopes.push_back(round_to(0.3 * random.normal(), c.y_dtype));
   }
   ref.c.resize(elements);
-  for (double& value : ref.c) {
-    value = round_to(random.normal(), c.dtype);
-    // Without apply_relu the ReLU is behind c already, as behind our own epilogue.
-    if (!c.apply_relu) value = std::fabs(value);
-  }
+  ref.skip.resize(elements);
+  for (double& value : ref.c) value = round_to(random.normal(), c.dtype);
+  for (double& value : ref.skip) value = round_to(random.normal(), c.dtype);
   if (c.special != 0) ref.c[elements - 1 - c.positions / 2] = c.special;
-  ref.v.resize(elements);
-  ref.y.resize(elements);
-  for (std::int64_t row = 0; row < c.n * c.k; ++row) {
-    for (std::int64_t p = 0; p < c.positions; ++p) {
-      double v = ref.c[row * c.positions + p];
-      if (c.apply_relu) {
-        v += ref.bias[row % c.k];
-        if (c.dtype != DType::kFloat64) v = static_cast<float>(v);
-        v = v < 0 ? 0 : v;
-      }
-      ref.v[row * c.positions + p] = v;
-    }
+}
+
+/// before(c + bias + skip), whose sums are rounded as the kernels round them.
+inline void fill_v(const Case& c, Reference& ref) {
+  const DType stat = c.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  for (std::size_t i = 0; i < ref.c.size(); ++i) {
+    const std::int64_t k = static_cast<std::int64_t>(i) / c.positions % c.k;
+    double v = ref.c[i];
+    if (c.has_bias) v = round_to(v + ref.bias[k], stat);
+    if (c.has_skip) v = round_to(v + ref.skip[i], stat);
+    ref.v.push_back(activation_value(c.before, v, ref.parameter(c, k)));
+    ref.v_slack.push_back(activation_slack(c.before, v, ref.parameter(c, k), stat_roundoff(c)));
   }
-  for (std::int64_t ng = 0; ng < c.n * c.num_groups; ++ng) {
-    const std::int64_t begin = ng * channels * c.positions, count = channels * c.positions;
+}
+
+inline Reference make_reference(const Case& c, double eps) {
+  Reference ref;
+  fill_data(c, ref);
+  fill_v(c, ref);
+  ref.u = ref.v;
+  const std::int64_t count = c.k / c.num_groups * c.positions;
+  for (std::int64_t begin = 0; begin < static_cast<std::int64_t>(ref.v.size()); begin += count) {
     long double sum = 0, m2 = 0;
-    for (std::int64_t i = begin; i < begin + count; ++i) sum += ref.v[i];
+    double slack = 0;
+    for (std::int64_t i = begin; i < begin + count; ++i) {
+      sum += ref.v[i];
+      slack = std::fmax(slack, ref.v_slack[i]);
+    }
     const long double mean = sum / count;
     for (std::int64_t i = begin; i < begin + count; ++i) m2 += (ref.v[i] - mean) * (ref.v[i] - mean);
     ref.mean.push_back(static_cast<double>(mean));
     ref.variance.push_back(static_cast<double>(m2 / count));
-    for (std::int64_t i = begin; i < begin + count; ++i) {
+    ref.group_slack.push_back(slack);
+    for (std::int64_t i = begin; c.norm && i < begin + count; ++i) {
       const std::int64_t k = i / c.positions % c.k;
       const long double standard = (ref.v[i] - mean) / std::sqrt(m2 / count + eps);
-      ref.y[i] = static_cast<double>(c.affine ? standard * ref.gamma[k] + ref.beta[k] : standard);
+      ref.u[i] = static_cast<double>(c.affine ? standard * ref.gamma[k] + ref.beta[k] : standard);
     }
+  }
+  for (std::size_t i = 0; i < ref.u.size(); ++i) {
+    const std::int64_t k = static_cast<std::int64_t>(i) / c.positions % c.k;
+    ref.y.push_back(activation_value(c.after, ref.u[i], ref.parameter(c, k)));
   }
   return ref;
 }

@@ -185,7 +185,7 @@ class Fixture {
     reference_kernel<<<unsigned((elements + 127) / 128), 128>>>(x64.get(), w64.get(), bias64.get(),
                                                                 reference.get(), problem_, problem_.out());
     upconv3d::cuda::check_launch("reference_kernel");
-    expected = reference.download();
+    expected = upconv3d::tests::rectified(reference.download());
   }
 
   /// hi and lo of integers that make w_hi*x_lo + w_lo*x_hi + w_hi*x_hi = w*x and use every product:

@@ -27,19 +27,26 @@
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cutlass/numeric_types.h"
 #include "gpu_test.hpp"
+#include "tail_cases.hpp"
 #include "tally.hpp"
 
 namespace {
 
+using upconv3d::Activation;
 using upconv3d::ConvInstance;
 using upconv3d::DType;
 using upconv3d::Extent3;
 using upconv3d::Problem;
+using upconv3d::Tail;
 using upconv3d::volume;
 using upconv3d::cuda::check;
+using upconv3d::tests::activated;
 using upconv3d::tests::DeviceBuffer;
 using upconv3d::tests::next_random;
 using upconv3d::tests::packed;
+using upconv3d::tests::piecewise_linear_tails;
+using upconv3d::tests::prelu_slopes;
+using upconv3d::tests::rectified;
 using upconv3d::tests::reference_kernel;
 using upconv3d::tests::rounded;
 using upconv3d::tests::small_integers;
@@ -113,7 +120,7 @@ Problem make_problem(const ConvInstance& instance, const Case& shape) {
   return problem;
 }
 
-/// One case's tensors on the device and its exact relu(conv + bias), for all launches of an instance.
+/// One case's tensors on the device and its exact convolution, for all launches of an instance.
 template <class Operand, class Output>
 class Fixture {
  public:
@@ -126,6 +133,7 @@ class Fixture {
         bias_(shape.k),
         gamma_(shape.k),
         beta_(shape.k),
+        slopes_(shape.k),
         y_(problem.n * problem.positions() * problem.k),
         unscale_sample_(shape.n),
         unscale_column_(shape.k) {
@@ -143,7 +151,7 @@ class Fixture {
     reference_kernel<<<unsigned((elements + 127) / 128), 128>>>(x64.get(), w64.get(), bias64.get(),
                                                                 reference.get(), problem, problem.out());
     upconv3d::cuda::check_launch("reference_kernel");
-    expected = reference.download();
+    convolved_ = reference.download();
     const std::int64_t pitch = operand_channels(problem);
     x_.upload(rounded<Operand>(packed(x, shape.n, 1, shape.c, pitch),
                                kScaled ? std::ldexp(1.0, -kSampleExponent) : 1.0));
@@ -152,13 +160,16 @@ class Fixture {
     bias_.upload(rounded<Output>(bias));
     gamma_.upload(rounded<Output>(gamma));
     beta_.upload(rounded<Output>(beta));
+    slopes_.upload(rounded<Output>(prelu_slopes(shape.k)));
     unscale_sample_.upload(std::vector<std::int32_t>(shape.n, kSampleExponent));
     unscale_column_.upload(std::vector<std::int32_t>(shape.k, kColumnExponent));
   }
 
   /// Launches the kernel once. \param affine gamma and beta are given
-  void launch(std::int64_t num_groups, bool affine, int sm_count) {
+  void launch(const Tail& tail, std::int64_t num_groups, bool affine, int sm_count) {
+    problem.tail = tail;
     problem.num_groups = num_groups;
+    expected = tail.before() == Activation::kRelu ? rectified(convolved_) : convolved_;
     const std::int64_t moments = upconv3d::twice_moments(upconv3d::twice_layout(problem));
     DeviceBuffer<float> part(problem.n * moments * (problem.k >> twice_granule_shift(problem)) * 2);
     DeviceBuffer<float> table(twice_table_floats(problem, moments));
@@ -171,6 +182,10 @@ class Fixture {
     params.x_packed = true;
     if (affine) params.gamma = gamma_.get(), params.beta = beta_.get();
     if (kScaled) params.unscale_sample = unscale_sample_.get(), params.unscale_column = unscale_column_.get();
+    params.after.kind = tail.after();
+    params.after.parameter = float(tail.parameter);
+    params.after.slopes = slopes_.get();
+    params.after.slope_step = tail.slopes > 1 ? 1 : 0;
     params.a = y_.get(), params.part = part.get(), params.table = table.get();
     params.counters = counters.get();
     params.sm_count = sm_count;
@@ -181,7 +196,7 @@ class Fixture {
 
   Problem problem;
   const std::int64_t samples;       // that are compared, from the first on
-  std::vector<double> expected;     // [N,Z,P,Q,K] relu(conv + bias)
+  std::vector<double> expected;     // [N,Z,P,Q,K] before(conv + bias) of the last launch
   std::vector<double> gamma, beta;  // [K]
   std::vector<Output> y;            // [N,Z,P,Q,K] of the last launch
 
@@ -190,11 +205,13 @@ class Fixture {
 
   const ConvInstance& instance_;
   DeviceBuffer<Operand> x_, w_;
-  DeviceBuffer<Output> bias_, gamma_, beta_, y_;
+  DeviceBuffer<Output> bias_, gamma_, beta_, slopes_, y_;
   DeviceBuffer<std::int32_t> unscale_sample_, unscale_column_;
+  std::vector<double> convolved_;  // [N,Z,P,Q,K] conv + bias
 };
 
-/// y of one group of a sample, to its own rounding and that of the statistics.
+/// y of one group of a sample, to its own rounding and that of the statistics. No slope after it is above 1,
+/// so errors do not grow.
 template <class Fixture>
 std::string check_group(const Fixture& fixture, std::int64_t n, std::int64_t group, bool affine) {
   const Problem& problem = fixture.problem;
@@ -207,7 +224,7 @@ std::string check_group(const Fixture& fixture, std::int64_t n, std::int64_t gro
   for (std::int64_t i = 0; i < count; ++i) {
     const double v = fixture.expected[at(i)];
     m2 += (v - mean) * (v - mean);
-    largest = std::max(largest, v);
+    largest = std::max(largest, std::abs(v));
   }
   const double rstd = 1 / std::sqrt(m2 / double(count) + problem.eps);
   for (std::int64_t i = 0; i < count; ++i) {
@@ -218,11 +235,12 @@ std::string check_group(const Fixture& fixture, std::int64_t n, std::int64_t gro
     const double slack =
         1.01 * unit_roundoff(problem.dtype) * std::abs(y) +
         kStatAccuracy * (largest * std::abs(gamma) * rstd + std::abs(normalized * gamma) + std::abs(beta));
+    const double want = activated(problem.tail, problem.tail.after(), y, k);
     const double got = double(float(fixture.y[at(i)]));
-    if (std::abs(got - y) <= slack) continue;
+    if (std::abs(got - want) <= slack) continue;
     char text[160];
     std::snprintf(text, sizeof(text), "y of n=%lld position=%lld k=%lld is %.9g, expected %.9g", (long long)n,
-                  (long long)(i / channels), (long long)k, got, y);
+                  (long long)(i / channels), (long long)k, got, want);
     return text;
   }
   return "";
@@ -241,12 +259,12 @@ std::string check_y(const Fixture& fixture, bool affine) {
 
 /// 20 launches, by few blocks and by all that fit, give the same bits.
 template <class Fixture>
-std::string check_repeats(Fixture& fixture, std::int64_t groups, int sm_count) {
+std::string check_repeats(Fixture& fixture, const Tail& tail, std::int64_t groups, int sm_count) {
   constexpr int kLaunches = 20;
-  fixture.launch(groups, true, sm_count);
+  fixture.launch(tail, groups, true, sm_count);
   const auto y = fixture.y;
   for (int i = 1; i < kLaunches; ++i) {
-    fixture.launch(groups, true, i % 4 == 1 ? kFewBlocks : sm_count);
+    fixture.launch(tail, groups, true, i % 4 == 1 ? kFewBlocks : sm_count);
     if (std::memcmp(y.data(), fixture.y.data(), y.size() * sizeof(y[0])) != 0) {
       return "launch " + std::to_string(i) + " stored other bits than launch 0";
     }
@@ -254,22 +272,27 @@ std::string check_repeats(Fixture& fixture, std::int64_t groups, int sm_count) {
   return "";
 }
 
-/// Every case with layer norm, instance norm and what lies between, by few blocks and by many.
+/// Every case with layer norm, instance norm and what lies between, by few blocks and by many; with the
+/// mission's tail, and with one of the others, which take turns.
 template <class Operand, class Output>
 void run_instance(const ConvInstance& instance, int sm_count, Tally& tally) {
   std::uint64_t state = 0x9e3779b97f4a7c15ull;
   for (int index = 0; index < int(std::size(kCases)); ++index) {
     Fixture<Operand, Output> fixture(instance, kCases[index], state);
     const std::vector<std::int64_t> counts = group_counts(kCases[index].k);
+    const std::vector<Tail> others = piecewise_linear_tails(kCases[index].k);
     for (std::size_t turn = 0; turn < counts.size(); ++turn) {
-      const std::string label = "case " + std::to_string(index) + ", groups " + std::to_string(counts[turn]);
-      tally.run(instance, label, [&] {
-        fixture.launch(counts[turn], turn % 3 != 0, turn % 2 ? kFewBlocks : sm_count);
-        return check_y(fixture, turn % 3 != 0);
-      });
-      if (index != kRepeatedCase) continue;
-      tally.run(instance, label + ", repeated",
-                [&] { return check_repeats(fixture, counts[turn], sm_count); });
+      for (const Tail& tail : {Tail{}, others[(turn + index) % others.size()]}) {
+        const std::string label = "case " + std::to_string(index) + ", groups " +
+                                  std::to_string(counts[turn]) + ", " + describe(tail);
+        tally.run(instance, label, [&] {
+          fixture.launch(tail, counts[turn], turn % 3 != 0, turn % 2 ? kFewBlocks : sm_count);
+          return check_y(fixture, turn % 3 != 0);
+        });
+        if (index != kRepeatedCase) continue;
+        tally.run(instance, label + ", repeated",
+                  [&] { return check_repeats(fixture, tail, counts[turn], sm_count); });
+      }
     }
   }
 }

@@ -4,9 +4,9 @@
 ///   x     [N,D,H,W,C]                 operand  read through TMA im2col; or packed by layout/pack as
 ///         [N,groups,D,H,W,channels]            channels of a group, then zeros
 ///   w     [T*R*S,K,channels]          operand  packed by layout/pack
-///   a     [N,Z,P,Q,K]                 output   before(conv + bias), then y: normalized in place, or beside
-///   it part  [N,moments,K/granule,2]     float    (mean, M2) of the *rounded* before(conv + bias) table
-///   [N,G,4]                     float    mean, rest of the mean, 1/sqrt(var + eps)
+///   a     [N,Z,P,Q,K]                 output   before(conv + bias), then y: in place, or beside it
+///   part  [N,moments,K/granule,2]     float    (mean, M2) of the *rounded* before(conv + bias)
+///   table [N,G,4]                     float    mean, rest of the mean, 1/sqrt(var + eps)
 ///
 /// before() is ReLU or nothing; y = after(normalized a), after() nothing, ReLU or a slope (core/tail.hpp).
 ///
@@ -60,6 +60,7 @@
 #include "cuda/conv_transpose/relu_epilogue_sm90.cuh"
 #include "cuda/conv_transpose/tail_sm90.hpp"
 #include "cuda/conv_transpose/tensor_maps_sm90.hpp"
+#include "cuda/group_norm/steps.cuh"
 
 namespace upconv3d::cuda {
 
@@ -372,7 +373,7 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   to.moment_of = params.moment_of;
   const bool is_signed = to.floor < 0.f;
   to.step_bits = is_signed ? 15 : 16;
-  to.stepped_zero = 0x1p23f + static_cast<float>(is_signed ? kSignedZeroPoint : 0);
+  to.stepped_zero = stored_origin(is_signed);
   fill_group_norm(params, to);
   to.next_tile = params.counters;
   to.next_item = params.counters + 1;

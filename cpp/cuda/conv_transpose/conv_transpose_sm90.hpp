@@ -18,7 +18,8 @@ namespace upconv3d::cuda {
 /// window_tiles; its part is of unrounded values, by granules of twice_granule_shift, its table
 /// [twice_table_floats] (core/twice_layout.hpp).
 ///
-/// a is before(conv + bias): problem.tail.before(), which must be ReLU or nothing.
+/// a is before(conv + bias): problem.tail.before(), which must be ReLU or nothing. Linear: the same where it
+/// is ReLU, else conv + bias.
 struct ConvTransposeParams {
   Problem problem;
   const void* x_hi = nullptr;  // [N,D,H,W,C] operand, 16-byte aligned, or packed:

@@ -111,7 +111,7 @@ struct Drain {
   CUTLASS_DEVICE static void store(KernelParams<Traits> const& params, KernelSlab<Traits> const& slab,
                                    HalfTile const& half, char const* staging) {
     if (params.channels_first) {
-      store_channels_first(slab, half, staging);
+      store_channels_first(params, slab, half, staging);
       return;
     }
     constexpr int kPositions = kStagePositions<Stored>;
@@ -229,13 +229,37 @@ struct Drain {
 
  private:
   /// TMA stores of all buffers that begin inside the slab; TMA leaves out what lies beyond it, or beyond K.
-  CUTLASS_DEVICE static void store_channels_first(KernelSlab<Traits> const& slab, HalfTile const& half,
+  /// It would not leave out the next convolution group: of channels that end amid the 64, threads store.
+  CUTLASS_DEVICE static void store_channels_first(KernelParams<Traits> const& params,
+                                                  KernelSlab<Traits> const& slab, HalfTile const& half,
                                                   char const* staging) {
-    if (threadIdx.x % 32 != 0 || half.channel >= half.end) return;
+    if (half.channel >= half.end) return;
+    if (half.end < params.k && half.end - half.channel < 64) {
+      store_group_end(params, slab, half, staging);
+      return;
+    }
+    if (threadIdx.x % 32 != 0) return;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = 0; first < half.valid; first += kPanelPositions<Stored>) {
       cute::SM90_TMA_STORE_3D::copy(&slab.a, staging + first / kPanelPositions<Stored> * kStageBytes,
                                     half.position + first, half.channel, half.n);
+    }
+  }
+
+  /// Channels up to half.end, in chunks of positions: slabs begin and end with whole ones.
+  CUTLASS_DEVICE static void store_group_end(KernelParams<Traits> const& params,
+                                             KernelSlab<Traits> const& slab, HalfTile const& half,
+                                             char const* staging) {
+    int const chunks = half.valid / kVector, channels = half.end - half.channel;
+    int const first = pixel_of(params, slab, half.position);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = threadIdx.x % 32; i < channels * chunks; i += 32) {
+      int const channel = i / chunks, chunk = i % chunks;
+      std::int64_t const row =
+          (std::int64_t(half.n) * params.k + half.channel + channel) * pixels(params) + first;
+      *reinterpret_cast<uint4*>(reinterpret_cast<Stored*>(params.a) + row + chunk * kVector) =
+          *reinterpret_cast<uint4 const*>(staging + chunk / 8 * kStageBytes + channel * 128 +
+                                          ((chunk % 8) ^ (channel % 8)) * 16);
     }
   }
 

@@ -27,12 +27,10 @@ namespace upconv3d::cuda {
 
 /// before(conv) on its way to a float32 y at TF32's accuracy: value = (bits - zero point) * 2^step, with one
 /// step per channel and partial moment. After ReLU the zero point is 0, and the error at most 2^-16 of the
-/// channel's largest value there; else it is kSignedZeroPoint, and the error twice that of the largest
-/// magnitude.
+/// channel's largest value there; else it is 2^15, and the error at most 2^-15 of the largest magnitude.
 struct Stepped16 {
   std::uint16_t bits;
 };
-inline constexpr int kSignedZeroPoint = 1 << 15;
 
 /// What a block may have on arch 90, and how much of it barriers and small exchanges take.
 inline constexpr int kSharedMemoryBytes = 227 * 1024;
@@ -224,7 +222,7 @@ struct KernelParams {
   std::int8_t* steps;                  // [N,moments,step_pitch] exponents, Stepped16 only
   std::int32_t* moment_of;             // [Z*P*Q] partial moment of a position, or null; Stepped16 only
   int step_bits;                       // of the largest magnitude in steps: 16, or signed 15; Stepped16 only
-  float stepped_zero;                  // 2^23 + zero point; Stepped16 only
+  float stepped_zero;                  // 2^23 + zero point (stored_origin); Stepped16 only
   // GroupNorm
   Output const* gamma;                 // [K], or null for 1
   Output const* beta;                  // [K], or null for 0

@@ -12,12 +12,14 @@
 
 namespace upconv3d::cuda {
 
-/// problem.tail.before() as what conv + bias is raised to: 0 for ReLU, -infinity for none.
-/// \throws std::logic_error for any other, and for a skip input, which the kernels do not read.
+/// problem.tail.before() as what conv + bias is raised to: 0 for ReLU, -infinity for none. Where the launch
+/// is linear, who reads a applies what is neither.
+/// \throws std::logic_error elsewhere, and for a skip input, which the kernels do not read.
 inline float activation_floor(const ConvTransposeParams& params) {
   const Tail& tail = params.problem.tail;
   const Activation before = tail.before();
-  if (tail.has_skip || (before != Activation::kNone && before != Activation::kRelu)) {
+  const bool left_to_others = before != Activation::kNone && before != Activation::kRelu;
+  if (tail.has_skip || (left_to_others && !params.linear)) {
     throw std::logic_error("upconv3d: the SM90 kernels add no skip input and apply relu or nothing to the " +
                            std::string("convolution; got ") + describe(tail) +
                            ". select_plan must choose another plan.");

@@ -32,45 +32,51 @@ struct MomentsArgs {
   Stat<T>* part;                // [N,tiles,K,2] stat
   std::int64_t channel_blocks;  // blocks along K, NDHWC only
   ActivationParams before;      // with AnyPending alone
+  Stat<T> parameter;            // before.parameter
   bool slopes_are_stat;         // before.slopes are Stat<T>, else T
 };
 
-/// Vectors in flight of a thread: with AnyPending, those of skip come on top.
-template <class Input>
-constexpr int kVectorsInFlight = Input::kDecidesLater ? kLoadsInFlight / 2 : kLoadsInFlight;
+/// Loads in flight of a thread with AnyPending: half as many bytes as elsewhere, because those of skip come
+/// on top.
+template <class T, class Input, int kVector>
+constexpr int kLoads =
+    Input::kDecidesLater
+        ? std::min<int>(kLoadsInFlight, kLoadsInFlight* kAccessBytes / 2 / (kVector * sizeof(T)))
+        : kLoadsInFlight;
 
 /// What turns elements of c into the values of which moments are taken, for kLanes channels.
 template <class T, class Input, int kLanes>
 struct ChannelInput {
   using S = Stat<T>;
   S bias[kLanes] = {};
-  S parameter[kLanes] = {};  // of the activation; with AnyPending alone
 
   __device__ __forceinline__ void load(const MomentsArgs<T>& args, std::int64_t channel, int lane) {
     if (args.bias != nullptr) bias[lane] = to_stat(args.bias[channel]);
-    if constexpr (Input::kDecidesLater) {
-      parameter[lane] = args.slopes_are_stat ? activation_parameter<S>(args.before, channel)
-                                             : activation_parameter<T>(args.before, channel);
-    }
   }
 
-  /// Values of kRows vectors, `step` elements apart. lane_of(j): of the j-th element of each.
-  /// \param from element of c at which the first vector begins
-  template <int kRows, int kCount, class LaneOf>
-  __device__ __forceinline__ void read(const MomentsArgs<T>& args, std::int64_t from, std::int64_t step,
-                                       S (&value)[kRows][kCount], LaneOf lane_of) const {
+  /// Values of kRows vectors, `step` elements apart, whose j-th element is of channel channel_of(j) in lane
+  /// lane_of(j).
+  /// \param from in args.c
+  template <int kRows, int kCount, class LaneOf, class ChannelOf>
+  __device__ __forceinline__ void read(const MomentsArgs<T>& args, const T* from, std::int64_t step,
+                                       S (&value)[kRows][kCount], LaneOf lane_of,
+                                       ChannelOf channel_of) const {
     Vector<T, kCount> raw[kRows], skip[kRows] = {};
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) raw[i] = load_once<kCount>(args.c + from + i * step);
+    for (int i = 0; i < kRows; ++i) raw[i] = load_once<kCount>(from + i * step);
     if (Input::kDecidesLater && args.skip != nullptr) {
+      const T* const with = args.skip + (from - args.c);
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) skip[i] = load_once<kCount>(args.skip + from + i * step);
+      for (int i = 0; i < kRows; ++i) skip[i] = load_once<kCount>(with + i * step);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if constexpr (Input::kDecidesLater) {
         add_pending(raw[i], bias, args.skip != nullptr, skip[i], value[i], lane_of);
-        activate(args.before.kind, value[i], parameter, lane_of);
+        activate(args.before, args.parameter, value[i], [&](int j) {
+          return args.slopes_are_stat ? activation_parameter<S>(args.before, channel_of(j))
+                                      : activation_parameter<T>(args.before, channel_of(j));
+        });
       } else {
 #pragma unroll
         for (int j = 0; j < kCount; ++j) value[i][j] = Input{}(to_stat(raw[i].at[j]), bias[lane_of(j)]);
@@ -100,19 +106,20 @@ __global__ void __launch_bounds__(kStreamThreads, 2) activation_moments_ndhwc(co
   }
 
   const std::int64_t step = blockDim.y * k;
-  std::int64_t from =
-      (sample * args.shape.positions + tile * args.shape.tile_positions + threadIdx.y) * k + channel;
-  constexpr int kRows = kVectorsInFlight<Input>;
+  const T* from =
+      args.c + (sample * args.shape.positions + tile * args.shape.tile_positions + threadIdx.y) * k + channel;
+  constexpr int kRows = kLoads<T, Input, kVector>;
   const auto lane_of = [](int j) { return j; };
+  const auto channel_of = [&](int j) { return channel + j; };
   Moments<S, kVector> moments;
   for (; rows_left >= kRows; rows_left -= kRows, from += kRows * step) {
     S value[kRows][kVector];
-    input.read(args, from, step, value, lane_of);
+    input.read(args, from, step, value, lane_of, channel_of);
     moments.absorb(value);
   }
   for (; rows_left > 0; --rows_left, from += step) {
     S value[1][kVector];
-    input.read(args, from, step, value, lane_of);
+    input.read(args, from, step, value, lane_of, channel_of);
     moments.absorb(value);
   }
 
@@ -148,23 +155,24 @@ __global__ void __launch_bounds__(kStreamThreads, 2) activation_moments_ncdhw(co
   Moments<S, kVector> lanes;
   const std::int64_t step = static_cast<std::int64_t>(blockDim.x) * kVector;
   std::int64_t at = first + static_cast<std::int64_t>(threadIdx.x) * kVector;
-  constexpr int kRows = kVectorsInFlight<Input>;
+  constexpr int kRows = kLoads<T, Input, kVector>;
   const auto lane_of = [](int) { return 0; };
+  const auto channel_of = [&](int) { return channel; };
   for (; at + (kRows - 1) * step < last; at += kRows * step) {
     S value[kRows][kVector];
-    input.read(args, at, step, value, lane_of);
+    input.read(args, args.c + at, step, value, lane_of, channel_of);
     lanes.absorb(value);
   }
   for (; at < last; at += step) {
     S value[1][kVector];
-    input.read(args, at, step, value, lane_of);
+    input.read(args, args.c + at, step, value, lane_of, channel_of);
     lanes.absorb(value);
   }
 
   Moments<S, 1> moments = lanes.join_lanes();
   const auto absorb_one = [&](std::int64_t offset) {
     S value[1][1];
-    input.read(args, offset, 1, value, lane_of);
+    input.read(args, args.c + offset, 1, value, lane_of, channel_of);
     moments.absorb(value);
   };
   for (std::int64_t i = begin + threadIdx.x; i < first; i += blockDim.x) absorb_one(i);
@@ -177,28 +185,53 @@ __global__ void __launch_bounds__(kStreamThreads, 2) activation_moments_ncdhw(co
   to[1] = moments.m2[0];
 }
 
-template <class T, class Input, int kVector>
-void launch_vectorized(const ActivationMomentsParams& params, cudaStream_t stream) {
-  const GroupNormShape& shape = params.shape;
+template <class T>
+MomentsArgs<T> moments_args(const ActivationMomentsParams& params) {
   MomentsArgs<T> args{};
-  args.shape = shape;
+  args.shape = params.shape;
   args.c = static_cast<const T*>(params.c);
   args.bias = static_cast<const T*>(params.bias);
   args.skip = static_cast<const T*>(params.skip);
   args.part = static_cast<Stat<T>*>(params.part);
   args.before = params.before;
+  args.parameter = static_cast<Stat<T>>(params.before.parameter);
   args.slopes_are_stat = params.y_dtype != params.dtype;
-  if (params.layout == Layout::kNDHWC) {
-    const BlockShape block = channel_block_shape(shape.k, kVector, kStreamThreads);
-    args.channel_blocks = block.blocks;
-    launch("activation_moments_ndhwc", activation_moments_ndhwc<T, Input, kVector>,
-           shape.n * shape.tiles * block.blocks, dim3(block.x, block.y), stream, args);
-  } else {
-    const BlockShape block =
-        row_block_shape(std::min(shape.tile_positions, shape.positions), kVector, kStreamThreads);
-    launch("activation_moments_ncdhw", activation_moments_ncdhw<T, Input, kVector>,
-           shape.tiles * ceil_div(shape.n * shape.k, block.y), dim3(block.x, block.y), stream, args);
+  return args;
+}
+
+template <class T, class Input, int kVector>
+void launch_ndhwc(const ActivationMomentsParams& params, cudaStream_t stream) {
+  const GroupNormShape& shape = params.shape;
+  MomentsArgs<T> args = moments_args<T>(params);
+  const BlockShape block = channel_block_shape(shape.k, kVector, kStreamThreads);
+  args.channel_blocks = block.blocks;
+  launch("activation_moments_ndhwc", activation_moments_ndhwc<T, Input, kVector>,
+         shape.n * shape.tiles * block.blocks, dim3(block.x, block.y), stream, args);
+}
+
+template <class T, class Input, int kVector>
+void launch_ncdhw(const ActivationMomentsParams& params, cudaStream_t stream) {
+  const GroupNormShape& shape = params.shape;
+  const BlockShape block =
+      row_block_shape(std::min(shape.tile_positions, shape.positions), kVector, kStreamThreads);
+  launch("activation_moments_ncdhw", activation_moments_ncdhw<T, Input, kVector>,
+         shape.tiles * ceil_div(shape.n * shape.k, block.y), dim3(block.x, block.y), stream,
+         moments_args<T>(params));
+}
+
+template <class T, class Input>
+void launch_in_layout(const ActivationMomentsParams& params, cudaStream_t stream) {
+  // As in normalize: what AnyPending may need of eight channels takes too many registers.
+  constexpr int kWidest = kAccessBytes / sizeof(T);
+  constexpr int kVector = Input::kDecidesLater ? std::min(kWidest, 4) : kWidest;
+  const bool aligned = is_aligned(params.c) && is_aligned(params.skip);
+  if (params.layout == Layout::kNCDHW) {
+    // Peels what is not aligned off either end of a row.
+    if (aligned) return launch_ncdhw<T, Input, kWidest>(params, stream);
+    return launch_ncdhw<T, Input, 1>(params, stream);
   }
+  if (aligned && params.shape.k % kVector == 0) return launch_ndhwc<T, Input, kVector>(params, stream);
+  launch_ndhwc<T, Input, 1>(params, stream);
 }
 
 void require_y_dtype(const ActivationMomentsParams& params) {
@@ -217,21 +250,12 @@ void launch_activation_moments(const ActivationMomentsParams& params, cudaStream
   require_y_dtype(params);
   with_element(params.dtype, [&](auto element) {
     using T = typename decltype(element)::type;
-    constexpr int kVector = kAccessBytes / sizeof(T);
-    // NCDHW peels what is not aligned off either end of a row; NDHWC needs whole vectors of channels.
-    const bool whole = params.layout == Layout::kNCDHW || params.shape.k % kVector == 0;
-    const auto with_input = [&](auto input) {
-      using Input = typename decltype(input)::type;
-      if (whole && is_aligned(params.c) && is_aligned(params.skip)) {
-        launch_vectorized<T, Input, kVector>(params, stream);
-      } else {
-        launch_vectorized<T, Input, 1>(params, stream);
-      }
-    };
     if (params.before.kind == Activation::kRelu && params.skip == nullptr) {
-      with_input(std::type_identity<ReluAfterBias>{});
+      launch_in_layout<T, AfterBias<ReluActivation>>(params, stream);
+    } else if (params.before.kind == Activation::kNone && params.skip == nullptr) {
+      launch_in_layout<T, AfterBias<NoActivation>>(params, stream);
     } else {
-      with_input(std::type_identity<AnyPending>{});
+      launch_in_layout<T, AnyPending>(params, stream);
     }
   });
 }

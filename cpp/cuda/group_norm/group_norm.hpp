@@ -35,7 +35,7 @@ struct ActivationMomentsParams {
   DType dtype = DType::kFloat32;    // of c, bias and skip
   DType y_dtype = DType::kFloat32;  // of before.slopes
   Layout layout = Layout::kNCDHW;
-  ActivationParams before;
+  ActivationParams before = {};
   const void* c = nullptr;     // [N,K,Z,P,Q] or [N,Z,P,Q,K] dtype, dense
   const void* bias = nullptr;  // [K] dtype, or null
   const void* skip = nullptr;  // c's sizes, dtype and layout, or null
@@ -69,7 +69,7 @@ struct NormalizeParams {
   DType y_dtype = DType::kFloat32;  // also of slopes
   Layout a_layout = Layout::kNCDHW;
   Layout y_layout = Layout::kNCDHW;
-  ActivationParams before, after;
+  ActivationParams before = {}, after = {};
   std::int64_t a_pitch = 0;     // elements of a position's row of a [N,Z,P,Q,pitch], K of them channels; 0: K
   const void* a = nullptr;      // [N,K,Z,P,Q] or [N,Z,P,Q,pitch] a_dtype, dense
   const void* bias = nullptr;   // [K] a_dtype, or null

@@ -38,36 +38,45 @@ std::int64_t vectors_per_thread(std::int64_t total_vectors) {
                                   kVectorsPerThread);
 }
 
-/// Vectors in flight of a thread. Of double, more do not fit the registers beside their map on arch 80; with
-/// AnyPending, those of skip and the activations' code come on top.
+/// Loads in flight of a thread with AnyPending: its registers leave room for half as many bytes as elsewhere,
+/// and so do as many more blocks on a multiprocessor.
+template <class A, int kVector>
+constexpr int kAnyLoads =
+    std::min<int>(kLoadsInFlight, kLoadsInFlight* kAccessBytes / 2 / (kVector * sizeof(A)));
+
+/// Blocks per multiprocessor that registers are left for; 0: the compiler's choice.
 template <class A, class Input>
-constexpr int kVectorsInFlight = sizeof(A) == 8 || Input::kDecidesLater ? kLoadsInFlight / 2 : kLoadsInFlight;
+constexpr int kBlocksPerMultiprocessor = !Input::kDecidesLater ? 0
+                                         : sizeof(A) == 8      ? 3
+                                                               : 4;
 
 /// Normalizes kLoads vectors that lie `from_step` and `to_step` elements apart, through lane_of(j) for the
-/// j-th element of each.
-/// \param from, to elements of a and y at which the first one begins
-template <int kLoads, int kVector, class A, class Y, class Input, int kLanes, class LaneOf>
-__device__ __forceinline__ void normalize_vectors(const NormalizeArgs<A, Y>& args,
-                                                  const ChannelMap<A, Input, kLanes>& map, std::int64_t from,
-                                                  std::int64_t from_step, std::int64_t to,
-                                                  std::int64_t to_step, LaneOf lane_of) {
+/// j-th element of each, which is of channel channel_of(j).
+/// \param from, to in args.a and args.y
+template <int kLoads, int kVector, class A, class Y, class Map, class LaneOf, class ChannelOf>
+__device__ __forceinline__ void normalize_vectors(const NormalizeArgs<A, Y>& args, const Map& map,
+                                                  const A* from, std::int64_t from_step, Y* to,
+                                                  std::int64_t to_step, LaneOf lane_of,
+                                                  ChannelOf channel_of) {
   Vector<A, kVector> in[kLoads], skip[kLoads] = {};
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) in[i] = load_once<kVector>(args.a + from + i * from_step);
-  if (Input::kDecidesLater && args.skip != nullptr) {
+  for (int i = 0; i < kLoads; ++i) in[i] = load_once<kVector>(from + i * from_step);
+  if (Map::kReadsSkip && args.skip != nullptr) {
+    const A* const with = args.skip + (from - args.a);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) skip[i] = load_once<kVector>(args.skip + from + i * from_step);
+    for (int i = 0; i < kLoads; ++i) skip[i] = load_once<kVector>(with + i * from_step);
   }
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    store_once<kVector>(args.y + to + i * to_step, map.apply(args, in[i], skip[i], lane_of));
+    store_once<kVector>(to + i * to_step, map.apply(args, in[i], skip[i], lane_of, channel_of));
   }
 }
 
 /// A thread owns kVector channels and walks positions. Blocks: channel block fastest, then position block,
 /// then sample.
 template <class A, class Y, class Input, int kVector>
-__global__ void __launch_bounds__(kStreamThreads) group_norm_normalize_ndhwc(const NormalizeArgs<A, Y> args) {
+__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<A, Input>)
+    group_norm_normalize_ndhwc(const NormalizeArgs<A, Y> args) {
   const std::int64_t k = args.shape.k;
   const std::int64_t block = reversed_block();
   const std::int64_t sample_rows = block / args.channel_blocks;
@@ -81,19 +90,23 @@ __global__ void __launch_bounds__(kStreamThreads) group_norm_normalize_ndhwc(con
   map.load_consecutive(args, sample, channel);
 
   const auto lane_of = [](int j) { return j; };
+  const auto channel_of = [&](int j) { return channel + j; };
   const std::int64_t end = min(begin + args.position_steps, args.shape.positions);
   const std::int64_t from_step = blockDim.y * args.a_pitch, to_step = blockDim.y * k;
   std::int64_t position = begin + threadIdx.y;
-  std::int64_t from = (sample * args.shape.positions + position) * args.a_pitch + channel;
-  std::int64_t to = (sample * args.shape.positions + position) * k + channel;
-  constexpr int kLoads = kVectorsInFlight<A, Input>;
+  const A* from = args.a + (sample * args.shape.positions + position) * args.a_pitch + channel;
+  Y* to = args.y + (sample * args.shape.positions + position) * k + channel;
+  // Of double, more vectors in flight do not fit the registers beside their map on arch 80.
+  constexpr int kLoads = Input::kDecidesLater ? kAnyLoads<A, kVector>
+                         : sizeof(A) == 8     ? kLoadsInFlight / 2
+                                              : kLoadsInFlight;
   for (; position + (kLoads - 1) * blockDim.y < end; position += kLoads * blockDim.y) {
-    normalize_vectors<kLoads, kVector>(args, map, from, from_step, to, to_step, lane_of);
+    normalize_vectors<kLoads, kVector>(args, map, from, from_step, to, to_step, lane_of, channel_of);
     from += kLoads * from_step;
     to += kLoads * to_step;
   }
   for (; position < end; position += blockDim.y, from += from_step, to += to_step) {
-    normalize_vectors<1, kVector>(args, map, from, from_step, to, to_step, lane_of);
+    normalize_vectors<1, kVector>(args, map, from, from_step, to, to_step, lane_of, channel_of);
   }
 }
 
@@ -101,7 +114,8 @@ __global__ void __launch_bounds__(kStreamThreads) group_norm_normalize_ndhwc(con
 /// positions]. Rows start anywhere, at the same place in a and in y; the vectors between `first` and `last`
 /// are aligned.
 template <class A, class Y, class Input, int kVector>
-__global__ void __launch_bounds__(kStreamThreads) group_norm_normalize_ncdhw(const NormalizeArgs<A, Y> args) {
+__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<A, Input>)
+    group_norm_normalize_ncdhw(const NormalizeArgs<A, Y> args) {
   const std::int64_t block = reversed_block();
   const std::int64_t row_block = block / args.position_blocks;
   const std::int64_t row = row_block * blockDim.y + threadIdx.y;
@@ -117,44 +131,47 @@ __global__ void __launch_bounds__(kStreamThreads) group_norm_normalize_ncdhw(con
   const std::int64_t first = min((begin + kVector - 1) / kVector * kVector, end);
   const std::int64_t last = max(end / kVector * kVector, first);
   const auto lane_of = [](int) { return 0; };
+  const auto channel_of = [&](int) { return row - sample * args.shape.k; };
 
   for (std::int64_t i = begin + threadIdx.x; i < first; i += blockDim.x) {
-    normalize_vectors<1, 1>(args, map, i, 1, i, 1, lane_of);
+    normalize_vectors<1, 1>(args, map, args.a + i, 1, args.y + i, 1, lane_of, channel_of);
   }
   const std::int64_t step = static_cast<std::int64_t>(blockDim.x) * kVector;
   std::int64_t at = first + static_cast<std::int64_t>(threadIdx.x) * kVector;
-  constexpr int kLoads = Input::kDecidesLater ? kVectorsInFlight<A, Input> : kLoadsInFlight;
+  constexpr int kLoads = Input::kDecidesLater ? kAnyLoads<A, kVector> : kLoadsInFlight;
   for (; at + (kLoads - 1) * step < last; at += kLoads * step) {
-    normalize_vectors<kLoads, kVector>(args, map, at, step, at, step, lane_of);
+    normalize_vectors<kLoads, kVector>(args, map, args.a + at, step, args.y + at, step, lane_of, channel_of);
   }
   for (; at < last; at += step) {
-    normalize_vectors<1, kVector>(args, map, at, step, at, step, lane_of);
+    normalize_vectors<1, kVector>(args, map, args.a + at, step, args.y + at, step, lane_of, channel_of);
   }
   for (std::int64_t i = last + threadIdx.x; i < end; i += blockDim.x) {
-    normalize_vectors<1, 1>(args, map, i, 1, i, 1, lane_of);
+    normalize_vectors<1, 1>(args, map, args.a + i, 1, args.y + i, 1, lane_of, channel_of);
   }
 }
 
 template <class A, class Y, class Input, int kVector>
-void launch_vectorized(const NormalizeParams& params, cudaStream_t stream) {
+void launch_ndhwc(const NormalizeParams& params, cudaStream_t stream) {
   const GroupNormShape& shape = params.shape;
   NormalizeArgs<A, Y> args = normalize_args<A, Y>(params);
   args.table_vectors = shape.k % kVector == 0 && is_aligned(params.table);
-  const std::int64_t per_thread = vectors_per_thread(shape.n * shape.k * shape.positions / kVector);
-  if (params.a_layout == Layout::kNDHWC) {
-    const BlockShape block = channel_block_shape(shape.k, kVector, kStreamThreads);
-    args.channel_blocks = block.blocks;
-    args.position_steps = block.y * per_thread;
-    args.position_blocks = ceil_div(shape.positions, args.position_steps);
-    launch("group_norm_normalize_ndhwc", group_norm_normalize_ndhwc<A, Y, Input, kVector>,
-           shape.n * args.position_blocks * args.channel_blocks, dim3(block.x, block.y), stream, args);
-  } else {
-    const BlockShape block = row_block_shape(shape.positions, kVector, kStreamThreads);
-    args.position_steps = block.x * per_thread * kVector;
-    args.position_blocks = ceil_div(shape.positions, args.position_steps);
-    launch("group_norm_normalize_ncdhw", group_norm_normalize_ncdhw<A, Y, Input, kVector>,
-           args.position_blocks * ceil_div(shape.n * shape.k, block.y), dim3(block.x, block.y), stream, args);
-  }
+  const BlockShape block = channel_block_shape(shape.k, kVector, kStreamThreads);
+  args.channel_blocks = block.blocks;
+  args.position_steps = block.y * vectors_per_thread(shape.n * shape.k * shape.positions / kVector);
+  args.position_blocks = ceil_div(shape.positions, args.position_steps);
+  launch("group_norm_normalize_ndhwc", group_norm_normalize_ndhwc<A, Y, Input, kVector>,
+         shape.n * args.position_blocks * args.channel_blocks, dim3(block.x, block.y), stream, args);
+}
+
+template <class A, class Y, class Input, int kVector>
+void launch_ncdhw(const NormalizeParams& params, cudaStream_t stream) {
+  const GroupNormShape& shape = params.shape;
+  NormalizeArgs<A, Y> args = normalize_args<A, Y>(params);
+  const BlockShape block = row_block_shape(shape.positions, kVector, kStreamThreads);
+  args.position_steps = block.x * vectors_per_thread(shape.n * shape.k * shape.positions / kVector) * kVector;
+  args.position_blocks = ceil_div(shape.positions, args.position_steps);
+  launch("group_norm_normalize_ncdhw", group_norm_normalize_ncdhw<A, Y, Input, kVector>,
+         args.position_blocks * ceil_div(shape.n * shape.k, block.y), dim3(block.x, block.y), stream, args);
 }
 
 }  // namespace
@@ -164,22 +181,27 @@ void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stre
     using A = typename decltype(a)::type;
     using Y = typename decltype(y)::type;
     using Input = typename decltype(input)::type;
-    // 16 bytes of the narrower type, a's; y takes two stores where it is float32.
+    // Along a row of channels 16 bytes of the wider type: a thread's two stores would leave gaps between
+    // those of its neighbours, which was seen to take half as long again. Along positions, of the narrower
+    // type, a's.
     constexpr int kVector = kAccessBytes / sizeof(A);
+    constexpr int kWhole = kAccessBytes / std::max(sizeof(A), sizeof(Y));
     constexpr int kFewer = std::min(kVector, 4);  // 8 bytes of 16 bit: rows of 12, 20 or 100 channels
-    const auto whole = [&](int vector) {
-      return params.a_layout == Layout::kNCDHW ||
-             (params.shape.k % vector == 0 && row_pitch(params) % vector == 0);
-    };
     const bool aligned =
         is_aligned(params.a) && is_aligned(params.y) && is_aligned(params.table) && is_aligned(params.skip);
-    if (aligned && whole(kVector)) {
-      launch_vectorized<A, Y, Input, kVector>(params, stream);
-    } else if (aligned && whole(kFewer)) {
-      launch_vectorized<A, Y, Input, kFewer>(params, stream);
-    } else {
-      launch_vectorized<A, Y, Input, 1>(params, stream);
+    if (params.a_layout == Layout::kNCDHW) {
+      if (aligned) return launch_ncdhw<A, Y, Input, kVector>(params, stream);
+      return launch_ncdhw<A, Y, Input, 1>(params, stream);
     }
+    const auto whole = [&](int vector) {
+      return aligned && params.shape.k % vector == 0 && row_pitch(params) % vector == 0;
+    };
+    if constexpr (!Input::kDecidesLater) {
+      if (whole(kWhole)) return launch_ndhwc<A, Y, Input, kWhole>(params, stream);
+    }
+    // All that AnyPending may need of eight channels does not fit the registers of three blocks.
+    if (whole(kFewer)) return launch_ndhwc<A, Y, Input, kFewer>(params, stream);
+    launch_ndhwc<A, Y, Input, 1>(params, stream);
   });
 }
 

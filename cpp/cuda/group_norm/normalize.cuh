@@ -20,6 +20,7 @@ struct NormalizeArgs {
   Y* y;                  // [N,K,Z,P,Q] or [N,Z,P,Q,K] Y, may be a where type, layout and pitch are equal
   // With AnyPending alone: the only activation, and whether the normalization precedes it.
   ActivationParams activation;
+  Stat<A> parameter;  // activation.parameter
   bool norm_first;
   std::int64_t a_pitch;  // elements of a position's row of a; [N,Z,P,Q,a_pitch] only
   bool table_vectors;    // the table's rows take vector loads at every kLanes-th channel
@@ -35,14 +36,14 @@ struct NormalizeArgs {
 template <class A, class Input, int kLanes>
 struct ChannelMap {
   using S = Stat<A>;
+  static constexpr bool kReadsSkip = Input::kDecidesLater;
   S mean[kLanes], scale[kLanes], shift[kLanes], bias[kLanes];
-  S parameter[kLanes];  // of the activation; with AnyPending alone
 
   /// Takes the row of `channel` into one lane.
   template <class Y>
   __device__ __forceinline__ void load(const NormalizeArgs<A, Y>& args, std::int64_t sample,
                                        std::int64_t channel, int lane) {
-    load_pending(args, channel, lane);
+    load_bias(args, channel, lane);
     if (Input::kDecidesLater && args.table == nullptr) return;
     const std::int64_t plane = args.shape.n * args.shape.k;
     const S* from = args.table + sample * args.shape.k + channel;
@@ -52,10 +53,8 @@ struct ChannelMap {
   }
 
   template <class Y>
-  __device__ __forceinline__ void load_pending(const NormalizeArgs<A, Y>& args, std::int64_t channel,
-                                               int lane) {
+  __device__ __forceinline__ void load_bias(const NormalizeArgs<A, Y>& args, std::int64_t channel, int lane) {
     bias[lane] = Input::kReadsBias && args.bias != nullptr ? to_stat(args.bias[channel]) : S(0);
-    if constexpr (Input::kDecidesLater) parameter[lane] = activation_parameter<Y>(args.activation, channel);
   }
 
   /// Takes the rows of kLanes consecutive channels, as many of them as there are.
@@ -77,7 +76,7 @@ struct ChannelMap {
   __device__ __forceinline__ void load_vectors(const NormalizeArgs<A, Y>& args, std::int64_t sample,
                                                std::int64_t channel) {
 #pragma unroll
-    for (int lane = 0; lane < kLanes; ++lane) load_pending(args, channel + lane, lane);
+    for (int lane = 0; lane < kLanes; ++lane) load_bias(args, channel + lane, lane);
     if (Input::kDecidesLater && args.table == nullptr) return;
     const std::int64_t plane = args.shape.n * args.shape.k;
     const S* from = args.table + sample * args.shape.k + channel;
@@ -92,17 +91,21 @@ struct ChannelMap {
     }
   }
 
-  /// kCount elements, the j-th of them of the channel in lane lane_of(j). \param skip with AnyPending alone
-  template <class Y, int kCount, class LaneOf>
+  /// kCount elements, the j-th of them of channel channel_of(j), which lane lane_of(j) has.
+  /// \param skip with AnyPending alone
+  /// \param channel_of below K
+  template <class Y, int kCount, class LaneOf, class ChannelOf>
   __device__ __forceinline__ Vector<Y, kCount> apply(const NormalizeArgs<A, Y>& args,
                                                      const Vector<A, kCount>& a,
-                                                     const Vector<A, kCount>& skip, LaneOf lane_of) const {
+                                                     const Vector<A, kCount>& skip, LaneOf lane_of,
+                                                     ChannelOf channel_of) const {
     S v[kCount];
     if constexpr (Input::kDecidesLater) {
       add_pending(a, bias, args.skip != nullptr, skip, v, lane_of);
       const bool has_norm = args.table != nullptr;
       if (has_norm && args.norm_first) normalize(v, lane_of);
-      activate(args.activation.kind, v, parameter, lane_of);
+      activate(args.activation, args.parameter, v,
+               [&](int j) { return activation_parameter<Y>(args.activation, channel_of(j)); });
       if (has_norm && !args.norm_first) normalize(v, lane_of);
     } else {
 #pragma unroll
@@ -148,6 +151,7 @@ NormalizeArgs<A, Y> normalize_args(const NormalizeParams& params) {
   args.y = static_cast<Y*>(params.y);
   args.norm_first = params.before.kind == Activation::kNone;
   args.activation = args.norm_first ? params.after : params.before;
+  args.parameter = static_cast<Stat<A>>(args.activation.parameter);
   args.a_pitch = row_pitch(params);
   return args;
 }
@@ -161,7 +165,7 @@ void with_normalize_types(const NormalizeParams& params, Visit&& visit) {
       const bool is_plain =
           params.table != nullptr && params.skip == nullptr && params.after.kind == Activation::kNone;
       if (is_plain && params.before.kind == Activation::kRelu) {
-        return visit(a, y, std::type_identity<ReluAfterBias>{});
+        return visit(a, y, std::type_identity<AfterBias<ReluActivation>>{});
       }
       if (is_plain && params.before.kind == Activation::kNone && params.bias == nullptr) {
         return visit(a, y, std::type_identity<AsStored>{});

@@ -62,7 +62,7 @@ struct StepsArgs {
 template <bool kActivates>
 struct StepsMap {
   float scale[kVector], shift[kVector];
-  float parameter[kVector];  // of after
+  std::int64_t channel0;
 
   __device__ __forceinline__ void load(const NormalizeArgs<std::uint16_t, float>& args, std::int64_t sample,
                                        std::int64_t channel) {
@@ -72,10 +72,8 @@ struct StepsMap {
     for (int j = 0; j < kVector; ++j) {
       scale[j] = map.scale[j];
       shift[j] = map.shift[j] - map.mean[j] * map.scale[j];
-      if constexpr (kActivates) {
-        parameter[j] = activation_parameter<float>(args.activation, min(channel + j, args.shape.k - 1));
-      }
     }
+    channel0 = channel;
   }
 
   __device__ __forceinline__ Vector<float, kVector> apply(const StepsArgs& args, const uint4& stored,
@@ -91,7 +89,10 @@ struct StepsMap {
       y.at[j] = v * scale[j] + shift[j];
     }
     if constexpr (kActivates) {
-      activate(args.common.activation.kind, y.at, parameter, [](int j) { return j; });
+      const auto& common = args.common;
+      activate(common.activation, common.parameter, y.at, [&](int j) {
+        return activation_parameter<float>(common.activation, min(channel0 + j, common.shape.k - 1));
+      });
     }
     return y;
   }

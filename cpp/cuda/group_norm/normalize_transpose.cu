@@ -9,10 +9,11 @@
 ///   y     [columns, rows] per sample   rows contiguous; after((v - mean)*scale + shift), v = before(a + bias
 ///                                      + skip)
 ///
-/// A block carries tiles of 128 rows x 128 bytes of columns through shared memory: it reads a in 16-byte
-/// vectors along the columns, normalizes in registers, stores the elements column by column, and writes y in
-/// 16-byte vectors along the rows. The next tile's loads are issued before this tile's stores. A thread's
-/// channels are the same for all of the block's tiles, which follow each other along the positions.
+/// A block carries tiles of 128 rows x 128 bytes of columns (64 with AnyPending) through shared memory: it
+/// reads a in 16-byte (8-byte) vectors along the columns, normalizes in registers, stores the elements column
+/// by column, and writes y in 16-byte vectors along the rows. The next tile's loads are issued before this
+/// tile's stores. A thread's channels are the same for all of the block's tiles, which follow each other
+/// along the positions.
 ///
 /// Shared memory is [columns][rows] with the 16-byte chunks of a column permuted: chunk' = chunk ^ (column
 /// vector). A warp writes eight column vectors at four rows, into eight different groups of four banks; and
@@ -28,8 +29,17 @@ namespace {
 /// Rows of a tile, contiguous in y: 256 bytes or more of each of y's rows.
 constexpr int kRows = 128;
 
-/// Vectors of a tile along the columns, contiguous in a: one 128-byte line.
+/// Vectors of a tile along the columns, contiguous in a.
 constexpr int kColumnVectors = 8;
+
+/// Bytes of such a vector, eight of which are a line or half of one. With AnyPending, a skip and activations
+/// come on top, and what they need of 16 bytes of channels does not fit the registers of three blocks.
+template <class Input>
+constexpr int kVectorBytes = Input::kDecidesLater ? kAccessBytes / 2 : kAccessBytes;
+
+/// Blocks per multiprocessor that registers are left for; from NCDHW, a thread's channels need more of them.
+template <class Input, bool kChannelsLast>
+constexpr int kBlocksPerMultiprocessor = Input::kDecidesLater && kChannelsLast ? 3 : 2;
 
 /// Rows that the block's threads load at once, and vectors per thread that this makes.
 constexpr int kRowSlots = kStreamThreads / kColumnVectors;
@@ -46,9 +56,9 @@ constexpr std::int64_t kTilesToShare = 4096;
 /// Thread t holds kLoads vectors, all of column vector t % 8; its i-th one is of tile row row0() +
 /// row_step(i). Both steps, along i and along a vector's elements j, move by constants in shared memory, so
 /// one address serves them all.
-template <class A, class Y, bool kVectorIn>
+template <class A, class Y, class Input, bool kVectorIn>
 struct TransposeTile {
-  static constexpr int kVector = kAccessBytes / sizeof(A);
+  static constexpr int kVector = kVectorBytes<Input> / sizeof(A);
   static constexpr int kVectorOut = kAccessBytes / sizeof(Y);
   static constexpr int kColumns = kColumnVectors * kVector;
   static constexpr int kChunks = kRows / kVectorOut;
@@ -111,13 +121,16 @@ struct TransposeTile {
 
   /// \param shared [kColumns,kRows] Y, chunks permuted
   /// \param map what normalizes element (i, j), through lane_of(i, j)
-  template <class Map, class LaneOf>
+  /// \param channel_of the channel of element (i, j), below K
+  template <class Map, class LaneOf, class ChannelOf>
   __device__ __forceinline__ void normalize(Y* shared, const NormalizeArgs<A, Y>& args, const Map& map,
-                                            LaneOf lane_of) const {
+                                            LaneOf lane_of, ChannelOf channel_of) const {
     Y* to = shared + offset(threadIdx.x % kColumnVectors * kVector, row0());
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const auto out = map.apply(args, in[i], skip[i], [&](int j) { return lane_of(i, j); });
+      const auto out = map.apply(
+          args, in[i], skip[i], [&](int j) { return lane_of(i, j); },
+          [&](int j) { return channel_of(i, j); });
 #pragma unroll
       for (int j = 0; j < kVector; ++j) to[j * kRows + row_step(i)] = out.at[j];
     }
@@ -159,9 +172,9 @@ struct TransposeTile {
 
 /// Blocks: channel block fastest, then position block, then sample. kChannelsLast says how a lies.
 template <class A, class Y, class Input, bool kChannelsLast, bool kVectorIn>
-__global__ void __launch_bounds__(kStreamThreads, 2)
+__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<Input, kChannelsLast>)
     group_norm_normalize_transpose(const NormalizeArgs<A, Y> args) {
-  using Tile = TransposeTile<A, Y, kVectorIn>;
+  using Tile = TransposeTile<A, Y, Input, kVectorIn>;
   constexpr int kTilePositions = kChannelsLast ? kRows : Tile::kColumns;
   constexpr int kTileChannels = kChannelsLast ? Tile::kColumns : kRows;
   constexpr int kLanes = kChannelsLast ? Tile::kVector : kLoads;
@@ -195,6 +208,9 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   }
 
   const auto lane_of = [](int i, int j) { return kChannelsLast ? j : i; };
+  const auto channel_of = [&](int i, int j) {
+    return min(channel0 + (kChannelsLast ? Tile::column(j) : Tile::row0() + Tile::row_step(i)), k - 1);
+  };
   Tile tile = {};
   const auto load_tile = [&](std::int64_t position) {
     const std::int64_t row = kChannelsLast ? position : channel0;
@@ -206,7 +222,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   };
   load_tile(begin);
   for (std::int64_t position = begin; position < end; position += kTilePositions) {
-    tile.normalize(shared, args, map, lane_of);
+    tile.normalize(shared, args, map, lane_of, channel_of);
     __syncthreads();
     const std::int64_t next = position + kTilePositions;
     if (next < end) load_tile(next);
@@ -223,7 +239,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
 
 template <class A, class Y, class Input, bool kChannelsLast>
 void launch_from_layout(const NormalizeParams& params, cudaStream_t stream) {
-  using Tile = TransposeTile<A, Y, true>;
+  using Tile = TransposeTile<A, Y, Input, true>;
   const GroupNormShape& shape = params.shape;
   const std::int64_t rows = kChannelsLast ? shape.positions : shape.k;
   const std::int64_t columns = kChannelsLast ? shape.k : shape.positions;

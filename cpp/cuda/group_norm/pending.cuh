@@ -3,8 +3,9 @@
 /// What is still due of a stored convolution before it is normalized: bias, skip and activation. The moments
 /// and the normalize kernels must see the same value, so both take it from here.
 ///
-/// Two cases of the mission's block are types of their own, which cost nothing; all others are AnyPending,
-/// decided at run time. There, the switch on the activation stands outside of a vector's elements.
+/// The mission's block and what needs no activation are types of their own, which cost nothing; all others
+/// are AnyPending, decided at run time. There, the switch on the activation stands outside of a vector's
+/// elements.
 #pragma once
 
 #include <stdexcept>
@@ -15,13 +16,14 @@
 
 namespace upconv3d::cuda {
 
-/// The convolution as the library left it: bias and ReLU are still due.
-struct ReluAfterBias {
+/// The convolution as the library left it: bias and an activation without parameter are still due.
+template <class Functor>
+struct AfterBias {
   static constexpr bool kReadsBias = true;
   static constexpr bool kDecidesLater = false;
   template <class S>
   __device__ __forceinline__ S operator()(S c, S bias) const {
-    return ReluActivation{}.value(c + bias, S(0));
+    return Functor{}.value(c + bias, S(0));
   }
 };
 
@@ -41,13 +43,23 @@ struct AnyPending {
   static constexpr bool kDecidesLater = true;
 };
 
-/// v[j] = activation(v[j]), whose parameter is parameter[lane_of(j)].
-template <class S, int kCount, int kLanes, class LaneOf>
-__device__ __forceinline__ void activate(Activation kind, S (&v)[kCount], const S (&parameter)[kLanes],
-                                         LaneOf lane_of) {
-  with_activation(kind, [&](auto activation) {
+/// v[j] = activation(v[j]). Slopes are read again for each vector, from L1, because registers are scarcer.
+/// \param parameter params.parameter
+/// \param slopes slopes(j) is that of v[j]; called for kPrelu alone
+template <class S, int kCount, class Slopes>
+__device__ __forceinline__ void activate(const ActivationParams& params, S parameter, S (&v)[kCount],
+                                         Slopes slopes) {
+  if (params.kind == Activation::kPrelu) {
+    if (params.slope_step != 0) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) v[j] = activation.value(v[j], parameter[lane_of(j)]);
+      for (int j = 0; j < kCount; ++j) v[j] = SlopeActivation{}.value(v[j], slopes(j));
+      return;
+    }
+    parameter = slopes(0);
+  }
+  with_activation(params.kind, [&](auto activation) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) v[j] = activation.value(v[j], parameter);
   });
 }
 
@@ -68,9 +80,8 @@ __device__ __forceinline__ void add_pending(const Vector<T, kCount>& c, const St
 inline void require_slopes(const ActivationParams& activation) {
   if (activation.kind != Activation::kPrelu || activation.slopes != nullptr) return;
   throw std::invalid_argument(
-      "upconv3d: prelu reads its slopes from a tensor of 1 or K elements; got slopes=null. Pass the tensor, "
-      "or "
-      "leaky_relu for a slope that is a number.");
+      "upconv3d: prelu reads its slopes from a tensor of 1 or K elements; got slopes=null. Pass the "
+      "tensor, or leaky_relu for a slope that is a number.");
 }
 
 }  // namespace upconv3d::cuda

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times whole models before and after upconv3d.accelerate, in inference and in training.
+
+One line per case:
+
+    MODEL name=... pass=... dtype=... layout=... replaced=... eager_ms=... ms=... x_eager=... compile_ms=...
+          compiled_ms=... x_compile=... memory_mb=... x_memory=... err=... eager_err=... check=...
+
+ms is the accelerated model's median, eager_ms that of the model as it was; compile_ms and compiled_ms are
+the two under torch.compile. Every x_ is after divided by before: below 1 is quicker, or less memory.
+memory_mb is the peak of the accelerated model beside parameters and input, on a GPU. err and eager_err are
+rms errors of the output, in training of all gradients together, relative to the model as it was in
+float32 without TF32. check is "ok" where all is finite and err at most twice eager_err.
+
+Inference runs in eval mode without gradients, training in train mode: forward, mean of squares, backward,
+without an optimizer. "bfloat16" is autocast of float32 parameters, "float32" has TF32 on.
+
+perf/models.py says what has to be installed. Exit status 1 if any check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import upconv3d
+from bench import bench_line
+from models import MODELS, Model
+from torch import Tensor, nn
+from upconv3d.profile.measure import environment, environment_line, medians_ms, write_whole
+
+ERROR_FACTOR = 2.0
+# Rounding of the last operation, where eager's error happens to be smaller still.
+ROUNDING = {"float32": 1e-5, "bfloat16": 1e-3}
+PASSES = ("inference", "training")
+LINE = (
+    "name pass dtype layout replaced eager_ms ms x_eager compile_ms compiled_ms x_compile memory_mb "
+    "x_memory err eager_err check"
+)
+
+
+@contextlib.contextmanager
+def settings(dtype: str, exact: bool = False) -> Iterator[None]:
+    """TF32 on, or for a reference off."""
+    kept = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    precision = "ieee" if exact else "tf32"
+    torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision = kept
+
+
+def first(y: Any) -> Tensor:
+    """The first tensor of what a model returns."""
+    return y if isinstance(y, Tensor) else first(y[0])
+
+
+def step(
+    model: Any, parameters: list[Tensor], x: Tensor, kind: str, dtype: str
+) -> Callable[[], list[Tensor]]:
+    """One call: the output, or the gradients of all parameters."""
+
+    def autocast() -> Any:
+        return torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+
+    def inference() -> list[Tensor]:
+        with torch.no_grad(), autocast():
+            return [first(model(x))]
+
+    def training() -> list[Tensor]:
+        with autocast():
+            loss = first(model(x)).float().square().mean()
+        return [g for g in torch.autograd.grad(loss, parameters, allow_unused=True) if g is not None]
+
+    return inference if kind == "inference" else training
+
+
+def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
+    """Peak memory of a call beside what was allocated before; None on a CPU, where nobody counts."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def relative_rms(found: list[Tensor], right: list[Tensor]) -> float:
+    off = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, right, strict=True))
+    scale = sum(float(b.double().square().sum()) for b in right)
+    return (off / max(scale, 1e-300)) ** 0.5
+
+
+@contextlib.contextmanager
+def without_dropout(*models: nn.Module) -> Iterator[None]:
+    """Sets every dropout's p to 0: masks would differ between dtypes."""
+    dropouts = [
+        m for model in models for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)
+    ]
+    kept = [dropout.p for dropout in dropouts]
+    for dropout in dropouts:
+        dropout.p = 0.0
+    try:
+        yield
+    finally:
+        for dropout, p in zip(dropouts, kept, strict=True):
+            dropout.p = p
+
+
+def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One row."""
+    device = torch.device(args.device)
+    small = device.type == "cpu" or args.small
+    torch.manual_seed(0)
+    memory_format = torch.channels_last_3d if layout == "ndhwc" else torch.contiguous_format
+    before = model.make(small).to(device, memory_format=memory_format).train(kind == "training")
+    x = torch.randn(model.small if small else model.size, device=device).to(memory_format=memory_format)
+    after = copy.deepcopy(before)
+    report = upconv3d.accelerate(after, bare=args.bare, sample=(x,))
+    models = {"eager": before, "ours": after}
+    calls = {name: step(m, list(m.parameters()), x, kind, dtype) for name, m in models.items()}
+    with without_dropout(before, after):
+        with settings(dtype, exact=True):
+            right = step(before, list(before.parameters()), x, kind, "float32")()
+        with settings(dtype):
+            ours, theirs = calls["ours"](), calls["eager"]()
+    finite = all(bool(torch.isfinite(t).all()) for t in ours)
+    err, eager_err = relative_rms(ours, right), relative_rms(theirs, right)
+    del right, ours, theirs
+    failures = {}
+    with settings(dtype):
+        memory, eager_memory = (peak_bytes(calls[name], device) for name in ("ours", "eager"))
+        if args.compile:
+            torch._dynamo.reset()
+            for name, m in models.items():
+                call = step(torch.compile(m, dynamic=False), list(m.parameters()), x, kind, dtype)
+                try:
+                    call()
+                except Exception as error:  # the compiler's, which a row reports
+                    failures[name] = str(error).strip().splitlines()[0][:200]
+                else:
+                    calls[f"compile:{name}"] = call
+        times = medians_ms(calls, device, args.seconds)
+    compiled, compile_ms = times.get("compile:ours"), times.get("compile:eager")
+    good = finite and err <= max(ERROR_FACTOR * eager_err, ROUNDING[dtype])
+    return {
+        "name": model.name,
+        "source": model.source,
+        "size": list(x.shape),
+        "pass": kind,
+        "dtype": dtype,
+        "layout": layout,
+        "replaced": f"{len(report.replaced)}/{len(report.findings)}",
+        "report": str(report).splitlines()[1:],
+        "eager_ms": times["eager"],
+        "ms": times["ours"],
+        "x_eager": times["ours"] / times["eager"],
+        "compile_ms": compile_ms,
+        "compiled_ms": compiled,
+        "x_compile": None if compiled is None or compile_ms is None else compiled / compile_ms,
+        "compile_failures": failures,
+        "memory_mb": None if memory is None else memory / 1e6,
+        "x_memory": None if memory is None or not eager_memory else memory / eager_memory,
+        "err": err,
+        "eager_err": eager_err,
+        "check": "ok" if good else "FAILED",
+    }
+
+
+def markdown(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """A table of all rows."""
+    columns = [
+        ("replaced", "replaced", "{}"),
+        ("eager, ms", "eager_ms", "{:.2f}"),
+        ("accelerated, ms", "ms", "{:.2f}"),
+        ("x eager", "x_eager", "{:.2f}"),
+        ("torch.compile, ms", "compile_ms", "{:.2f}"),
+        ("accelerated and compiled, ms", "compiled_ms", "{:.2f}"),
+        ("x torch.compile", "x_compile", "{:.2f}"),
+        ("x memory", "x_memory", "{:.2f}"),
+        ("error", "err", "{:.1e}"),
+        ("eager's", "eager_err", "{:.1e}"),
+    ]
+    lines = [f"Measured {environment_line(env)}, by `{env['command']}`", ""]
+    lines += ["| model | input | pass | " + " | ".join(title for title, _, _ in columns) + " |"]
+    lines += ["|---|---|---|" + "---:|" * len(columns)]
+    for row in rows:
+        size = "x".join(map(str, row["size"]))
+        kind = row["dtype"] + (" channels_last_3d" if row["layout"] == "ndhwc" else "")
+        cells = ["-" if row[key] is None else form.format(row[key]) for _, key, form in columns]
+        lines.append(f"| `{row['name']}` | {size} {kind} | {row['pass']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(path: Path, env: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Times after divided by times before: a pair of bars per row."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    labels = [f"{r['name']}\n{r['pass']}, {r['dtype']}, {r['layout']}" for r in rows]
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.5 * len(rows)))
+    places = range(len(rows))
+    axes.barh([p - 0.2 for p in places], [r["x_eager"] for r in rows], 0.38, label="accelerated / eager")
+    compiled = [r["x_compile"] or 0.0 for r in rows]
+    if any(compiled):
+        label = "accelerated and compiled / torch.compile"
+        axes.barh([p + 0.2 for p in places], compiled, 0.38, label=label)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(list(places), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("time, below 1 is quicker")
+    axes.set_title(env.get("gpu") or env["cpu"], fontsize=9)
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--models", default="", metavar="REGEX", help="names to run (default: all)")
+    parser.add_argument("--pass", dest="passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--dtype", nargs="+", choices=list(ROUNDING), default=["bfloat16", "float32"])
+    parser.add_argument("--layout", nargs="+", choices=["ncdhw", "ndhwc"], default=["ncdhw"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--small", action="store_true", help="few channels and small volumes, as on a CPU")
+    parser.add_argument("--bare", action="store_true", help="accelerate(bare=True)")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="no torch.compile peers")
+    parser.add_argument(
+        "--seconds", type=float, help="measuring time per row (default: 2; with --quick: 0.3)"
+    )
+    parser.add_argument("--quick", action="store_true", help="without torch.compile peers")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write environment and rows to this file")
+    parser.add_argument("--markdown", type=Path, metavar="OUT", help="write the table to this file")
+    parser.add_argument("--png", type=Path, metavar="OUT", help="draw the ratios; needs matplotlib")
+    args = parser.parse_args()
+    if args.quick:
+        args.compile = False
+    if args.seconds is None:
+        args.seconds = 0.3 if args.quick else 2.0
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    # From the first call on: the plan cache keeps the first plan it finds for a shape.
+    torch.backends.cudnn.benchmark = True
+    selected = [model for model in MODELS if re.search(args.models, model.name)]
+    if not selected:
+        print(f"bench_models: no model matches --models {args.models!r}", file=sys.stderr)
+        return 2
+    env = environment(
+        torch.device(args.device), ["python", "perf/bench_models.py", *sys.argv[1:]], Path(__file__)
+    )
+    rows = []
+    for model in selected:
+        if model.needs is not None and importlib.util.find_spec(model.needs) is None:
+            print(f"MODEL_NOTE name={model.name} skipped: it needs the package {model.needs}", flush=True)
+            continue
+        for kind in args.passes:
+            for dtype in args.dtype:
+                for layout in args.layout:
+                    row = measure(model, kind, dtype, layout, args)
+                    rows.append(row)
+                    print(bench_line(row, "MODEL", LINE), flush=True)
+                    for name, failure in row["compile_failures"].items():
+                        print(f"MODEL_NOTE name={model.name} torch.compile of {name}: {failure}", flush=True)
+                    if args.json is not None:
+                        text = json.dumps({"environment": env, "rows": rows}, indent=1)
+                        write_whole(args.json, text + "\n")
+    table = markdown(env, rows)
+    print(table)
+    if args.markdown is not None:
+        write_whole(args.markdown, table)
+    if args.png is not None and rows:
+        draw(args.png, env, rows)
+    failed = sum(row["check"] != "ok" for row in rows)
+    print(f"MODEL_SUMMARY rows={len(rows)} failed={failed}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forward's result can depend on, read from its source.
+
+torch.fx records what one run of a forward did. That is all it ever does if the forward depends on nothing
+but its arguments, its modules, its tensors and plain numbers that can be compared at each call. This
+file admits such forwards and names what keeps it from admitting the others.
+"""
+
+import ast
+import builtins
+import inspect
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class UnprovableError(Exception):
+    """What a forward does that a trace would not show."""
+
+
+_FORBIDDEN: dict[type[ast.AST], str] = {
+    ast.With: "with",
+    ast.Try: "try",
+    ast.Global: "global",
+    ast.Nonlocal: "nonlocal",
+    ast.Lambda: "lambda",
+    ast.Yield: "yield",
+    ast.YieldFrom: "yield from",
+    ast.Import: "import",
+    ast.ImportFrom: "import",
+    ast.FunctionDef: "a function inside",
+    ast.ClassDef: "a class inside",
+    ast.Delete: "del",
+    ast.While: "while",
+    ast.NamedExpr: ":=",
+    ast.JoinedStr: "an f-string",
+}
+_BUILTINS = {"len", "range", "enumerate", "zip", "reversed", "list", "tuple", "super", "sum", "min", "max"}
+_BUILTINS |= {"True", "False", "None", "ValueError", "RuntimeError", "TypeError"}
+_LIST_METHODS = {"append", "extend", "insert", "pop", "reverse"}
+_CONTAINER_METHODS = {"values", "items", "keys"}
+_SIMPLE = (bool, int, float, str, type(None))
+# Functions of tensors that do nothing but return one, and that torch.fx records.
+_TORCH = "cat concat stack chunk split flatten add sub mul div relu sigmoid tanh softmax transpose permute"
+_TORCH += " squeeze unsqueeze reshape norm mean sum amax abs exp sqrt pow"
+_FUNCTIONAL = (
+    "relu leaky_relu elu silu gelu prelu sigmoid tanh softmax hardswish mish softplus interpolate pad"
+)
+_FUNCTIONAL += " dropout dropout3d group_norm instance_norm batch_norm layer_norm conv3d conv_transpose3d"
+_FUNCTIONAL += " max_pool3d avg_pool3d adaptive_avg_pool3d linear"
+_FUNCTIONS = [getattr(torch, name) for name in _TORCH.split()]
+_FUNCTIONS += [getattr(F, name) for name in _FUNCTIONAL.split()]
+_MODULES = (torch, nn, F)
+
+
+def _source(function: Callable[..., Any]) -> ast.FunctionDef:
+    if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
+        raise UnprovableError(
+            f"{getattr(function, '__qualname__', function)!s} is wrapped in another function"
+        )
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError) as error:
+        raise UnprovableError(f"the source of {function.__qualname__} is not at hand") from error
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef):
+        raise UnprovableError(f"{function.__qualname__} is not a plain function")
+    if any(not (isinstance(d, ast.Name) and d.id == "staticmethod") for d in definition.decorator_list):
+        raise UnprovableError(f"{function.__qualname__} is decorated")
+    return definition
+
+
+def _inside(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below, annotations left out."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield child
+                yield from _inside(child)
+
+
+def _known_of_values(attribute: str) -> bool:
+    """Whether an attribute of some value, a tensor, a list or a module, is no state of a module."""
+    return hasattr(Tensor, attribute) or attribute in _LIST_METHODS | _CONTAINER_METHODS
+
+
+class _Reader:
+    """One pass over a forward and the methods that it calls."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.reads: set[str] = set()
+        self.seen: set[types.FunctionType] = set()
+
+    def read(self, function: Callable[..., Any], owner: type) -> None:
+        """Raises: UnprovableError."""
+        definition = _source(function)
+        assert isinstance(function, types.FunctionType)
+        if function in self.seen:
+            return
+        self.seen.add(function)
+        arguments = definition.args
+        if arguments.vararg is not None or arguments.kwarg is not None:
+            raise UnprovableError(f"{function.__qualname__} takes *args or **kwargs")
+        names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        bound = not isinstance(inspect.getattr_static(owner, function.__name__, None), staticmethod)
+        this = arguments.args[0].arg if bound and arguments.args else ""
+        body = [node for statement in definition.body for node in (statement, *_inside(statement))]
+        names |= {n.id for n in body if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        parents = {id(child): node for node in body for child in ast.iter_child_nodes(node)}
+        for node in body:
+            self._statement(node)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                self._name(node, parents, function, owner, this, names)
+
+    def _statement(self, node: ast.AST) -> None:
+        for kind, word in _FORBIDDEN.items():
+            if isinstance(node, kind):
+                raise UnprovableError(f"its forward uses {word}")
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+            raise UnprovableError(f"its forward assigns to {ast.unparse(node)}")
+        if isinstance(node, ast.Attribute) and not isinstance(node.value, (ast.Name, ast.Attribute)):
+            after_super = isinstance(node.value, ast.Call) and ast.unparse(node.value) == "super()"
+            if not after_super and not _known_of_values(node.attr):
+                raise UnprovableError(f"its forward reads {ast.unparse(node)}")
+
+    def _name(
+        self,
+        node: ast.Name,
+        parents: dict[int, ast.AST],
+        function: types.FunctionType,
+        owner: type,
+        this: str,
+        names: set[str],
+    ) -> None:
+        """Judges what is reached from one name: a chain of attributes, as in torch.nn.functional.relu."""
+        chain: list[str] = []
+        top: ast.AST = node
+        while isinstance(parent := parents.get(id(top)), ast.Attribute):
+            chain.append(parent.attr)
+            top = parent
+        if this and node.id == this:
+            self._own(chain, owner)
+        elif node.id in names:
+            if chain and not _known_of_values(chain[0]):
+                raise UnprovableError(f"its forward reads {node.id}.{chain[0]}")
+        elif node.id == "super":
+            self._super(parents.get(id(node)), parents, owner)
+        elif node.id in function.__globals__ or not hasattr(builtins, node.id):
+            self._global(node.id, chain, function)
+        elif node.id not in _BUILTINS:
+            raise UnprovableError(f"its forward uses {node.id}()")
+
+    def _global(self, name: str, chain: list[str], function: types.FunctionType) -> None:
+        dotted = ".".join([name, *chain])
+        found = function.__globals__.get(name)
+        for attribute in chain:
+            if not isinstance(found, types.ModuleType):
+                break
+            found = getattr(found, attribute, None)
+        if isinstance(found, types.ModuleType) or not any(found is known for known in _FUNCTIONS):
+            raise UnprovableError(f"its forward uses {dotted}")
+
+    def _own(self, chain: list[str], owner: type) -> None:
+        if not chain:
+            raise UnprovableError("its forward hands self to something")
+        name = chain[0]
+        static = inspect.getattr_static(type(self.module), name, None)
+        if name in self.module.__dict__.get("_modules", {}):
+            container = isinstance(self.module._modules[name], (nn.ModuleList, nn.ModuleDict))
+            if len(chain) > 1 and not (container and chain[1] in _CONTAINER_METHODS):
+                raise UnprovableError(f"its forward reads self.{'.'.join(chain)}")
+            self.reads.add(name)
+        elif name in self.module._parameters or name in self.module._buffers:
+            self.reads.add(name)
+        elif name in self.module.__dict__:
+            if not _is_simple(self.module.__dict__[name]):
+                kind = type(self.module.__dict__[name]).__name__
+                raise UnprovableError(f"its forward reads self.{name}, a {kind}")
+            self.reads.add(name)
+        elif isinstance(static, (types.FunctionType, staticmethod)):
+            self._method(name, type(self.module))
+        elif static is None and not hasattr(self.module, name):
+            self.reads.add(name)  # in a branch that is not taken as long as this is so
+        else:
+            raise UnprovableError(f"its forward reads self.{name}")
+
+    def _super(self, call: ast.AST | None, parents: dict[int, ast.AST], owner: type) -> None:
+        attribute = parents.get(id(call))
+        if not isinstance(call, ast.Call) or call.args or not isinstance(attribute, ast.Attribute):
+            raise UnprovableError("its forward uses super in an unusual way")
+        mro = type(self.module).__mro__
+        self._method(attribute.attr, *mro[mro.index(owner) + 1 :])
+
+    def _method(self, name: str, *classes: type) -> None:
+        for cls in classes[0].__mro__ if len(classes) == 1 else classes:
+            if name in cls.__dict__:
+                if cls is nn.Module:
+                    break
+                method = cls.__dict__[name]
+                self.read(method.__func__ if isinstance(method, staticmethod) else method, cls)
+                return
+        raise UnprovableError(f"its forward calls self.{name}()")
+
+
+_ABSENT = object()  # of an attribute that is not there
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether comparing value says whether it is still the same; tuples of such values too."""
+    return isinstance(value, _SIMPLE) or (isinstance(value, tuple) and all(map(_is_simple, value)))
+
+
+def _state(module: nn.Module, name: str) -> Any:
+    """What is compared of an attribute: a number itself, a container's keys, else whether there is one."""
+    value = getattr(module, name, _ABSENT)
+    if value is _ABSENT:
+        return ...
+    if isinstance(value, (nn.ModuleList, nn.ModuleDict)):
+        return tuple(value._modules)
+    return value if _is_simple(value) else True
+
+
+Guards = tuple[tuple[str, Any], ...]
+
+
+def prove(module: nn.Module) -> Guards:
+    """The attributes that module's forward reads, with what they are now.
+
+    Raises: UnprovableError.
+    """
+    forward = type(module).forward
+    owner = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
+    reader = _Reader(module)
+    reader.read(forward, owner)
+    # training is a trace's own: there is one for each mode.
+    return tuple((name, _state(module, name)) for name in sorted(reader.reads - {"training"}))
+
+
+def holds(module: nn.Module, guards: Guards) -> bool:
+    """Whether module is as it was when guards were taken."""
+    return all(_state(module, name) == state for name, state in guards)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that are given another class: a subclass of their own, with a forward of ours.
+
+Parameters, submodules, names, hooks and state stay where they are. The subclasses are made at run time, so
+pickle and copy rebuild the module from its first class.
+"""
+
+import functools
+import threading
+from typing import Any
+
+from torch import nn
+
+from .chain import Block, Options, run_block, run_chain, runs_forward_of, takes, why_watched
+
+_OPTIONS = "_upconv3d_options"
+_made: dict[tuple[type, type], type] = {}
+_making = threading.Lock()
+
+
+class Accelerated(nn.Module):
+    """The mixin before a module's own class."""
+
+    _upconv3d_base: type[nn.Module]
+    # Attributes of an instance that copies and pickles do not carry.
+    _upconv3d_volatile: tuple[str, ...] = ()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # object.__getstate__ exists from Python 3.11 on.
+        getter = getattr(self, "__getstate__", None)
+        state = dict(self.__dict__ if getter is None else getter())
+        for name in type(self)._upconv3d_volatile:
+            state.pop(name, None)
+        mixin = next(cls for cls in type(self).__mro__ if cls in MIXINS)
+        return rebuild, (mixin.__name__, self._upconv3d_base), state
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """The module as it was, for torch.jit.script, which compiles the forward of its class."""
+        plain = self._upconv3d_base.__new__(self._upconv3d_base)
+        plain.__dict__.update(self.__dict__)
+        return plain
+
+
+class AcceleratedSequential(Accelerated):
+    """nn.Sequential's forward, with the blocks in it in one call each.
+
+    Sequentials inside it that nobody watches are run as part of it.
+    """
+
+    def forward(self, input: Any) -> Any:
+        options = self.__dict__.get(_OPTIONS)
+        if options is None:  # a slice of it, which nobody asked to accelerate
+            base: Any = self._upconv3d_base
+            return base.forward(self, input)
+        return run_chain(leaves(self), input, options)
+
+
+class AcceleratedConvTranspose(Accelerated):
+    """A convolution by itself, with nothing behind it that could be part of its call."""
+
+    def forward(self, input: Any, output_size: Any = None) -> Any:
+        base: Any = self._upconv3d_base
+        if output_size is not None or not takes(input):
+            return base.forward(self, input, output_size)
+        conv: Any = self
+        block = Block(conv, 1, "norm_act", None, None, None, None)
+        return run_block(block, input, self.__dict__[_OPTIONS])
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Whether calling module is calling its children, one after the other."""
+    if isinstance(module, AcceleratedSequential):
+        return True
+    return (
+        isinstance(module, nn.Sequential)
+        and runs_forward_of(module, nn.Sequential)
+        and type(module).__iter__ is nn.Sequential.__iter__
+    )
+
+
+def leaves(sequential: nn.Module) -> list[nn.Module]:
+    """The modules that a Sequential calls, in order, those of Sequentials in it for these."""
+    found: list[nn.Module] = []
+    for child in sequential._modules.values():
+        assert child is not None
+        if is_sequential(child) and why_watched(child) is None:
+            found.extend(leaves(child))
+        else:
+            found.append(child)
+    return found
+
+
+def _calling(forward: Any) -> Any:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    return call
+
+
+def accelerated_class(mixin: type[Accelerated], base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of base with mixin's forward; the same one for every call."""
+    with _making:
+        made = _made.get((mixin, base))
+        if made is None:
+            # Its name is base's: code that asks for a class by name goes on working.
+            names = {
+                "__module__": base.__module__,
+                "__qualname__": base.__qualname__,
+                "__doc__": base.__doc__,
+            }
+            made_now: Any = type(base.__name__, (mixin, base), names | {"_upconv3d_base": base})
+            # What inspect.signature says of it, and what torch.fx traces of it, are base's.
+            made_now.forward = functools.wraps(base.forward)(_calling(mixin.forward))
+            made = _made[mixin, base] = made_now
+        return made
+
+
+def rebuild(mixin: str, base: type[nn.Module]) -> nn.Module:
+    """An empty module for pickle and copy."""
+    cls = accelerated_class(next(found for found in MIXINS if found.__name__ == mixin), base)
+    return cls.__new__(cls)
+
+
+def why_not_swapped(module: nn.Module) -> str | None:
+    """What would be lost if module were given another class."""
+    cls = type(module)
+    for name in ("__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__", "__prepare_scriptable__"):
+        if getattr(cls, name, None) is not getattr(nn.Module, name, None):
+            return f"{cls.__name__} has a {name} of its own"
+    if "forward" in module.__dict__:
+        return f"{cls.__name__} had its forward replaced"
+    if cls.__call__ is not nn.Module.__call__:
+        return f"{cls.__name__} has a __call__ of its own"
+    return None
+
+
+def swap(module: nn.Module, mixin: type[Accelerated], options: Options) -> None:
+    module.__class__ = accelerated_class(mixin, type(module))
+    module.__dict__[_OPTIONS] = options
+
+
+def unswap(module: nn.Module) -> None:
+    """The module as it was before swap(); nothing where it was not swapped, or has yet another class."""
+    cls: Any = type(module)
+    if isinstance(module, Accelerated) and "_upconv3d_base" in cls.__dict__:
+        module.__class__ = cls._upconv3d_base
+        for name in (_OPTIONS, *cls._upconv3d_volatile):
+            module.__dict__.pop(name, None)
+
+
+MIXINS: list[type[Accelerated]] = [AcceleratedSequential, AcceleratedConvTranspose]

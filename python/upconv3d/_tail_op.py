@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.ops.upconv3d.conv_transpose3d_norm_act: schema, kernels, fake kernels, autograd, autocast, vmap.
+
+On CUDA its kernels are the internal operators of the compiled module, which take what is no tensor as one
+number (see _numbered.py); where those are not, and on the CPU, PyTorch's operators (_tail.py). Autograd of
+eager calls does not pass through here: record_tail makes a node of its own where our kernels keep what a
+backward reads, and says so where they do not.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _C
+from ._autograd import _convolution_backward, _is_transformed
+from ._facts import block_facts, is_concrete, tensor_facts
+from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
+from ._tail import (
+    ACTIVATIONS,
+    ORDERS,
+    Settings,
+    Tensors,
+    composite,
+    differentiable_backward,
+    in_sizes_of,
+    tail_backward,
+)
+from ._transforms import _slice
+
+_library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
+_ops = torch.ops.upconv3d
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+_AUTOCAST_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+_NAME = "conv_transpose3d_norm_act"
+_TENSORS = "Tensor input, Tensor weight, Tensor? bias"
+_NUMBERS = (
+    "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation, "
+    "str order, SymInt num_groups, Tensor? norm_weight, Tensor? norm_bias, float eps, str activation, "
+    "float activation_param, Tensor? slopes, Tensor? skip"
+)
+_SCHEMA = (
+    f"{_NAME}({_TENSORS}, {_NUMBERS}, bool return_conv, str precision) -> (Tensor y, Tensor conv)",
+    f"{_NAME}_backward(Tensor? grad_y, Tensor? grad_conv, {_TENSORS}, {_NUMBERS}, str precision, "
+    f"bool[] output_mask) -> ({', '.join(['Tensor'] * len(Tensors._fields))})",
+)
+_INTERNAL = ("_numbered_tail", "_numbered_tail_for_training", "_numbered_tail_backward")
+_KERNEL_ACTIVATIONS = tuple("none" if name is None else name for name in ACTIVATIONS)
+
+# Whether the compiled module has the internal operators, and those, without OpOverload.__call__.
+_has_kernels = all(hasattr(_ops, name) for name in _INTERNAL)
+_missing: Any = None
+numbered_tail, _numbered_tail_for_training, _numbered_tail_backward = (
+    getattr(_ops, name).default._op if _has_kernels else _missing for name in _INTERNAL
+)
+
+_numbers: dict[tuple[Any, ...], int] = {}
+_settings: dict[int, tuple[Any, ...]] = {}
+
+
+def runs_kernels(input: Tensor) -> bool:
+    """Whether the call is for the internal operators rather than for PyTorch's."""
+    return _has_kernels and input.is_cuda
+
+
+def tail_number(settings: tuple[Any, ...]) -> int | None:
+    """The number under which the compiled module remembers the fields of Settings.
+
+    None where too many are remembered already, or one is no plain number.
+    """
+    try:
+        number = _numbers.get(settings)
+    except TypeError:  # a symbolic number, which has no hash
+        return None
+    return _remember(settings) if number is None else number
+
+
+def _remember(settings: tuple[Any, ...]) -> int | None:
+    # A tensor as eps or parameter is equal to itself whatever its value.
+    if not isinstance(settings[6], (int, float)) or not isinstance(settings[10], (int, float)):
+        return None
+    number: int | None = _C.remember_settings(settings)
+    if number is not None:
+        _numbers[settings] = number
+        _settings[number] = settings
+    return number
+
+
+def split(arguments: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Tensors and Settings, as plain tuples, of the public operator's arguments."""
+    input, weight, bias, stride, padding, output_padding, groups, dilation = arguments[:8]
+    order, num_groups, norm_weight, norm_bias, eps, activation, parameter, slopes, skip = arguments[8:17]
+    return_conv, precision = arguments[17:]
+    numbers = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
+    return (
+        (input, weight, bias, norm_weight, norm_bias, slopes, skip),
+        (*numbers, order, activation, parameter, return_conv),
+    )
+
+
+def join(tensors: Sequence[Any], settings: Sequence[Any]) -> tuple[Any, ...]:
+    """The inverse of split."""
+    input, weight, bias, norm_weight, norm_bias, slopes, skip = tensors
+    *convolution, num_groups, eps, precision, order, activation, parameter, return_conv = settings
+    norm = (order, num_groups, norm_weight, norm_bias, eps)
+    return (
+        input,
+        weight,
+        bias,
+        *convolution,
+        *norm,
+        activation,
+        parameter,
+        slopes,
+        skip,
+        return_conv,
+        precision,
+    )
+
+
+def public_tail(tensors: Sequence[Any], settings: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The operator by its public name."""
+    pair: tuple[Tensor, Tensor] = getattr(_ops, _NAME).default(*join(tensors, settings))
+    return pair
+
+
+def plain_number(tensors: Sequence[Any], settings: Sequence[Any]) -> int | None:
+    """tail_number of lists and tuples alike, and None where a skip's dtype promotes what it is added to."""
+    input, skip = tensors[0], tensors[6]
+    if not runs_kernels(input) or (skip is not None and skip.dtype is not input.dtype):
+        return None
+    return tail_number(tuple(tuple(v) if isinstance(v, (list, tuple)) else v for v in settings))
+
+
+def _require_names(s: Settings) -> None:
+    for name, value, known in (
+        ("order", s.order, ORDERS),
+        ("activation", s.activation, _KERNEL_ACTIVATIONS),
+    ):
+        if value not in known:
+            raise ValueError(f"upconv3d: {name} must be one of {', '.join(known)}; got {name}={value!r}.")
+
+
+def _forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The operator on the CPU and on CUDA; conv is [0] where it is not asked for."""
+    tensors, settings = split(arguments)
+    number = plain_number(tensors, settings)
+    if number is not None:
+        pair: tuple[Tensor, Tensor] = numbered_tail(*tensors, number)
+        return pair
+    t, s = Tensors(*tensors), Settings(*settings)
+    _require_names(s)
+    y, conv = composite(t, s, precise=True)
+    y = _in_format_of_result(y, t)
+    if conv is None:
+        return y, t.input.new_empty(0)
+    return y, y.clone() if conv is y else _in_format_of_result(conv, t)
+
+
+def _in_format_of_result(tensor: Tensor, t: Tensors) -> Tensor:
+    """channels_last_3d where input or weight is, which PyTorch's operators do not return on every device."""
+    memory_format = memory_format_of(batched(t.input), t.weight)
+    whole = batched(tensor).contiguous(memory_format=memory_format)
+    return whole if tensor.dim() == 5 else whole.squeeze(0)
+
+
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    tensors, settings = split(arguments)
+    t, s = Tensors(*tensors), Settings(*settings)
+    _require_names(s)
+    # Symbolic shapes are checked by the real kernel: the rules in C++ take numbers.
+    if is_concrete(*(v for v in t if v is not None), *settings):
+        _C.validate(facts_of(t, s))
+    x = batched(t.input)
+    sizes = [x.shape[0], t.weight.shape[1] * s.groups]
+    sizes += output_extent(t.input, t.weight, s.stride, s.padding, s.output_padding, s.dilation)
+    dtype = x.dtype if t.skip is None else torch.promote_types(x.dtype, t.skip.dtype)
+    memory_format = memory_format_of(x, t.weight)
+
+    def result(of: torch.dtype) -> Tensor:
+        out = torch.empty(sizes, dtype=of, device=x.device, memory_format=memory_format)
+        return out.squeeze(0) if t.input.dim() == 4 else out
+
+    return result(dtype), result(x.dtype) if s.return_conv else t.input.new_empty(0)
+
+
+def facts_of(tensors: Sequence[Any], settings: Sequence[Any]) -> dict[str, Any]:
+    """The whole call as plain data, which is what _C.validate and _C.explain take."""
+    t, s = Tensors(*tensors), Settings(*settings)
+    convolution = (s.stride, s.padding, s.output_padding, s.groups, s.dilation)
+    norm = (s.num_groups, t.norm_weight, t.norm_bias, s.eps, s.precision)
+    # A skip of another dtype promotes what it is added to: none of our rules, but for PyTorch to compute.
+    skip = t.skip if t.skip is not None and t.skip.dtype == t.input.dtype else None
+    return block_facts(t.input, t.weight, t.bias, *convolution, *norm) | {
+        "order": s.order,
+        "activation": s.activation,
+        "activation_param": s.parameter,
+        "return_conv": s.return_conv,
+        "slopes": tensor_facts(t.slopes),
+        "skip": tensor_facts(skip),
+    }
+
+
+def _fused_backward(
+    grad_y: Tensor, t: Tensors, number: int, mask: Sequence[bool], saved: Tensor, consume_saved: bool
+) -> list[Tensor | None]:
+    """tail_backward by our kernels, where a forward kept `saved` (as none that adds a skip does today).
+
+    Where they cannot compute the convolution's gradients, they end with grad_c.
+    """
+    x = batched(t.input)
+    bits = sum(1 << i for i, wanted in enumerate(mask) if wanted)
+    *gradients, grad_c = _numbered_tail_backward(
+        batched(grad_y), x, *t[1:6], saved, number, bits, consume_saved
+    )
+    left = [wanted and grad.numel() == 0 for wanted, grad in zip(mask[:3], gradients, strict=False)]
+    if any(left) and grad_c.numel() > 0:
+        args = Settings(*_settings[number]).convolution()
+        found = _convolution_backward(grad_c, x, t.weight, args, left)
+        gradients[:3] = [b if wanted else a for a, b, wanted in zip(gradients, found, left, strict=False)]
+    return in_sizes_of(t, [*gradients, grad_c], mask)
+
+
+def _reachable(mask: Sequence[bool], grad_y: Tensor | None, grad_conv: Tensor | None) -> list[bool]:
+    """`mask` without what gets no gradient: from the returned convolution none flows to what follows it."""
+    flows = [grad_y is not None or grad_conv is not None] * 3 + [grad_y is not None] * (len(mask) - 3)
+    return [wanted and flowing for wanted, flowing in zip(mask, flows, strict=True)]
+
+
+def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    """The backward operator: empty tensors for what is not asked for. It leaves its arguments as they are."""
+    *forward, precision, mask = arguments
+    tensors, settings = split([*forward, False, precision])
+    t, s = Tensors(*tensors), Settings(*settings)
+    gradients: list[Tensor | None] = [None] * len(t)
+    mask = _reachable(mask, grad_y, grad_conv)
+    number = plain_number(tensors, settings) if grad_y is not None and grad_conv is None else None
+    saved = None if number is None else _numbered_tail_for_training(*tensors, number)[2]
+    if grad_y is not None and number is not None and saved is not None and saved.numel() > 0:
+        gradients = _fused_backward(grad_y, t, number, mask, saved, consume_saved=True)
+    elif any(mask):
+        gradients = tail_backward(grad_y, grad_conv, t, s, mask)
+    if s.num_groups == 0 and s.activation == "none":  # the skip's gradient is grad_y itself
+        gradients[6] = None if gradients[6] is None else gradients[6].clone()
+    return tuple(t.input.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def _fake_backward(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    *forward, precision, mask = arguments
+    t = Tensors(*split([*forward, False, precision])[0])
+    mask = _reachable(mask, grad_y, grad_conv)
+    return tuple(
+        t.input.new_empty(0)
+        if tensor is None or not wanted
+        else empty_in_format_of(tensor)
+        if tensor.dim() > 1
+        else torch.empty_like(tensor)
+        for tensor, wanted in zip(t, mask, strict=True)
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    tensors, ctx.settings = split(inputs)
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None) -> tuple[Any, ...]:
+    """Autograd of the operator by its public name; c is computed again."""
+    tensors, settings = ctx.saved_tensors, ctx.settings
+    grad_conv = grad_conv if settings[-1] else None
+    # Positions of the tensors among the operator's arguments.
+    needs = [ctx.needs_input_grad[index] for index in (0, 1, 2, 10, 11, 15, 16)]
+    mask = [needed and tensor is not None for needed, tensor in zip(needs, tensors, strict=True)]
+    mask = _reachable(mask, grad_y, grad_conv)
+    gradients: Sequence[Tensor | None]
+    if not any(mask):
+        gradients = [None] * len(mask)
+    elif torch.is_grad_enabled():
+        gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)
+    else:
+        *forward, _, precision = join(tensors, settings)
+        op = getattr(_ops, f"{_NAME}_backward").default
+        found = op(grad_y, grad_conv, *forward, precision, mask)
+        gradients = [gradient if wanted else None for gradient, wanted in zip(found, mask, strict=True)]
+    return join(gradients, (None,) * len(Settings._fields))
+
+
+class ConvTranspose3dNormAct(torch.autograd.Function):
+    """A call of the family as a node of autograd's graph, for calls that nothing but autograd looks at."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        """arguments: Tensors, what _numbered_tail_for_training returned, Settings, their number.
+
+        Results come as one tuple, so that autograd does not take them for arguments.
+        """
+        *tensors, (y, conv, saved), settings, number = arguments
+        ctx.save_for_backward(*tensors, saved)
+        ctx.settings, ctx.number = settings, number
+        ctx.set_materialize_grads(False)
+        return (y, conv) if settings[-1] else y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None = None) -> tuple[Any, ...]:
+        *tensors, saved = ctx.saved_tensors
+        mask, settings = ctx.needs_input_grad[: len(tensors)], ctx.settings
+        gradients: list[Tensor | None]
+        if grad_y is None:
+            mask = _reachable(mask, grad_y, grad_conv)
+        if not any(mask):
+            gradients = [None] * len(tensors)
+        elif torch.is_grad_enabled():
+            gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)
+        elif grad_y is None or grad_conv is not None or _is_transformed(grad_y):
+            gradients = tail_backward(grad_y, grad_conv, tensors, settings, mask)
+        else:
+            # Where the graph is not kept, nobody reads `saved` again; a returned convolution may lie in it.
+            keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+            consume_saved = not keeps_graph and not settings[-1]
+            gradients = _fused_backward(grad_y, Tensors(*tensors), ctx.number, mask, saved, consume_saved)
+        return (*gradients, None, None, None)
+
+
+# Function.apply without what it does for torch.func's transforms, under which this node is not used.
+_record: Callable[..., Any] = super(torch.autograd.Function, ConvTranspose3dNormAct).apply
+
+
+def record_tail(
+    tensors: tuple[Any, ...], settings: tuple[Any, ...], number: int
+) -> tuple[Tensor, Tensor | None] | None:
+    """y and c by our kernels, recorded by autograd; None where they keep nothing for a backward."""
+    with _BelowAutograd():
+        computed = _numbered_tail_for_training(*tensors, number)
+    if computed[0].dim() == 1:
+        return None
+    result = _record(*tensors, computed, settings, number)
+    return result if settings[-1] else (result, None)
+
+
+def autocast_result_dtype(
+    low: torch.dtype, device_type: str, norm: str | None, settings: Sequence[Any]
+) -> Any:
+    """The dtype that PyTorch's own calls return under autocast to `low`.
+
+    conv_transpose3d and prelu run in it, group_norm in float32 on CUDA; the others, and instance_norm, in
+    the dtype of what they get.
+    """
+    order, activation = settings[8:10]
+    lowered = order == "norm_act" and activation == "prelu"
+    return torch.float32 if norm == "group" and device_type == "cuda" and not lowered else low
+
+
+def _autocast_kernel(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
+        tensors, settings = split(arguments)
+        t, s = Tensors(*tensors), Settings(*settings)
+        low = torch.get_autocast_dtype(device_type)
+        if t.input.device.type != device_type or t.input.dtype == torch.float64:
+            low = t.input.dtype
+        elif device_type == "cpu" or (t.skip is not None and t.skip.dtype != low):
+            y, conv = composite(t, s, precise=False)
+            return y, t.input.new_empty(0) if conv is None else conv
+        cast = [None if v is None else v if i == 6 else v.to(low) for i, v in enumerate(tensors)]
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CUDA):
+            y, conv = public_tail(cast, settings)
+        if low == t.input.dtype == torch.float64:
+            return y, conv
+        norm = "group" if s.num_groups > 0 else None
+        return y.to(autocast_result_dtype(low, device_type, norm, settings)), conv
+
+    return kernel
+
+
+def _batch_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    """vmap's rule for the operator by its name; the function upconv3d has no need of it."""
+    op = getattr(_ops, _NAME).default
+    slices = [op(*_slice(arguments, in_dims, index)) for index in range(info.batch_size)]
+    return tuple(torch.stack(results) for results in zip(*slices, strict=True)), (0, 0)
+
+
+def _numbered_elsewhere(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """_numbered_tail where others than a kernel are to see it: modes, subclasses, autocast."""
+    *tensors, number = arguments
+    return public_tail(tensors, _settings[number])
+
+
+def _nothing_kept(input: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """_numbered_tail_for_training there: it computes nothing, and PyTorch's operators are recorded."""
+    return input.new_empty(0), input.new_empty(0), input.new_empty(0)
+
+
+def register() -> None:
+    """Defines the operators and ties all of this to them; the package calls it once."""
+    for schema in _SCHEMA:
+        _library.define(schema)  # type: ignore[no-untyped-call]
+    for key in ("CPU", "CUDA"):
+        _library.impl(_NAME, _forward_kernel, key)  # type: ignore[no-untyped-call]
+        _library.impl(f"{_NAME}_backward", _backward_kernel, key)  # type: ignore[no-untyped-call]
+    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        _library.impl(_NAME, _autocast_kernel(device_type), key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"upconv3d::{_NAME}", _fake_forward)
+    torch.library.register_fake(f"upconv3d::{_NAME}_backward", _fake_backward)
+    torch.library.register_autograd(f"upconv3d::{_NAME}", _backward, setup_context=_setup_context)
+    torch.library.register_vmap(f"upconv3d::{_NAME}", _batch_forward)
+    if not _has_kernels:
+        return
+    for name in _INTERNAL:
+        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
+    elsewhere = (("_numbered_tail", _numbered_elsewhere), ("_numbered_tail_for_training", _nothing_kept))
+    for name, kernel in elsewhere:
+        for key in ("Python", "AutocastCPU", "AutocastCUDA", "CompositeExplicitAutograd"):
+            _library.impl(name, kernel, key)  # type: ignore[no-untyped-call]

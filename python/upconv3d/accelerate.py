@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""accelerate(model): its blocks in one call each, in place, and back."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._accelerated.chain import Block, Options, call_of, find_block
+from ._accelerated.proof import UnprovableError
+from ._accelerated.swap import (
+    Accelerated,
+    AcceleratedConvTranspose,
+    AcceleratedSequential,
+    is_sequential,
+    leaves,
+    swap,
+    unswap,
+    why_not_swapped,
+)
+from ._accelerated.traced import _TRACED, AcceleratedForward, blocks_of, is_open, trace
+from .explain import explain_norm_act
+from .functional import resolve_precision
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one ConvTranspose3d.
+
+    Attributes:
+        name: as in model.named_modules().
+        replaced: whether calls of it are now calls of conv_transpose3d_norm_act, in one mode at least.
+        training, evaluation: what runs after model.train() and after model.eval(): the block, or why
+            PyTorch's calls do.
+        container: name of the module whose forward runs the block; None where there is none.
+        input_size: of its input in the sample call; None without one, or if it was not called.
+        plan: the plan that the block would run on that input in eval mode, as explain_norm_act names it.
+    """
+
+    name: str
+    replaced: bool
+    training: str
+    evaluation: str
+    container: str | None = None
+    input_size: tuple[int, ...] | None = None
+    plan: str | None = None
+
+    def __str__(self) -> str:
+        name = self.name or "(the model itself)"
+        size = "" if self.input_size is None else f", input {'x'.join(map(str, self.input_size))}"
+        plan = "" if self.plan is None else f", {self.plan}"
+        if not self.replaced:
+            return f"{name}: left alone: {self.evaluation}{size}"
+        text = self.evaluation
+        if self.training != self.evaluation:
+            text = f"{self.evaluation} in eval; in training: {self.training}"
+        return f"{name}: {text}{size}{plan}"
+
+
+@dataclass
+class Report:
+    """What accelerate() did to a model: one Finding per ConvTranspose3d; print() it."""
+
+    findings: tuple[Finding, ...]
+    _swapped: list[nn.Module] = field(default_factory=list, repr=False)
+
+    @property
+    def replaced(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.replaced)
+
+    def restore(self) -> None:
+        """Gives every changed module its class back. Copies of the model stay as they are."""
+        for module in self._swapped:
+            unswap(module)
+        self._swapped.clear()
+
+    def __str__(self) -> str:
+        head = f"upconv3d.accelerate: {len(self.replaced)} of {len(self.findings)} ConvTranspose3d replaced"
+        return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
+
+
+@dataclass
+class _Place:
+    """A container and what it makes of a convolution."""
+
+    container: nn.Module
+    name: str
+    blocks: dict[bool, Block | str]
+
+    def length(self) -> int:
+        return max((b.length for b in self.blocks.values() if isinstance(b, Block)), default=0)
+
+
+def _sequential_places(model: nn.Module) -> Iterator[tuple[nn.Module, _Place]]:
+    """Every (convolution, Sequential that runs it)."""
+    for name, module in model.named_modules():
+        if is_sequential(module):
+            chain = leaves(module)
+            for at, leaf in enumerate(chain):
+                if isinstance(leaf, nn.ConvTranspose3d):
+                    yield leaf, _Place(module, name, blocks_of(chain, at))
+
+
+def _callers(model: nn.Module, wanted: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that hold wanted convolutions, directly or through containers that have no forward to read."""
+
+    def holds(module: nn.Module) -> bool:
+        for child in module._modules.values():
+            if child is None:
+                continue
+            through = isinstance(child, (nn.ModuleList, nn.ModuleDict)) or (
+                is_sequential(child) and is_open(child)
+            )
+            if id(child) in wanted or (through and holds(child)):
+                return True
+        return False
+
+    for name, module in model.named_modules():
+        listed = is_sequential(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if not listed and holds(module):
+            yield name, module
+
+
+class _Planner:
+    """Decides before anything is changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.convs = {
+            id(module): (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ConvTranspose3d)
+        }
+        self.places: dict[int, _Place] = {}
+        self.swaps: dict[int, tuple[nn.Module, type[Accelerated]]] = {}
+        self.reasons: dict[int, str] = {}
+        self.traces: dict[int, Any] = {}
+
+    def sequentials(self, model: nn.Module) -> None:
+        best: dict[int, _Place] = {}
+        for conv, place in _sequential_places(model):
+            self.reasons[id(conv)] = str(place.blocks[False])
+            known = best.get(id(conv))
+            # The innermost of those that see as much: they come later, and what is outside keeps its class.
+            if place.length() > 0 and (known is None or place.length() >= known.length()):
+                best[id(conv)] = place
+        for key, place in best.items():
+            self._take(key, place, AcceleratedSequential)
+
+    def _take(self, key: int, place: _Place, mixin: type[Accelerated]) -> None:
+        why = why_not_swapped(place.container)
+        if why is not None:
+            self.reasons[key] = why
+            return
+        self.places[key] = place
+        self.swaps[id(place.container)] = (place.container, mixin)
+
+    def forwards(self, model: nn.Module) -> None:
+        wanted = set(self.convs) - set(self.places)
+        for name, module in _callers(model, wanted):
+            why = why_not_swapped(module)
+            try:
+                if why is not None:
+                    raise UnprovableError(why)
+                traced = trace(module)
+            except UnprovableError as unprovable:
+                for part in module.modules():
+                    if id(part) in wanted and id(part) not in self.places:
+                        self.reasons[id(part)] = f"{type(module).__name__}: {unprovable}"
+                continue
+            for path, why in traced.reasons.items():
+                self.reasons[id(module.get_submodule(path))] = why
+            for chain in traced.found.values():
+                self._take(id(chain[0]), _Place(module, name, blocks_of(chain)), AcceleratedForward)
+                self.traces[id(module)] = traced
+
+    def bare(self) -> None:
+        for key, (name, conv) in self.convs.items():
+            if key in self.places:
+                continue
+            alone = find_block([conv, nn.ReLU()], 0)
+            if isinstance(alone, str):
+                self.reasons[key] = alone
+                continue
+            block = Block(alone.conv, 1, "norm_act", None, None, None, None)
+            self._take(key, _Place(conv, name, {True: block, False: block}), AcceleratedConvTranspose)
+
+
+def _plan(block: Block | str, meta: Tensor | None, options: Options) -> str | None:
+    """Name of the plan that the block would run on an input of these sizes, without gradients."""
+    if meta is None or not isinstance(block, Block):
+        return None
+    device = block.conv.weight.device
+    x = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=device)
+    positional, named = call_of(block, x, options)
+    return explain_norm_act(*positional, **named).algorithm
+
+
+def _finding(planner: _Planner, key: int, sizes: dict[int, Tensor], options: Options) -> Finding:
+    name, _ = planner.convs[key]
+    size = tuple(sizes[key].shape) if key in sizes else None
+    place = planner.places.get(key)
+    if place is None:
+        why = planner.reasons.get(key, "nothing that calls it was found")
+        return Finding(name, False, why, why, input_size=size)
+    said = {
+        mode: block.describe() if isinstance(block, Block) else f"PyTorch's calls, {block}"
+        for mode, block in place.blocks.items()
+    }
+    plan = _plan(place.blocks[False], sizes.get(key), options)
+    return Finding(name, True, said[True], said[False], place.name, size, plan)
+
+
+def _sample_inputs(model: nn.Module, planner: _Planner, sample: Any) -> dict[int, Tensor]:
+    """What each convolution gets in model(*sample), as tensors without memory.
+
+    The model runs once, in the mode that it is in and without gradients; batch norm's statistics move if it
+    is in training.
+    """
+    inputs: dict[int, Tensor] = {}
+    handles = []
+    for key, (_, conv) in planner.convs.items():
+
+        def keep(module: nn.Module, args: tuple[Any, ...], key: int = key) -> None:
+            inputs[key] = args[0].to("meta")
+
+        handles.append(conv.register_forward_pre_hook(keep))
+    try:
+        with torch.no_grad():
+            model(*sample)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return inputs
+
+
+def accelerate(
+    model: nn.Module,
+    *,
+    precision: str | None = None,
+    bare: bool = False,
+    sample: tuple[Any, ...] | None = None,
+) -> Report:
+    """Replaces transposed convolutions and what follows them by calls of conv_transpose3d_norm_act, in place.
+
+    Found are chains of ConvTranspose3d, norm (GroupNorm, InstanceNorm3d, BatchNorm3d in eval mode) and
+    activation, in either order, with Identity or inactive Dropout between them, in nn.Sequential however
+    nested, and in forwards whose source shows that they always call the same (torch.fx traces them).
+    Only the class of the modules that call the chain changes, to a subclass: parameters, names, state
+    dict, hooks and the modules of the chain stay. What is called is decided at each call: with hooks on a
+    module of the chain, with an active Dropout in it or with batch norm in training, PyTorch's calls run.
+
+    Args:
+        model: any module; what is found depends on its submodules.
+        precision: as in conv_transpose3d_relu_group_norm, of every block.
+        bare: whether a transposed convolution that nothing known follows is replaced too, by itself.
+        sample: arguments of a call of the model, which is run once for the sizes in the report.
+
+    Returns: a Report, which print() shows and whose restore() undoes it all.
+
+    Raises:
+        ValueError: an unknown precision, or a model with modules that were accelerated before.
+    """
+    resolve_precision(torch.empty(0), precision)
+    if any(isinstance(module, Accelerated) for module in model.modules()):
+        raise ValueError(
+            "upconv3d: a model is accelerated once; got one with accelerated modules. Remedy: restore() of "
+            "its report first."
+        )
+    planner = _Planner(model)
+    sizes = {} if sample is None else _sample_inputs(model, planner, sample)
+    planner.sequentials(model)
+    planner.forwards(model)
+    if bare:
+        planner.bare()
+    options = Options(precision)
+    for module, mixin in planner.swaps.values():
+        swap(module, mixin, options)
+        if id(module) in planner.traces:
+            module.__dict__[_TRACED] = planner.traces[id(module)]
+    findings = tuple(_finding(planner, key, sizes, options) for key in planner.convs)
+    return Report(findings, [module for module, _ in planner.swaps.values()])

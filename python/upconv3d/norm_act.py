@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The family around the block: any order of norm and activation, a skip added, the convolution returned."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function
+
+from . import _C
+from ._autograd import _AUTOCAST_KEYS, autocast_dtype
+from ._tail import ACTIVATIONS, DEFAULT_PARAMETERS, NORMS, ORDERS, composite
+from ._tail_op import (
+    autocast_result_dtype,
+    facts_of,
+    numbered_tail,
+    public_tail,
+    record_tail,
+    runs_kernels,
+    tail_number,
+)
+from .functional import (
+    IntOrTriple,
+    _any_requires_grad,
+    _autocast_enabled,
+    _BelowAutograd,
+    _check_values_per_group,
+    _dispatch_modes,
+    _dynamo_compiling,
+    _grad_enabled,
+    _has_torch_function,
+    _profiling,
+    _tracing,
+    _transforms_active,
+    check_kinds,
+    conv_transpose3d_relu_group_norm,
+    integer,
+    resolve_precision,
+    triple,
+)
+
+Pair = tuple[Tensor, Tensor | None]
+
+
+def require_known(order: Any, norm: Any, activation: Any) -> None:
+    """Raises ValueError for a name that is none."""
+    if order in ORDERS and norm in NORMS and activation in ACTIVATIONS:
+        return
+    chosen = (("order", order, ORDERS), ("norm", norm, NORMS), ("activation", activation, ACTIVATIONS))
+    name, value, known = next((n, v, k) for n, v, k in chosen if v not in k)
+    raise ValueError(f"upconv3d: {name} must be one of {', '.join(map(repr, known))}; got {name}={value!r}.")
+
+
+def _groups_of_norm(norm: str | None, num_groups: Any, channels: Any, vectors: tuple[Any, Any]) -> Any:
+    """num_groups of the operator: 0 without a norm, the channels for instance norm.
+
+    Raises: ValueError, TypeError, RuntimeError.
+    """
+    if norm == "group":
+        if num_groups is None:
+            raise ValueError(
+                "upconv3d: norm='group' needs num_groups; got num_groups=None. Remedy: pass it, or "
+                "norm='instance', which has one group per channel."
+            )
+        groups = integer(num_groups, "num_groups")
+        if groups < 1:
+            raise RuntimeError(
+                f"upconv3d: num_groups must be at least 1; got num_groups={groups}. Remedy: norm=None for no "
+                f"normalization."
+            )
+        return groups
+    if num_groups is not None:
+        raise ValueError(
+            f"upconv3d: num_groups belongs to norm='group'; got num_groups={num_groups!r} with norm={norm!r}."
+            f" Remedy: leave it out."
+        )
+    if norm == "instance":
+        return channels
+    for name, vector in zip(("norm_weight", "norm_bias"), vectors, strict=True):
+        if vector is not None:
+            raise ValueError(
+                f"upconv3d: {name} belongs to a normalization; got a tensor with norm=None. Remedy: leave it "
+                f"out, or fold it into weight and bias."
+            )
+    return 0
+
+
+def _parameters_of(activation: str | None, given: Any, channels: Any) -> tuple[Any, Tensor | None]:
+    """What activation_param stands for: the operator's activation_param and its slopes.
+
+    Raises: TypeError, ValueError, RuntimeError.
+    """
+    if activation == "prelu":
+        if not isinstance(given, Tensor):
+            raise TypeError(
+                f"upconv3d: activation='prelu' takes its slopes, a tensor of 1 or one per output channel, as "
+                f"activation_param; got {type(given).__name__}. Remedy: nn.PReLU's weight, or "
+                f"activation='leaky_relu' for a number."
+            )
+        if given.dim() == 0:
+            given = given.reshape(1)
+        if given.dim() != 1 or (given.size(0) != 1 and given.size(0) != channels):
+            raise RuntimeError(
+                f"upconv3d: slopes of a PReLU must be [1] or [{channels}], one per output channel; got "
+                f"activation_param.size()={list(given.shape)}."
+            )
+        return 0.0, given
+    if given is None:
+        return DEFAULT_PARAMETERS.get(activation or "", 0.0), None
+    if activation not in DEFAULT_PARAMETERS:
+        raise ValueError(
+            f"upconv3d: activation={activation!r} has no parameter; got activation_param={given!r}. Remedy: "
+            f"leave it out (leaky_relu, elu and prelu have one)."
+        )
+    if isinstance(given, bool) or not isinstance(given, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(
+            f"upconv3d: activation_param of {activation!r} must be a number; got {type(given).__name__}."
+        )
+    if not -float("inf") < given < float("inf"):
+        raise ValueError(f"upconv3d: activation_param must be finite; got activation_param={given}.")
+    return given, None
+
+
+def checked_arguments(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: IntOrTriple,
+    padding: IntOrTriple,
+    output_padding: IntOrTriple,
+    groups: int,
+    dilation: IntOrTriple,
+    order: str,
+    norm: str | None,
+    num_groups: int | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    activation: str | None,
+    activation_param: float | Tensor | None,
+    skip: Tensor | None,
+    return_conv: bool,
+    precision: str | None,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Tensors and Settings, as plain tuples, of conv_transpose3d_norm_act's arguments; raises as it does.
+
+    order, norm and activation are known ones.
+    """
+    check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
+    if skip is not None and not isinstance(skip, Tensor):
+        raise TypeError(f"upconv3d: skip must be a tensor or None; got {type(skip).__name__}.")
+    precision = resolve_precision(input, precision)
+    groups = integer(groups, "groups")
+    stride = triple(stride, "stride")
+    padding = triple(padding, "padding")
+    output_padding = triple(output_padding, "output_padding")
+    dilation = triple(dilation, "dilation")
+    channels = weight.size(1) * groups if weight.dim() == 5 else 0
+    norm_groups = _groups_of_norm(norm, num_groups, channels, (norm_weight, norm_bias))
+    parameter, slopes = _parameters_of(activation, activation_param, channels)
+    dims = input.dim()
+    # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.
+    if norm_groups > 0 and (_dynamo_compiling() or not _tracing()):  # noqa: SIM102
+        if dims == 4 or (dims == 5 and (norm == "instance" or input.size(0) == 1)):
+            _check_values_per_group(
+                input, weight, stride, padding, output_padding, groups, dilation, norm_groups
+            )
+    # The convolution itself is one tensor, not two.
+    returns_conv = bool(return_conv) and not (norm is None and activation is None and skip is None)
+    numbers = (stride, padding, output_padding, groups, dilation, norm_groups, eps, precision)
+    tensors = (input, weight, bias, norm_weight, norm_bias, slopes, skip)
+    return tensors, (*numbers, order, activation or "none", parameter, returns_conv)
+
+
+def _refuse_dtype(name: str, tensor: Tensor, expected: torch.dtype) -> NoReturn:
+    raise RuntimeError(
+        f"upconv3d: {name} must have the dtype of what it is applied to, that of input (and skip); got "
+        f"{tensor.dtype} for {expected}. Remedy: {name}.to({expected}), or torch.autocast."
+    )
+
+
+def _require_dtype(expected: torch.dtype, norm_weight: Any, norm_bias: Any, slopes: Any) -> None:
+    """Raises RuntimeError for a vector of another dtype; PyTorch takes some, on some devices."""
+    if norm_weight is not None and norm_weight.dtype is not expected:
+        _refuse_dtype("norm_weight", norm_weight, expected)
+    if norm_bias is not None and norm_bias.dtype is not expected:
+        _refuse_dtype("norm_bias", norm_bias, expected)
+    if slopes is not None and slopes.dtype is not expected:
+        _refuse_dtype("activation_param", slopes, expected)
+
+
+def _require_device(device: torch.device, tensors: Sequence[Any]) -> None:
+    """Raises RuntimeError for a tensor on another device; PyTorch takes some meta tensors."""
+    for tensor in tensors:
+        if tensor is not None and tensor.device != device:
+            raise RuntimeError(
+                f"upconv3d: all tensors must be on one device; got {device} and {tensor.device}. Remedy: "
+                f"move them there."
+            )
+
+
+def _run_kernels(tensors: tuple[Any, ...], settings: tuple[Any, ...], recording: bool) -> Pair | None:
+    """The call on CUDA by upconv3d's kernels, without autocast; None where PyTorch's operators are to run."""
+    if recording:
+        number = tail_number(settings)
+        return None if number is None else record_tail(tensors, settings, number)
+    # Who watches operators is to see the one that he knows.
+    watched = _tracing() or _profiling() or _dispatch_modes() > 0
+    number = None if watched else tail_number(settings)
+    if number is not None:
+        pair: Pair = numbered_tail(*tensors, number)
+        return pair
+    with _BelowAutograd():
+        return public_tail(tensors, settings)
+
+
+def _run_cuda(
+    tensors: tuple[Any, ...],
+    settings: tuple[Any, ...],
+    low: torch.dtype | None,
+    norm: str | None,
+    precise: bool,
+) -> Pair:
+    """The call on CUDA. low: what autocast casts to; None without it."""
+    pair: Pair | None = None
+    recording = _grad_enabled() and _any_requires_grad(*tensors)
+    # Nobody but autograd knows what to do with operators that are not PyTorch's: transforms of torch.func and
+    # forward-mode AD get PyTorch's.
+    plain = not _transforms_active() and forward_ad._current_level < 0
+    if plain and (_has_torch_function(tensors) or (recording and _tracing())):
+        pair = public_tail(tensors, settings)
+    elif plain and low is None:
+        pair = _run_kernels(tensors, settings, recording)
+    elif plain:
+        cast = tuple(None if tensor is None else tensor.to(low) for tensor in tensors)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+            pair = _run_kernels(cast, settings, recording)
+        if pair is not None:
+            pair = pair[0].to(autocast_result_dtype(low, tensors[0].device.type, norm, settings)), pair[1]  # type: ignore[arg-type]
+    return composite(tensors, settings, precise) if pair is None else pair
+
+
+def _run(tensors: tuple[Any, ...], settings: tuple[Any, ...], norm: str | None, precise: bool) -> Pair:
+    """The call on any device; `precise` as in composite()."""
+    y: Tensor
+    conv: Tensor | None
+    input, skip = tensors[0], tensors[6]
+    low = autocast_dtype(input) if _dynamo_compiling() or _autocast_enabled() else None
+    dtype = input.dtype if low is None else low
+    summed = dtype if skip is None or skip.dtype is dtype else torch.promote_types(dtype, skip.dtype)
+    if runs_kernels(input) and (skip is None or skip.dtype is dtype):
+        if _dynamo_compiling():
+            y, conv = public_tail(tensors, settings)
+        else:
+            y, conv = _run_cuda(tensors, settings, low, norm, precise)
+    else:
+        _require_device(input.device, tensors)
+        if low is None:
+            _require_dtype(summed, *tensors[3:6])
+        y, conv = composite(tensors, settings, precise)
+    # instance_norm returns the dtype that it gets; ours is group_norm, which autocast runs in float32.
+    if low is not None and norm == "instance" and y.dtype is not summed and settings[9] != "prelu":
+        y = y.to(summed)
+    return y, conv
+
+
+def conv_transpose3d_norm_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: IntOrTriple = 1,
+    padding: IntOrTriple = 0,
+    output_padding: IntOrTriple = 0,
+    groups: int = 1,
+    dilation: IntOrTriple = 1,
+    *,
+    order: str = "norm_act",
+    norm: str | None = "group",
+    num_groups: int | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str | None = "relu",
+    activation_param: float | Tensor | None = None,
+    skip: Tensor | None = None,
+    return_conv: bool = False,
+    precision: str | None = None,
+) -> Any:
+    """conv_transpose3d, then norm and activation in either order, as one differentiable call.
+
+    With c = conv_transpose3d(input, weight, bias), and c + skip in its place where a skip is given:
+    "norm_act" is activation(norm(c)), "act_norm" norm(activation(c)).
+
+    Args:
+        input, weight, bias, stride, padding, output_padding, groups, dilation, eps, precision: as in
+            conv_transpose3d_relu_group_norm.
+        order: "norm_act" or "act_norm"; of no consequence where one of the two is None.
+        norm: "group", "instance" (statistics of every sample and channel by itself) or None.
+        num_groups: of norm="group", and for no other; divides K.
+        norm_weight, norm_bias: [K], or None for 1 and 0.
+        activation: "relu", "leaky_relu", "elu", "silu", "gelu" (with erf), "gelu_tanh", "prelu" or None.
+        activation_param: leaky_relu's negative_slope (None: 0.01), elu's alpha (None: 1), prelu's slopes,
+            [1] or [K]; for no other.
+        skip: [N, K, Z, P, Q] or [K, Z, P, Q], the sizes of the convolution's output, to which it is added.
+        return_conv: whether the convolution's own output, before the skip, is returned too.
+
+    Returns:
+        y, [N, K, Z, P, Q] or [K, Z, P, Q] as in conv_transpose3d_relu_group_norm; with return_conv the pair
+        of y and conv_transpose3d(input, weight, bias), of the same sizes.
+
+    Raises: as conv_transpose3d_relu_group_norm; ValueError for an unknown order, norm or activation, or an
+        argument that does not belong to it.
+
+    Sources: GroupNorm, Wu & He, arXiv:1803.08494; InstanceNorm, Ulyanov et al., arXiv:1607.08022.
+    """
+    tensors: tuple[Any, ...] = (input, weight, bias, norm_weight, norm_bias, activation_param, skip)
+    # torch.fx's proxies are no tensors.
+    if not isinstance(tensors[0], Tensor) and _has_torch_function(tensors):
+        return handle_torch_function(
+            conv_transpose3d_norm_act,
+            tensors,
+            *(input, weight, bias, stride, padding, output_padding, groups, dilation),
+            order=order,
+            norm=norm,
+            num_groups=num_groups,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            eps=eps,
+            activation=activation,
+            activation_param=activation_param,
+            skip=skip,
+            return_conv=return_conv,
+            precision=precision,
+        )
+    require_known(order, norm, activation)
+    if (
+        activation == "relu"
+        and order == "act_norm"
+        and norm == "group"
+        and num_groups is not None
+        and activation_param is None
+        and skip is None
+        and not return_conv
+    ):
+        return conv_transpose3d_relu_group_norm(
+            *(input, weight, bias, stride, padding, output_padding, groups, dilation),
+            num_groups=num_groups,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            eps=eps,
+            precision=precision,
+        )
+    tensors, settings = checked_arguments(
+        *(input, weight, bias, stride, padding, output_padding, groups, dilation),
+        *(order, norm, num_groups, norm_weight, norm_bias, eps),
+        *(activation, activation_param, skip, return_conv, precision),
+    )
+    precise = precision is not None
+    if _dynamo_compiling():
+        y, conv = _run(tensors, settings, norm, precise)
+    else:
+        try:
+            y, conv = _run(tensors, settings, norm, precise)
+        except RuntimeError:
+            # PyTorch refused. Where one of our rules is what is broken, that says so with value and remedy.
+            _C.validate(facts_of(tensors, settings))
+            raise
+    if not return_conv:
+        return y
+    return y, conv if settings[-1] else y

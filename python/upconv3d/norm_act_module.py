@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The family as a module, in the place of nn.ConvTranspose3d, a normalization and an activation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .functional import IntOrTriple
+from .module import _check_precision, _parameter
+from .norm_act import conv_transpose3d_norm_act, require_known
+
+_MODULES: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.LeakyReLU: "leaky_relu",
+    nn.ELU: "elu",
+    nn.SiLU: "silu",
+    nn.GELU: "gelu",
+    nn.PReLU: "prelu",
+}
+
+
+def _module_of(activation: str | None, parameter: float | None, kind: dict[str, Any]) -> nn.Module | None:
+    """The torch.nn module of an activation; `parameter` None is that module's own default."""
+    given = () if parameter is None else (parameter,)
+    if parameter is not None and activation not in ("leaky_relu", "elu", "prelu"):
+        raise ValueError(
+            f"upconv3d: activation={activation!r} has no parameter; got activation_param={parameter!r}. "
+            f"Remedy: leave it out (leaky_relu, elu and prelu have one)."
+        )
+    makers: dict[str | None, Callable[[], nn.Module | None]] = {
+        "relu": nn.ReLU,
+        "leaky_relu": lambda: nn.LeakyReLU(*given),
+        "elu": lambda: nn.ELU(*given),
+        "silu": nn.SiLU,
+        "gelu": nn.GELU,
+        "gelu_tanh": lambda: nn.GELU("tanh"),
+        "prelu": lambda: nn.PReLU(1, *given, **kind),
+        None: lambda: None,
+    }
+    return makers[activation]()
+
+
+def _names(module: nn.Module) -> tuple[str, Any]:
+    """activation and activation_param of a torch.nn module, read at each call."""
+    kind = next(name for cls, name in _MODULES.items() if isinstance(module, cls))
+    if kind == "gelu" and module.approximate == "tanh":
+        return "gelu_tanh", None
+    if kind == "leaky_relu":
+        return kind, module.negative_slope
+    if kind == "elu":
+        return kind, module.alpha
+    return kind, _parameter(module, "weight") if kind == "prelu" else None
+
+
+def _require_module(name: str, module: Any, expected: tuple[type[nn.Module], ...]) -> None:
+    """Raises TypeError for a module whose forward, or whose hooks, the block would leave out."""
+    base = next((cls for cls in expected if isinstance(module, cls)), None)
+    if base is None:
+        known = ", ".join(f"torch.nn.{cls.__name__}" for cls in expected)
+        raise TypeError(f"upconv3d: {name} must be one of {known}; got {type(module).__name__}.")
+    if type(module).forward is not base.forward:
+        raise TypeError(
+            f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
+            f"torch.nn.{base.__name__}, and the block would not run it."
+        )
+    if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+        raise TypeError(f"upconv3d: {name} has uninitialized parameters; run it once before from_modules.")
+    if module._forward_pre_hooks or module._forward_hooks:
+        raise TypeError(
+            f"upconv3d: {name} has forward hooks (spectral_norm, weight_norm and prune of torch.nn.utils add "
+            f"them), and the block would not run them. Remedy: torch.nn.utils.parametrizations, or remove "
+            f"the hooks."
+        )
+
+
+def _require_norm(conv_transpose: nn.ConvTranspose3d, norm: nn.Module) -> None:
+    _require_module("norm", norm, (nn.GroupNorm, nn.InstanceNorm3d))
+    instance = isinstance(norm, nn.InstanceNorm3d)
+    if instance and norm.track_running_stats:
+        raise ValueError(
+            "upconv3d: norm must take its statistics from the input; got an InstanceNorm3d with "
+            "track_running_stats=True. Remedy: track_running_stats=False, or PyTorch's own modules."
+        )
+    channels = norm.num_features if instance else norm.num_channels
+    if channels != conv_transpose.out_channels:
+        raise ValueError(
+            f"upconv3d: norm must normalize the channels that conv_transpose produces; got "
+            f"out_channels={conv_transpose.out_channels} and {channels} of {type(norm).__name__}."
+        )
+
+
+class ConvTranspose3dNormAct(nn.Module):
+    """conv_transpose3d_norm_act with the parameters of PyTorch's modules.
+
+    The submodules `conv_transpose` (nn.ConvTranspose3d), `norm` (nn.GroupNorm, nn.InstanceNorm3d or None) and
+    `activation` (a torch.nn module or None) hold the parameters and the numbers, so state dict keys are
+    conv_transpose.*, norm.* and activation.*. Their own forward does not run: forward hooks on them are not
+    called. Hooks on this module are.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation: as in
+            nn.ConvTranspose3d.
+        order, norm, num_groups, activation, return_conv, precision: as in conv_transpose3d_norm_act.
+        eps, affine: as in nn.GroupNorm, and affine so for an instance norm too.
+        activation_param: leaky_relu's negative_slope, elu's alpha, or the value with which prelu's one slope
+            begins; None is torch.nn's own. For a slope per channel use from_modules.
+        device, dtype: of the parameters.
+
+    Shape: [N, C, D, H, W] to [N, K, Z, P, Q], or [C, D, H, W] to [K, Z, P, Q]; two of them with return_conv.
+
+    Raises:
+        ValueError: an unknown order, norm, activation or precision, or counts that do not fit.
+    """
+
+    order: str
+    return_conv: bool
+    precision: str | None
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntOrTriple,
+        stride: IntOrTriple = 1,
+        padding: IntOrTriple = 0,
+        output_padding: IntOrTriple = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: IntOrTriple = 1,
+        *,
+        order: str = "norm_act",
+        norm: str | None = "group",
+        num_groups: int | None = None,
+        eps: float = 1e-5,
+        affine: bool = True,
+        activation: str | None = "relu",
+        activation_param: float | None = None,
+        return_conv: bool = False,
+        precision: str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require_known(order, norm, activation)
+        _check_precision(precision)
+        if (norm == "group") != (num_groups is not None) or (num_groups is not None and num_groups < 1):
+            raise ValueError(
+                f"upconv3d: num_groups, at least 1, belongs to norm='group'; got num_groups={num_groups} "
+                f"with norm={norm!r}."
+            )
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
+        numbers: tuple[Any, ...] = (stride, padding, output_padding, groups, bias, dilation)
+        self.conv_transpose = nn.ConvTranspose3d(
+            in_channels,
+            out_channels,
+            kernel_size,  # type: ignore[arg-type]
+            *numbers,
+            **kind,
+        )
+        made: nn.Module | None = None
+        if norm == "group" and num_groups is not None:
+            made = nn.GroupNorm(num_groups, out_channels, eps, affine, **kind)
+        elif norm == "instance":
+            made = nn.InstanceNorm3d(out_channels, eps, affine=affine, **kind)
+        self.register_module("norm", made)
+        self.register_module("activation", _module_of(activation, activation_param, kind))
+        self.order, self.return_conv, self.precision = order, return_conv, precision
+
+    @classmethod
+    def from_modules(
+        cls,
+        conv_transpose: nn.ConvTranspose3d,
+        norm: nn.Module | None = None,
+        activation: nn.Module | None = None,
+        *,
+        order: str = "norm_act",
+        return_conv: bool = False,
+        precision: str | None = None,
+    ) -> "ConvTranspose3dNormAct":
+        """The block of modules that exist. It holds these very modules, so their parameters are shared.
+
+        Raises:
+            TypeError: another type of module, one with a forward of its own or with forward hooks, or one not
+                yet initialized.
+            ValueError: channels differ, padding_mode is not "zeros", statistics are tracked, or an unknown
+                order or precision.
+        """
+        require_known(order, None, None)
+        _check_precision(precision)
+        _require_module("conv_transpose", conv_transpose, (nn.ConvTranspose3d,))
+        if conv_transpose.padding_mode != "zeros":
+            raise ValueError(
+                f"upconv3d: only padding_mode='zeros' is defined for a transposed convolution; got "
+                f"padding_mode={conv_transpose.padding_mode!r}."
+            )
+        if norm is not None:
+            _require_norm(conv_transpose, norm)
+        if activation is not None:
+            _require_module("activation", activation, tuple(_MODULES))
+        block = cls.__new__(cls)
+        nn.Module.__init__(block)
+        block.conv_transpose = conv_transpose
+        block.register_module("norm", norm)
+        block.register_module("activation", activation)
+        block.order, block.return_conv, block.precision = order, return_conv, precision
+        block.training = conv_transpose.training
+        return block
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None, skip: Tensor | None = None) -> Any:
+        """The block on [N, C, D, H, W] or [C, D, H, W].
+
+        Args:
+            output_size: chooses output_padding among what the stride allows, as in nn.ConvTranspose3d.
+            skip: as in conv_transpose3d_norm_act.
+
+        Raises: as conv_transpose3d_norm_act; ValueError where output_size cannot be had.
+        """
+        modules: Any = self._modules
+        conv, norm, activation = modules["conv_transpose"], modules["norm"], modules["activation"]
+        output_padding = conv.output_padding
+        if output_size is not None:
+            output_padding = conv._output_padding(
+                input, list(output_size), conv.stride, conv.padding, conv.kernel_size, 3, conv.dilation
+            )
+        name, parameter = (None, None) if activation is None else _names(activation)
+        group = isinstance(norm, nn.GroupNorm)
+        return conv_transpose3d_norm_act(
+            input,
+            _parameter(conv, "weight"),
+            _parameter(conv, "bias"),
+            conv.stride,
+            conv.padding,
+            output_padding,
+            conv.groups,
+            conv.dilation,
+            order=self.order,
+            norm=None if norm is None else "group" if group else "instance",
+            num_groups=norm.num_groups if group else None,
+            norm_weight=None if norm is None else _parameter(norm, "weight"),
+            norm_bias=None if norm is None else _parameter(norm, "bias"),
+            eps=1e-5 if norm is None else norm.eps,
+            activation=name,
+            activation_param=parameter,
+            skip=skip,
+            return_conv=self.return_conv,
+            precision=self.precision,
+        )
+
+    def extra_repr(self) -> str:
+        said = [f"order={self.order!r}"]
+        said += ["return_conv=True"] if self.return_conv else []
+        return ", ".join([*said, *([] if self.precision is None else [f"precision={self.precision!r}"])])

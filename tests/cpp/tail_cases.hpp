@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// Tails (core/tail.hpp) that the SM90 kernels run, and what they do to a value, in double.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/tail.hpp"
+
+namespace upconv3d::tests {
+
+inline Tail tail_of(Order order, Activation activation, double parameter = 0.0, std::int64_t slopes = 0) {
+  Tail tail;
+  tail.order = order;
+  tail.activation = activation;
+  tail.parameter = parameter;
+  tail.slopes = slopes;
+  return tail;
+}
+
+/// Beside the mission's own: nothing but the normalization, and every activation that may follow it in
+/// registers. \param k output channels
+inline std::vector<Tail> piecewise_linear_tails(std::int64_t k) {
+  return {tail_of(Order::kActNorm, Activation::kNone), tail_of(Order::kNormAct, Activation::kRelu),
+          tail_of(Order::kNormAct, Activation::kLeakyRelu, 0.25),
+          tail_of(Order::kNormAct, Activation::kPrelu, 0.0, 1),
+          tail_of(Order::kNormAct, Activation::kPrelu, 0.0, k)};
+}
+
+/// A tail without normalization.
+inline Tail linear_tail(Activation activation) {
+  Tail tail = tail_of(Order::kActNorm, activation);
+  tail.norm = false;
+  return tail;
+}
+
+/// PReLU's slope of a channel: exact in 16 bits, of either sign or 0, none larger than 1.
+inline double prelu_slope(std::int64_t channel) {
+  return double(3 - channel % 7) / 4;
+}
+inline std::vector<double> prelu_slopes(std::int64_t k) {
+  std::vector<double> slopes(k);
+  for (std::int64_t i = 0; i < k; ++i) slopes[i] = prelu_slope(i);
+  return slopes;
+}
+
+/// A piecewise linear activation of v; NaN stays NaN.
+inline double activated(const Tail& tail, Activation activation, double v, std::int64_t channel) {
+  double slope = 1.0;
+  if (activation == Activation::kRelu) slope = 0.0;
+  if (activation == Activation::kLeakyRelu) slope = tail.parameter;
+  if (activation == Activation::kPrelu) slope = prelu_slope(tail.slopes == 1 ? 0 : channel);
+  return v < 0 ? v * slope : v;
+}
+
+}  // namespace upconv3d::tests

@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""conv_transpose3d_norm_act against PyTorch's own calls: values, gradients, formats, autocast, errors."""
+
+import math
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+import upconv3d
+from oracles import ERROR_FACTOR, relative_error
+from tails import ACTIVATIONS, COMBINATIONS, KINKED, NORMS, gradients, make_call, outputs
+
+
+def _ours(call):
+    return call.ours()
+
+
+def _eager(call):
+    return call.eager()
+
+
+def _text(value):
+    return str(value)
+
+
+@pytest.mark.parametrize("return_conv", [False, True], ids=["y", "y-and-conv"])
+@pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
+@pytest.mark.parametrize(("order", "norm", "activation"), COMBINATIONS)
+def test_values_and_gradients_in_float64(device, order, norm, activation, skip, return_conv):
+    call = make_call(
+        order=order, norm=norm, activation=activation, skip=skip, return_conv=return_conv, device=device
+    )
+    results, grads = gradients(call, _ours)
+    expected, expected_grads = gradients(call, _eager)
+    for result, other in zip(results, expected, strict=True):
+        assert result.shape == other.shape and result.dtype == other.dtype
+        torch.testing.assert_close(result, other, rtol=1e-10, atol=1e-10)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected_grads[name], rtol=1e-8, atol=1e-9, msg=name)
+
+
+VARIANTS = {
+    "unbatched": {"n": None, "skip": True, "return_conv": True},
+    "no-bias": {"bias": False},
+    "no-affine": {"affine": False, "norm": "instance"},
+    "one-slope": {"activation": "prelu", "one_slope": True},
+    "convolution-groups": {"groups": 2, "activation": "prelu"},
+    "one-sample": {"n": 1, "norm": "instance", "order": "act_norm"},
+    "stride-is-kernel": {"kernel": 2, "stride": 2, "padding": 0},
+    "no-samples": {"n": 0},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(device, variant):
+    call = make_call(device=device, **VARIANTS[variant])
+    results, grads = gradients(call, _ours)
+    expected, expected_grads = gradients(call, _eager)
+    for result, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, other, rtol=1e-10, atol=1e-10)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected_grads[name], rtol=1e-8, atol=1e-9, msg=name)
+
+
+def _check_errors(call, precision=None):
+    """Values and gradients of low precision: at most twice PyTorch's own error against float64."""
+    dtype = call.tensors["input"].dtype
+    before = torch.backends.cudnn.conv.fp32_precision
+    if precision is not None:
+        torch.backends.cudnn.conv.fp32_precision = precision
+    results, grads = gradients(call, _ours)
+    eager, eager_grads = gradients(call, _eager)
+    torch.backends.cudnn.conv.fp32_precision = before
+    exact, exact_grads = gradients(call.to(torch.float64), _eager)
+    eps = 2.0**-10 if precision == "tf32" and call.tensors["input"].is_cuda else torch.finfo(dtype).eps
+    for result, other, reference in zip(results, eager, exact, strict=True):
+        assert result.dtype == other.dtype and result.shape == other.shape
+        limit = max(ERROR_FACTOR * relative_error(other, reference), 4 * eps)
+        assert relative_error(result, reference) <= limit
+    # Where rounding decides on which side of the kink an element lies, its whole gradient is the error.
+    floor = eps**0.5 if call.activation in KINKED else 8 * eps
+    for name, grad in grads.items():
+        limit = max(ERROR_FACTOR * relative_error(eager_grads[name], exact_grads[name]), floor)
+        assert relative_error(grad, exact_grads[name]) <= limit, name
+
+
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [
+        (torch.float32, "ieee"),
+        (torch.float32, "tf32"),
+        (torch.bfloat16, None),
+        (torch.float16, None),
+    ],
+    ids=_text,
+)
+@pytest.mark.parametrize(("order", "norm", "activation"), COMBINATIONS)
+def test_errors_at_most_twice_pytorchs(device, order, norm, activation, dtype, precision, layout):
+    if device.type == "cpu" and (layout == "NDHWC" or precision == "tf32"):
+        pytest.skip("PyTorch's own operators run on the CPU; one layout and precision will do")
+    call = make_call(
+        n=2,
+        c=32,
+        k=48,
+        extent=(5, 6, 7),
+        order=order,
+        norm=norm,
+        activation=activation,
+        num_groups=4,
+        device=device,
+        dtype=dtype,
+        precision=precision,
+    )
+    _check_errors(call.channels_last("input", "weight") if layout == "NDHWC" else call, precision)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=_text)
+@pytest.mark.parametrize("order", ["norm_act", "act_norm"])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("activation", ["relu", "silu", None])
+def test_errors_with_skip_and_convolution(cuda, activation, norm, order, dtype):
+    call = make_call(
+        n=2,
+        c=32,
+        k=48,
+        extent=(5, 6, 7),
+        order=order,
+        norm=norm,
+        activation=activation,
+        num_groups=4,
+        skip=True,
+        return_conv=True,
+        device=cuda,
+        dtype=dtype,
+    )
+    _check_errors(call.channels_last("input", "weight", "skip"), "ieee")
+
+
+@pytest.mark.parametrize("x_last", [False, True])
+@pytest.mark.parametrize("w_last", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("norm", ["group", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=_text)
+def test_memory_formats(device, dtype, norm, activation, x_last, w_last):
+    names = [name for name, last in (("input", x_last), ("weight", w_last)) if last]
+    call = make_call(
+        c=8,
+        k=16,
+        extent=(4, 4, 4),
+        norm=norm,
+        activation=activation,
+        return_conv=True,
+        device=device,
+        dtype=dtype,
+    )
+    call = call.channels_last(*names)
+    for result, other in zip(call.ours(), call.eager(), strict=True):
+        if device.type == "cpu":
+            assert result.stride() == other.stride()
+        elif not names:
+            assert result.is_contiguous()
+        else:
+            assert result.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+def test_returned_convolution_is_before_the_skip(device):
+    call = make_call(skip=True, return_conv=True, device=device)
+    _, conv = call.ours()
+    t = call.tensors
+    expected = torch.nn.functional.conv_transpose3d(t["input"], t["weight"], t["bias"], **call.numbers)
+    torch.testing.assert_close(conv, expected)
+
+
+def test_arguments_are_left_as_they_are(device):
+    """Some activations run in place, on what nobody else sees."""
+    for activation in ACTIVATIONS:
+        for norm in NORMS:
+            call = make_call(norm=norm, activation=activation, skip=True, return_conv=True, device=device)
+            before = {name: tensor.clone() for name, tensor in call.tensors.items()}
+            first = [y.clone() for y in call.ours()]
+            for name, tensor in before.items():
+                assert torch.equal(tensor, call.tensors[name])
+            torch.testing.assert_close(first, list(call.ours()))
+
+
+def test_relu_then_group_norm_is_the_block(device):
+    """One path: the same operator, and so the same bits."""
+    call = make_call(order="act_norm", device=device, dtype=torch.float32)
+    t = call.tensors
+    block = upconv3d.conv_transpose3d_relu_group_norm(
+        t["input"],
+        t["weight"],
+        t["bias"],
+        call.numbers["stride"],
+        call.numbers["padding"],
+        num_groups=2,
+        norm_weight=t["norm_weight"],
+        norm_bias=t["norm_bias"],
+        precision="ieee",
+    )
+    assert torch.equal(call.ours(), block)
+    named = {name: value for name, value in call.keywords().items() if value is not None}
+    with torch.profiler.profile() as profile:
+        upconv3d.conv_transpose3d_norm_act(t["input"], t["weight"], t["bias"], **named)
+    assert "upconv3d::conv_transpose3d_relu_group_norm" in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("order", ["norm_act", "act_norm"])
+def test_gradcheck_and_double_backward(device, order, norm):
+    call = make_call(
+        n=1,
+        c=2,
+        k=4,
+        extent=(2, 2, 2),
+        order=order,
+        norm=norm,
+        activation="silu",
+        skip=True,
+        return_conv=True,
+        device=device,
+    ).leaves()
+    names = list(call.tensors)
+
+    def function(*tensors):
+        return replace(call, tensors=dict(zip(names, tensors, strict=True))).ours()
+
+    tensors = tuple(call.tensors.values())
+    assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize("skip_dtype", [None, torch.float32, torch.bfloat16], ids=_text)
+@pytest.mark.parametrize(("order", "norm", "activation"), COMBINATIONS)
+def test_autocast(device, order, norm, activation, skip_dtype):
+    call = make_call(
+        order=order,
+        norm=norm,
+        activation=activation,
+        skip=skip_dtype is not None,
+        return_conv=True,
+        device=device,
+        dtype=torch.float32,
+        precision=None,
+    )
+    if skip_dtype is not None:
+        call.tensors["skip"] = call.tensors["skip"].to(skip_dtype)
+    with torch.autocast(device.type, torch.bfloat16):
+        results, grads = gradients(call, _ours)
+        expected, expected_grads = gradients(call, _eager)
+    for result, other in zip(results, expected, strict=True):
+        assert result.dtype == other.dtype
+        assert relative_error(result, other.double()) < 0.03
+    for name, grad in grads.items():
+        assert grad.dtype == call.tensors[name].dtype
+        # Between two roundings to bfloat16, some elements lie on different sides of a kink.
+        limit = 0.25 if activation in KINKED else 0.06
+        assert relative_error(grad, expected_grads[name].double()) < limit, name
+
+
+def test_skip_of_another_dtype_promotes(device):
+    call = make_call(norm=None, skip=True, device=device, dtype=torch.bfloat16)
+    call.tensors["skip"] = call.tensors["skip"].float()
+    y, eager = call.ours(), call.eager()
+    assert y.dtype == eager.dtype == torch.float32
+    torch.testing.assert_close(y, eager, rtol=0.02, atol=0.02)
+
+
+def test_only_wanted_gradients(device):
+    call = make_call(skip=True, device=device)
+    call.tensors["weight"].requires_grad_()
+    y = call.ours()
+    (grad,) = torch.autograd.grad(y.square().sum(), call.tensors["weight"])
+    (expected,) = torch.autograd.grad(call.eager().square().sum(), call.tensors["weight"])
+    torch.testing.assert_close(grad, expected)
+
+
+def test_precision_holds_in_the_backward(cuda):
+    """Also where PyTorch's setting says otherwise while the backward runs."""
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    call = make_call(n=2, c=64, k=64, extent=(6, 6, 6), device=cuda, dtype=torch.float32, skip=True)
+    call = replace(call, activation="silu")
+    _, grads = gradients(call, _ours)
+    _, exact = gradients(call.to(torch.float64), _eager)
+    for name, grad in grads.items():
+        assert relative_error(grad, exact[name]) < 2e-5, name
+
+
+def _vector(*sizes):
+    return torch.ones(sizes, dtype=torch.float64)
+
+
+# name: (arguments that replace good ones, exception class, fragments of the message)
+ERRORS = {
+    "order": ({"order": "norm"}, ValueError, ["order must be one of", "'act_norm'", "order='norm'"]),
+    "norm": ({"norm": "batch"}, ValueError, ["norm must be one of", "'instance'", "norm='batch'"]),
+    "activation": ({"activation": "mish"}, ValueError, ["activation must be one of", "'silu'", "'mish'"]),
+    "activation-object": ({"activation": ["relu"]}, ValueError, ["activation must be one of"]),
+    "no-num_groups": ({"num_groups": None}, ValueError, ["norm='group' needs num_groups", "Remedy"]),
+    "num_groups-0": ({"num_groups": 0}, RuntimeError, ["num_groups=0", "Remedy"]),
+    "num_groups-4": ({"num_groups": 4}, RuntimeError, ["num_groups=4", "Divisors: 1, 2, 3, 6"]),
+    "num_groups-type": ({"num_groups": 2.0}, TypeError, ["num_groups", "2.0"]),
+    "num_groups-instance": ({"norm": "instance"}, ValueError, ["num_groups=2", "norm='instance'", "Remedy"]),
+    "norm_weight-no-norm": (
+        {"norm": None, "num_groups": None, "norm_weight": _vector(6)},
+        ValueError,
+        ["norm_weight", "norm=None", "Remedy"],
+    ),
+    "norm_weight-length": ({"norm_weight": _vector(5)}, RuntimeError, ["norm_weight", "[5]"]),
+    "norm_bias-dtype": ({"norm_bias": _vector(6).float()}, RuntimeError, ["norm_bias", "float32"]),
+    "parameter-of-none": ({"activation_param": 0.1}, ValueError, ["'relu' has no parameter", "0.1"]),
+    "parameter-type": (
+        {"activation": "elu", "activation_param": "a"},
+        TypeError,
+        ["must be a number", "str"],
+    ),
+    "parameter-tensor": (
+        {"activation": "elu", "activation_param": _vector(1)},
+        TypeError,
+        ["must be a number", "Tensor"],
+    ),
+    "parameter-nan": ({"activation": "elu", "activation_param": math.nan}, ValueError, ["finite", "nan"]),
+    "slopes-missing": ({"activation": "prelu"}, TypeError, ["slopes", "NoneType", "Remedy"]),
+    "slopes-number": ({"activation": "prelu", "activation_param": 0.1}, TypeError, ["slopes", "float"]),
+    "slopes-length": ({"activation": "prelu", "activation_param": _vector(4)}, RuntimeError, ["[4]", "[6]"]),
+    "slopes-rank": ({"activation": "prelu", "activation_param": _vector(6, 1)}, RuntimeError, ["[6, 1]"]),
+    "slopes-dtype": (
+        {"activation": "prelu", "activation_param": _vector(6).float()},
+        RuntimeError,
+        ["activation_param", "float32"],
+    ),
+    "skip-type": ({"skip": 1.0}, TypeError, ["skip must be a tensor", "float"]),
+    "skip-sizes": ({"skip": _vector(2, 6, 1, 1, 1)}, RuntimeError, ["skip must have the sizes", "expand"]),
+    "skip-rank": ({"skip": _vector(6, 1)}, RuntimeError, ["skip must have the sizes", "[6, 1]"]),
+    "skip-device": (
+        {"skip": torch.empty(2, 6, 5, 2, 7, device="meta")},
+        RuntimeError,
+        ["one device", "meta"],
+    ),
+    "bias-device": ({"bias": _vector(6).to("meta")}, RuntimeError, ["device", "meta"]),
+    "bias-length": ({"bias": _vector(7)}, RuntimeError, ["bias", "[7]"]),
+    "bias-type": ({"bias": [1.0]}, TypeError, ["bias must be a tensor", "list"]),
+    "weight-rank": ({"weight": _vector(4, 6, 3, 3)}, RuntimeError, ["weight must be"]),
+    "weight-dtype": ({"weight": _vector(4, 6, 3, 3, 3).float()}, RuntimeError, ["dtype", "float32"]),
+    "input-rank": ({"input": _vector(4, 3, 3)}, RuntimeError, ["input must be"]),
+    "input-dtype": ({"input": _vector(2, 4, 3, 3, 3).long()}, NotImplementedError, ["int64"]),
+    "input-sparse": ({"input": _vector(2, 4, 3, 3, 3).to_sparse()}, RuntimeError, []),
+    "channels": ({"input": _vector(2, 5, 3, 3, 3)}, RuntimeError, ["weight.size(0)"]),
+    "stride": ({"stride": 0}, RuntimeError, ["stride"]),
+    "output_padding": ({"output_padding": 3}, RuntimeError, ["output_padding"]),
+    "no-output": ({"padding": 9}, RuntimeError, ["output size must be positive"]),
+    "groups-type": ({"groups": 1.0}, TypeError, ["groups", "1.0"]),
+    "eps": ({"eps": math.nan}, ValueError, ["eps", "nan"]),
+    "precision": ({"precision": "fp16"}, ValueError, ["precision", "fp16"]),
+    "one-value": (
+        {"input": _vector(2, 4, 1, 1, 1), "padding": 1, "norm": "instance", "num_groups": None},
+        ValueError,
+        ["more than one value"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_arguments(device, name):
+    wrong, exception, fragments = ERRORS[name]
+    call = make_call(device=device)
+    keywords = call.keywords() | {"norm_weight": None, "norm_bias": None}
+    keywords |= {name: call.tensors[name] for name in ("input", "weight", "bias")}
+    wrong = {
+        key: value.to(device) if isinstance(value, torch.Tensor) and not value.is_meta else value
+        for key, value in wrong.items()
+    }
+    with pytest.raises(exception) as raised:
+        upconv3d.conv_transpose3d_norm_act(**(keywords | wrong))
+    for fragment in fragments:
+        assert fragment in str(raised.value)
+    if fragments:
+        assert "upconv3d: " in str(raised.value)
+
+
+def test_mixed_devices(cuda):
+    call = make_call(skip=True, activation="prelu", device=cuda)
+    for name in call.tensors:
+        with pytest.raises(RuntimeError, match="device"):
+            replace(call, tensors=call.tensors | {name: call.tensors[name].cpu()}).ours()
+
+
+def test_integers_of_any_kind():
+    call = make_call(stride=1, padding=0)
+    numbers = {"stride": numpy.int64(1), "padding": [numpy.int32(0)] * 3}
+    assert torch.equal(replace(call, numbers=numbers).ours(), call.ours())
+
+
+def test_defaults_are_those_of_torch_nn():
+    for activation, module in (("leaky_relu", torch.nn.LeakyReLU()), ("elu", torch.nn.ELU())):
+        call = make_call(activation=None, norm=None)
+        t = call.tensors
+        y = upconv3d.conv_transpose3d_norm_act(
+            t["input"], t["weight"], t["bias"], **call.numbers, norm=None, activation=activation
+        )
+        torch.testing.assert_close(y, module(call.ours()))
+
+
+def test_nothing_after_the_convolution():
+    """y is the convolution then, and no copy of it is made."""
+    call = make_call(norm=None, activation=None, return_conv=True)
+    y, conv = call.ours()
+    assert y is conv
+    assert outputs(call.eager())[0].shape == y.shape
