@@ -121,11 +121,11 @@ struct GradC {
   GradC(const cuda::BackwardCall& call, const Tensor& like, bool consume_saved, cuda::BackwardTensors& t) {
     const BackwardPlan& plan = call.plan;
     if (plan.grad_c_pitch == 0) return;
-    if (plan.scaled) {
+    if (plan.scaled || plan.split) {
       unscale.emplace(like, static_cast<std::int64_t>(sizeof(std::int32_t)));
       t.unscale = static_cast<std::int32_t*>(unscale->data());
     }
-    if (consume_saved) t.grad_c = cuda::overwritable_activation(call, t.saved);
+    if (consume_saved) t.grad_c = cuda::overwritable_activation(call, t);
     if (t.grad_c) return;
     const std::int64_t values = call.problem.n * call.problem.positions() * plan.grad_c_pitch;
     memory = plan.scaled ? empty_bytes_like(like, values * size_of(DType::kFloat16))
