@@ -113,7 +113,7 @@ void run_stage(const cuda::BackwardCall& call, cuda::BackwardStage stage, cuda::
   cuda::run_backward_stage(call, stage, t, static_cast<cudaStream_t>(current_cuda_stream(index)));
 }
 
-/// grad_c [N,Z,P,Q,pitch], and where it is scaled, its exponent behind it.
+/// grad_c [N,Z,P,Q,pitch], and its exponent where it is scaled.
 struct GradC {
   std::optional<Tensor> memory;  // none where it takes the activation's place
   std::optional<DeviceScratch> unscale;
