@@ -64,7 +64,8 @@ void require_matching(const PreparedCall& call, const Tensor& grad_y, const Tens
                                describe_tensor(input).device, "; got ", describe_tensor(grad_y).device,
                                " and ", describe_tensor(saved).device, ". Move them there."));
   }
-  if (!call.plan.keeps_activation || saved.numel() != call.saved_bytes || saved.element_size() != 1) {
+  const bool lies_as_kept = saved.element_size() == 1 && saved.is_contiguous();
+  if (!call.plan.keeps_activation || saved.numel() != call.saved_bytes || !lies_as_kept) {
     throw RuleViolation(
         concat("upconv3d: what the forward kept must be of the same call; got ", saved.numel(),
                " bytes where this call keeps ", call.saved_bytes,
