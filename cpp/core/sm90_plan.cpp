@@ -448,15 +448,15 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   if (plan.linear) {
     const std::optional<Cut> in_place = cheapest_cut_in_place(p, cut);
     plan.activation_in_y = in_place.has_value();
+    if (in_place) plan.conv_layout = p.y_layout;
     cut = in_place.value_or(cut);
   }
   plan.channels = channels_text(p, plan.activation_in_y);
   plan.split_axes = cut.split_axes;
   plan.share_taps = cut.share_taps;
   const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
-  if (cut.split_axes == 0 && p.stride != Extent3{1, 1, 1}) {
-    plan.window_tiles = window_tiles(p, slabs, instance);
-  }
+  const bool has_phases = p.stride != Extent3{1, 1, 1};
+  if (cut.split_axes == 0 && has_phases) plan.window_tiles = window_tiles(p, slabs, instance);
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
   plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
   if (p.dtype == DType::kFloat32) {
