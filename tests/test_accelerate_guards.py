@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import upconv3d
+from accelerated_models import MODELS
 from torch import nn
 from upconv3d._accelerated import chain
 
@@ -211,6 +212,26 @@ def test_numbers_that_change_between_calls(name):
     y = model(x)
     torch.testing.assert_close(y, plain(x), rtol=1e-4, atol=1e-5)
     assert name == "a list" or y.shape != before[0].shape or not torch.equal(y, before[0])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_remembered_settings_compute_the_same(name, autocast, monkeypatch):
+    """Nothing is known at the first call; at the second all is."""
+    monkeypatch.setattr(chain, "_checked", set())
+    monkeypatch.setattr(chain, "FOLDING_DEVICES", frozenset({"cpu", "cuda"}))
+    model, plain = _accelerated(MODELS[name]().eval())
+    x = torch.randn(2, 6, 4, 3, 4, generator=torch.Generator().manual_seed(3))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        first, second, expected = model(x), model(x), plain(x)
+    assert torch.equal(first, second) and second.dtype == expected.dtype
+    tolerance = 0.1 if autocast else 1e-4
+    torch.testing.assert_close(second, expected, rtol=tolerance, atol=tolerance)
+    number, functions = len(chain._checked), []
+    monkeypatch.setattr(chain, "checked_arguments", lambda *a, **k: functions.append(a))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert torch.equal(model(x), first)
+    assert not functions and len(chain._checked) == number
 
 
 def test_remembered_settings_still_refuse():
