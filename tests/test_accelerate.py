@@ -371,7 +371,6 @@ def test_autocast_and_dtypes(device):
         torch.testing.assert_close(y.float(), expected.float(), rtol=0.1, atol=0.1)
     converted = upconv3d_of(cna).to(torch.bfloat16)
     assert converted(_volume(dtype=torch.bfloat16)).dtype == torch.bfloat16
-    assert F.mse_loss(converted(_volume(dtype=torch.bfloat16)).float(), cna()(_volume())) >= 0
 
 
 def upconv3d_of(make):

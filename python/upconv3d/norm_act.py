@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from . import _C
-from ._autograd import _AUTOCAST_KEYS, autocast_dtype, computes_in_float32
+from ._autocast import _AUTOCAST_KEYS, autocast_dtype, computes_in_float32
 from ._tail import ACTIVATIONS, DEFAULT_PARAMETERS, NORMS, ORDERS, composite
 from ._tail_op import (
     autocast_result_dtype,
@@ -239,7 +239,7 @@ def _run_cuda(
         pair = _run_kernels(tensors, settings, recording)
     elif plain:
         cast = tensors
-        if not unkept and computes_in_float32(tensors, low, settings[0]):  # type: ignore[arg-type]
+        if not unkept and computes_in_float32(tensors, low, settings[0], settings[3]):  # type: ignore[arg-type]
             cast = (tensors[0].float(), *tensors[1:])
             settings = (*settings[:7], "tf32", *settings[8:])
         else:
