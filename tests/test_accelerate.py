@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 import upconv3d
 from accelerated_models import MODELS, Scaled, SegResDecoder, UpTransition, ValueSwitched, cbn, cna
 from torch import nn
