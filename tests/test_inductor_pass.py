@@ -402,6 +402,27 @@ def test_the_key_of_caches_tells_what_changes_the_graph():
     assert own.uuid() != key
 
 
+def test_caches_keep_both_graphs_apart():
+    """A graph that was compiled with the pass does not come back without it, nor the other way round."""
+    x, w = _x(), _w()
+
+    def runs_operator():
+        torch._dynamo.reset()
+        compiled = torch.compile(_block, dynamic=False)
+        compiled(x, w)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            compiled(x, w)
+        return any("upconv3d::" in event.name for event in profile.events())
+
+    assert not runs_operator()
+    for _ in range(2):
+        with upconv3d.inductor_pass(devices=HERE):
+            assert runs_operator()
+        with upconv3d.inductor_pass():
+            assert not runs_operator()
+    assert not runs_operator()
+
+
 def test_errors(monkeypatch):
     with pytest.raises(TypeError, match=r"devices=\('cuda',\)"):
         upconv3d.InductorPass(devices="cuda")
