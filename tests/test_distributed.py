@@ -105,13 +105,15 @@ WRAPPERS = {"ddp": _replicated, "fsdp2": _sharded}
 
 def _count_blocks_of_accelerate():
     """A list that grows by one per block that a changed forward runs in one call, in this process."""
-    calls, call = [], chain.conv_transpose3d_norm_act
+    calls, run_block = [], chain.run_block
 
-    def counted(*args, **kwargs):
-        calls.append(kwargs)
-        return call(*args, **kwargs)
+    def counted(block, x, options):
+        y = run_block(block, x, options)
+        if y is not None:
+            calls.append(block)
+        return y
 
-    chain.conv_transpose3d_norm_act = counted
+    chain.run_block = counted
     return calls
 
 

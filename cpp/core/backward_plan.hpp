@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// How the backward pass runs after a forward pass that kept relu(conv): the gradient at the convolution's
+/// How the backward pass runs after a forward pass that kept before(conv): the gradient at the convolution's
 /// output, grad_c, from group_norm_backward; grad_x and grad_w from it by our kernels, or by the library.
 #pragma once
 

@@ -24,7 +24,7 @@ namespace upconv3d {
 Problem grad_x_problem(const Problem& block);
 
 /// Channels of a row of grad_c [N,Z,P,Q,pitch], zeros behind K. In operand form whole sectors, see
-/// operand_channels; a SplitRow of float32's accuracy has as many as relu(conv), so that it may take its
+/// operand_channels; a SplitRow of float32's accuracy has as many as before(conv), so that it may take its
 /// place.
 inline std::int64_t grad_c_pitch(const Problem& block) {
   const bool split = block.dtype == DType::kFloat32 && block.precision == Precision::kIEEE;

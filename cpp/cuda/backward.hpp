@@ -43,7 +43,7 @@ struct BackwardTensors {
 /// In launch order; the last two where the plan has them.
 enum class BackwardStage : std::uint8_t { kGroupNorm, kGradW, kGradX };
 
-/// What a stage is to run: a forward plan that kept relu(conv), and the backward plan.
+/// What a stage is to run: a forward plan that kept before(conv), and the backward plan.
 struct BackwardCall {
   const Problem& problem;
   const Plan& forward;
@@ -51,7 +51,7 @@ struct BackwardCall {
   const Device& device;
 };
 
-/// Where relu(conv) lies in tensors.saved if grad_c may take its place; else null. Reads grad_y_layout too.
+/// Where before(conv) lies in tensors.saved if grad_c may take its place; else null. Reads grad_y_layout too.
 void* overwritable_activation(const BackwardCall& call, const BackwardTensors& tensors);
 
 /// Scratch memory of a stage; pointers of `tensors` tell which gradients are wanted.

@@ -6,7 +6,7 @@ from ._extension import load_extension, require_torch
 require_torch()
 _C = load_extension()
 
-from . import _autograd, _fake, _numbered, _tail_op, _transforms  # noqa: E402  (they register with the operator that _C has just defined)
+from . import _autocast, _autograd, _fake, _numbered, _tail_op, _transforms  # noqa: E402  (they register with the operator that _C has just defined)
 from .accelerate import Finding, Report, accelerate  # noqa: E402
 from .explain import Plan, build_config, explain, explain_norm_act  # noqa: E402
 from .functional import conv_transpose3d_relu_group_norm  # noqa: E402
@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _autograd.register()
+_autocast.register()
 _fake.register()
 _numbered.register()
 _tail_op.register()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backward of the block, and the block under autocast.
+"""Backward of the block.
 
     grad_a      = native_group_norm_backward(grad_y, a, mean, rstd, gamma),      a = relu(c)
     grad_c      = grad_a where a > 0
@@ -16,7 +16,6 @@ operators that PyTorch can differentiate again; what differentiates those follow
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 from . import _C
 from ._facts import block_facts
 from ._geometry import batched, memory_format_of
-from ._numbered import numbered_block, numbered_block_for_training, settings_number
+from ._numbered import numbered_block, numbered_block_for_training
 
 _aten = torch.ops.aten
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
@@ -394,121 +393,8 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
 record_block: Callable[..., Tensor] = super(torch.autograd.Function, ConvTranspose3dReLUGroupNorm).apply
 
 
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
-
-
-def autocast_dtype(input: Tensor) -> torch.dtype | None:
-    """What the block's tensors are cast to; None where autocast is off for the device, or for the dtype."""
-    device_type = input.device.type
-    if device_type not in ("cpu", "cuda") or input.dtype is torch.float64:
-        return None
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
-
-
-# Output values of a block up to which the casts of its tensors take longer, on the host, than float32 costs
-# the device: on an H200, where a block of 2^25 takes about 0.3 ms.
-_MOST_FLOAT32_VALUES = 2**25
-
-
-def computes_in_float32(tensors: Sequence[Tensor | None], low: torch.dtype, stride: Sequence[int]) -> bool:
-    """Whether autocast's casts, to `low`, are left out: on a GPU whose plan for float32 "tf32" is quick.
-
-    That plan multiplies in 16 bit too, in float16 with scales, which is more exact than either `low`, and its
-    result is the float32 that autocast wants of a group norm. Six casts with their gradients are saved.
-    """
-    input, weight = tensors[:2]
-    assert input is not None and weight is not None
-    if not input.is_cuda or (input.dtype is not torch.float32 and input.dtype is not low):
-        return False
-    if any(tensor is not None and tensor.dtype is not torch.float32 for tensor in tensors[1:]):
-        return False
-    volume = input.numel() // max(input.size(-4), 1) * weight.size(1) * stride[0] * stride[1] * stride[2]
-    return volume <= _MOST_FLOAT32_VALUES and _is_hopper(input.device)
-
-
-def under_autocast(run: Callable[..., Tensor], tensors: Sequence[Tensor | None], *numbers: Any) -> Tensor:
-    """run(*tensors, *numbers) as autocast runs the block: autograd records the casts around it too."""
-    input: Any = tensors[0]
-    low = autocast_dtype(input)
-    if low is not None:
-        tensors = [tensor if tensor is None else tensor.to(low) for tensor in tensors]
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-        y = run(*tensors, *numbers)
-    return y.float() if low is not None and y.is_cuda else y
-
-
-def block_under_autocast(
-    tensors: Sequence[Tensor | None], block: tuple[Any, ...], watched: bool, recording: bool, recompute: bool
-) -> Tensor:
-    """The block as autocast runs it, where nothing but autograd looks on.
-
-    block: the fields of BlockArguments. watched: whether the operator is to be called by its public name.
-    """
-    input: Any = tensors[0]
-    low = autocast_dtype(input)
-    if low is not None and computes_in_float32(tensors, low, block[0]):
-        tensors = [input.float(), *tensors[1:]]
-        block = (*block[:7], "tf32")
-    elif low is not None:
-        tensors = [tensor if tensor is None else tensor.to(low) for tensor in tensors]
-    number = None if watched else settings_number(block)
-    y: Tensor
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-        if recording:
-            y = record_block(*tensors, block, number, recompute)
-        elif number is not None:
-            y = numbered_block(*tensors, number)
-        else:
-            x, weight, bias, gamma, beta = tensors
-            with torch._C._AutoDispatchBelowAutograd():
-                y = _forward_op(x, weight, bias, *block[:6], gamma, beta, *block[6:])
-    return y.float() if low is not None and y.is_cuda else y
-
-
-def _autocast_kernel(device_type: str) -> Callable[..., Tensor]:
-    key = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}[device_type]
-    autocast = torch._C.DispatchKeySet(key)
-
-    def kernel(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        output_padding: Sequence[int],
-        groups: int,
-        dilation: Sequence[int],
-        num_groups: int,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        eps: float,
-        precision: str,
-    ) -> Tensor:
-        """As autocast runs the three calls: conv_transpose3d in 16 bit; group_norm gives float32 on CUDA."""
-        numbers = (stride, padding, output_padding, groups, dilation, num_groups)
-        tensors: Sequence[Tensor | None] = (input, weight, bias, norm_weight, norm_bias)
-        op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
-        with torch._C._ExcludeDispatchKeyGuard(autocast):
-            casts = input.dtype != torch.float64 and input.device.type == device_type
-            if casts:
-                low = torch.get_autocast_dtype(device_type)
-                tensors = [t if t is None else t.to(low) for t in tensors]
-            x, w, b, gamma, beta = tensors
-            y: Tensor = op(x, w, b, *numbers, gamma, beta, eps, precision)
-            return y.float() if casts and device_type == "cuda" else y
-
-    return kernel
-
-
 def register() -> None:
-    """Defines the backward operator and ties it, and autocast, to the forward; the package calls it once."""
+    """Defines the backward operator and ties it to the forward; the package calls it once."""
     _library.define(  # type: ignore[no-untyped-call]
         "conv_transpose3d_relu_group_norm_backward(Tensor grad_y, Tensor input, Tensor weight, Tensor? bias, "
         "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation, "
@@ -519,10 +405,6 @@ def register() -> None:
     for key in ("CPU", "CUDA"):
         _library.impl(  # type: ignore[no-untyped-call]
             "conv_transpose3d_relu_group_norm_backward", _backward_kernel, key
-        )
-    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        _library.impl(  # type: ignore[no-untyped-call]
-            "conv_transpose3d_relu_group_norm", _autocast_kernel(device_type), key
         )
     torch.library.register_autograd(
         "upconv3d::conv_transpose3d_relu_group_norm", _backward, setup_context=_setup_context

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
-from ._autograd import block_under_autocast, record_block
+from ._autocast import block_under_autocast
+from ._autograd import record_block
 from ._numbered import numbered_block, settings_number
 from ._transforms import differentiated, transformed_block
 

@@ -125,7 +125,7 @@ CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType e
   out[2] /= fold;
   const Im2colBox box{problem.n, out,      {channels, channels}, slab.origin, slab.step, slab.extent, {},
                       {},        {1, 1, 1}};
-  return encode_im2col("relu(conv)", problem, element, y, box, box_positions, box_channels,
+  return encode_im2col("before(conv)", problem, element, y, box, box_positions, box_channels,
                        CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
@@ -172,7 +172,7 @@ CUtensorMap encode_slab_channels(const Problem& problem, const Slab& slab, DType
 
 CUtensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_positions, int box_k) {
   const auto k = static_cast<cuuint64_t>(problem.k);
-  return encode_tiled("relu(conv)", problem, element, y,
+  return encode_tiled("before(conv)", problem, element, y,
                       {k, static_cast<cuuint64_t>(problem.positions()), static_cast<cuuint64_t>(problem.n)},
                       k, {static_cast<cuuint32_t>(box_k), static_cast<cuuint32_t>(box_positions), 1},
                       CU_TENSOR_MAP_L2_PROMOTION_NONE);
