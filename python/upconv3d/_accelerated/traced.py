@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from .chain import Block, Options, find_block, run_chain, why_watched
+from .functions import activation_of
 from .proof import Guards, UnprovableError, holds, prove
 from .swap import _OPTIONS, MIXINS, Accelerated, is_sequential, leaves
 
@@ -170,31 +169,15 @@ def _defaults(module: nn.Module) -> tuple[int, dict[str, Any]]:
 
 
 def _activation_function(node: fx.Node) -> tuple[str, Any] | None:
-    """Name and parameter where node applies one of our activations to its first argument alone."""
-    given = {**node.kwargs}
-    given.pop("inplace", None)
-    rest, target = list(node.args[1:]), node.target
-    if target in (F.relu, torch.relu) or (node.op == "call_method" and target in ("relu", "relu_")):
-        return ("relu", None) if not given and (not rest or target is F.relu) else None
-    if target is F.silu and not rest and not given:
-        return "silu", None
-    for function, name, parameter, default in (
-        (F.leaky_relu, "leaky_relu", "negative_slope", 0.01),
-        (F.elu, "elu", "alpha", 1.0),
-        (F.gelu, "gelu", "approximate", "none"),
-    ):
-        if target is function:
-            value = rest[0] if rest else given.pop(parameter, default)
-            if given or not isinstance(value, (int, float, str)):
-                return None
-            return name, value
-    return None
+    """Name and parameter where node applies one of our activations, with a plain number if any."""
+    found = activation_of(node)
+    return found if found is not None and isinstance(found[1], (int, float, type(None))) else None
 
 
 def _module_of(function: tuple[str, Any]) -> nn.Module:
     name, value = function
-    if name == "gelu":
-        return nn.GELU(value)
+    if name in ("gelu", "gelu_tanh"):
+        return nn.GELU("none" if name == "gelu" else "tanh")
     if name == "leaky_relu":
         return nn.LeakyReLU(value)
     return nn.ELU(value) if name == "elu" else {"relu": nn.ReLU, "silu": nn.SiLU}[name]()
