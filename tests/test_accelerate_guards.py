@@ -12,7 +12,8 @@ import torch.nn.functional as F
 import upconv3d
 from accelerated_models import MODELS
 from torch import nn
-from upconv3d._accelerated import chain
+from upconv3d._accelerated import chain, traced
+from upconv3d._accelerated.proof import UnprovableError
 
 
 def _volume(dtype=torch.float32):
@@ -306,3 +307,18 @@ def test_a_sample_call_by_name_and_one_that_fails():
     model[0].bfloat16()
     (finding,) = upconv3d.accelerate(model, sample=(_volume(torch.bfloat16),)).findings
     assert finding.replaced
+
+
+def test_a_copy_without_source_says_that_it_is_not_accelerated(monkeypatch):
+    """As where a pickle is loaded beside another version of the model's source."""
+    model = _Up()
+    assert len(upconv3d.accelerate(model).replaced) == 1
+
+    def refuse(module):
+        raise UnprovableError("its source is gone")
+
+    monkeypatch.setattr(traced, "trace", refuse)
+    with pytest.warns(UserWarning, match="its source is gone. It runs its own forward"):
+        copied = copy.deepcopy(model)
+    x = _volume()
+    torch.testing.assert_close(copied(x), model(x))

@@ -49,11 +49,9 @@ _SCHEMA = (
 _INTERNAL = ("_numbered_tail", "_numbered_tail_for_training", "_numbered_tail_backward")
 _KERNEL_ACTIVATIONS = tuple("none" if name is None else name for name in ACTIVATIONS)
 
-# Whether the compiled module has the internal operators, and those, without OpOverload.__call__.
-_has_kernels = all(hasattr(_ops, name) for name in _INTERNAL)
-_missing: Any = None
+# Without OpOverload.__call__, a function in Python that passes its arguments on.
 numbered_tail, _numbered_tail_for_training, _numbered_tail_backward = (
-    getattr(_ops, name).default._op if _has_kernels else _missing for name in _INTERNAL
+    getattr(_ops, name).default._op for name in _INTERNAL
 )
 
 _numbers: dict[tuple[Any, ...], int] = {}
@@ -62,7 +60,7 @@ _settings: dict[int, tuple[Any, ...]] = {}
 
 def runs_kernels(input: Tensor) -> bool:
     """Whether the call is for the internal operators rather than for PyTorch's."""
-    return _has_kernels and input.is_cuda
+    return input.is_cuda
 
 
 def tail_number(settings: tuple[Any, ...]) -> int | None:
@@ -407,8 +405,6 @@ def register() -> None:
     torch.library.register_fake(f"upconv3d::{_NAME}_backward", _fake_backward)
     torch.library.register_autograd(f"upconv3d::{_NAME}", _backward, setup_context=_setup_context)
     torch.library.register_vmap(f"upconv3d::{_NAME}", _batch_forward)
-    if not _has_kernels:
-        return
     for name in _INTERNAL:
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
     elsewhere = (("_numbered_tail", _numbered_elsewhere), ("_numbered_tail_for_training", _nothing_kept))

@@ -8,6 +8,7 @@ runs what was written only where it is as it was when it was recorded, and its o
 
 import inspect
 import operator
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,8 +122,14 @@ class AcceleratedForward(Accelerated):
         with as_its_base(self):
             try:
                 traced = trace(self).traced
-            except UnprovableError:
-                return  # its source changed or is gone: it runs its own forward
+            except UnprovableError as error:
+                warnings.warn(
+                    f"upconv3d: a copy of an accelerated {type(self).__name__} needs the source of its "
+                    f"forward as it was; got {error}. It runs its own forward. Remedy: "
+                    f"upconv3d.accelerate(model) again.",
+                    stacklevel=2,
+                )
+                return
         self.__dict__[_TRACED] = traced
 
 
