@@ -72,8 +72,8 @@ inline GradWOperandParams grad_w_operand_params(const GradWParams& params, DType
   to.chunk_step = static_cast<int>(three && !is_x ? split_row.block_step() : kGradWChunk);
   static_assert(kGradWChunk == kBlockInputs, "a SplitRow's blocks are read as chunks");
   for (int split = 0; split < (three ? 2 : 1); ++split) {
-    to.map[split] = encode_grad_w_operand(is_x ? "x" : "grad_c", problem, element,
-                                          is_x ? x[split] : grad_c[split], walk, row);
+    const void* const data = is_x ? x[split] : grad_c[split];
+    to.map[split] = encode_grad_w_operand(is_x ? "x" : "grad_c", problem, element, data, walk, row).map;
   }
   for (int axis = 0; axis < 3; ++axis) {
     to.step[axis] = static_cast<int>(walk.step[axis]);
