@@ -18,6 +18,8 @@ HOPPER = {
     "assume_compiled": True,
 }
 
+FLOAT32_PACKING = ("pack_weight", "pack_input", "repack")
+
 
 def facts(
     n=16, c=64, k=128, extent=(32, 32, 32), kernel=(3, 3, 3), dtype="bfloat16", layout="NDHWC", **overrides
@@ -114,9 +116,19 @@ def test_family_per_dtype_and_precision(dtype, precision, family, layout):
     assert ("in 16 bits with a step" in str(plan)) == (precision == "tf32")
     assert plan.pack_x == (dtype == "float32" or layout == "NCDHW")
     assert plan.activation_in_y == (layout == "NDHWC")
-    packing = ("pack_weight", "pack_input", "repack") if dtype == "float32" else ("pack_operands",)
+    packing = FLOAT32_PACKING if dtype == "float32" else ("pack_operands",)
     normalizing = () if plan.activation_in_y else ("group_norm_normalize",)
     assert plan.stages == (*packing, plan.kernel, *normalizing)
+
+
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+def test_small_float32_operands_are_packed_by_one_launch(layout):
+    """8 MB of input at most, and a weight that is small too."""
+    small = {"dtype": "float32", "layout": layout, "n": 1, "c": 64}
+    assert plan_of(facts(**small, extent=(32, 32, 32))).stages[0] == "pack_scaled_operands"
+    assert plan_of(facts(**small, extent=(32, 32, 33))).stages[:3] == FLOAT32_PACKING
+    many = facts(**small | {"c": 512, "k": 512}, extent=(8, 8, 8))
+    assert plan_of(many).stages[:3] == FLOAT32_PACKING
 
 
 ACCEPTED = {
@@ -231,7 +243,7 @@ def test_sm80_family_per_dtype_and_precision(dtype, precision, family, layout):
     assert f"_sm80_{family}_" in plan.kernel and plan.activation == dtype
     assert plan.pack_x == (dtype == "float32" or layout == "NCDHW")
     assert plan.activation_in_y == (layout == "NDHWC")
-    packing = ("pack_weight", "pack_input", "repack") if dtype == "float32" else ("pack_operands",)
+    packing = FLOAT32_PACKING if dtype == "float32" else ("pack_operands",)
     assert plan.stages == (*packing, plan.kernel, "group_norm_finalize", "group_norm_normalize")
 
 

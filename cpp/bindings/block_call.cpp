@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/block_call.hpp"
 
-#include <torch/csrc/stable/accelerator.h>
-
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -141,7 +139,7 @@ Tensor run_implicit_gemm(const PreparedCall& call, const BlockTensors& t, CallEx
   f.w = t.w.const_data_ptr();
   for (int axis = 0; axis < 5; ++axis) f.w_strides[axis] = t.w.stride(axis);
   cuda::run_forward(call.problem, call.plan, call.device, f,
-                    static_cast<cudaStream_t>(current_cuda_stream(index)));
+                    static_cast<cudaStream_t>(current_cuda_stream(index)), call.launch_memo.get());
   return y;
 }
 
@@ -183,7 +181,7 @@ Tensor run_plan(const PreparedCall& call, const BlockTensors& t, bool for_traini
 #if UPCONV3D_WITH_CUDA
   if (call.device.is_cuda) {
     const std::int32_t index = t.x.get_device_index();
-    const torch::stable::accelerator::DeviceGuard guard(index);
+    const OnDevice current(index);
     return call.plan.algorithm == Algorithm::kCudaLibrary ? run_cuda_library(call, t, extras, index)
                                                           : run_implicit_gemm(call, t, extras, index);
   }

@@ -15,6 +15,7 @@
 
 #include "bindings/torch_calls.hpp"
 #include "core/backward_plan.hpp"
+#include "core/launch_memo.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 
@@ -44,14 +45,20 @@ struct OpArguments {
   const Tail& tail = kReluGroupNorm;                // but for what slopes and skip say
 };
 
-/// The backward plans of one call, by the gradients that were asked for. Safe to use from several threads.
-class BackwardPlans {
+/// How some gradients of one call are computed.
+struct PreparedBackward {
+  const BackwardPlan plan;
+  LaunchMemo grad_x_memo;
+};
+
+/// Those of one call, by the gradients that were asked for. Safe to use from several threads.
+class PreparedBackwards {
  public:
-  const BackwardPlan& find(const Problem& problem, const Device& device, const GradientMask& wanted);
+  PreparedBackward& find(const Problem& problem, const Device& device, const GradientMask& wanted);
 
  private:
   std::mutex mutex_;
-  std::unique_ptr<const BackwardPlan> plans_[4];  // of x, and of weight; the others do not matter
+  std::unique_ptr<PreparedBackward> prepared_[4];  // of x, and of weight; the others do not matter
 };
 
 /// What follows from the metadata of the arguments, whatever their values.
@@ -60,7 +67,8 @@ struct PreparedCall {
   Device device;
   Plan plan;
   std::int64_t saved_bytes = 0;  // what the plan keeps for a backward pass
-  std::shared_ptr<BackwardPlans> backward_plans = std::make_shared<BackwardPlans>();
+  std::shared_ptr<PreparedBackwards> backwards = std::make_shared<PreparedBackwards>();
+  std::shared_ptr<LaunchMemo> launch_memo = std::make_shared<LaunchMemo>();
   std::vector<std::int64_t> y_sizes;    // [N,K,Z,P,Q]
   std::vector<std::int64_t> y_strides;  // in elements, as many
 };

@@ -4,7 +4,6 @@
 /// conv_transpose3d_relu_group_norm_for_training kept. The backward operator, in Python, calls it. And
 /// _numbered_tail_backward, the same after _numbered_tail_for_training.
 
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
@@ -28,7 +27,9 @@ namespace {
 
 using Ints = std::vector<std::int64_t>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-using TailGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using MaybeTensor = std::optional<Tensor>;
+using TailGradients =
+    std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor>;
 
 /// The per-channel tensors of a call; those that it does not have are empty.
 struct ChannelTensors {
@@ -135,15 +136,16 @@ struct GradC {
   }
 };
 
-/// Six gradients and grad_c, as fused_backward and _numbered_tail_backward return them.
+/// Six gradients and grad_c, those that there are.
 TailGradients run(const PreparedCall& prepared, const GradientMask& wanted, const Tensor& grad_y,
                   const Tensor& input, const Tensor& weight, const ChannelTensors& channels,
                   const Tensor& saved, bool consume_saved) {
   const Problem& p = prepared.problem;
   const std::int32_t index = input.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(index);
-  const BackwardPlan& plan = prepared.backward_plans->find(p, prepared.device, wanted);
-  const cuda::BackwardCall call{p, prepared.plan, plan, prepared.device};
+  const OnDevice current(index);
+  PreparedBackward& backward = prepared.backwards->find(p, prepared.device, wanted);
+  const BackwardPlan& plan = backward.plan;
+  const cuda::BackwardCall call{p, prepared.plan, plan, prepared.device, &backward.grad_x_memo};
   const Tensor x = contiguous_in(input, p.x_layout);
   const bool dense = is_dense_in(grad_y, Layout::kNCDHW) || is_dense_in(grad_y, Layout::kNDHWC);
   const Tensor dense_grad_y = dense ? grad_y : contiguous_in(grad_y, p.y_layout);
@@ -184,10 +186,7 @@ TailGradients run(const PreparedCall& prepared, const GradientMask& wanted, cons
     grad_c_view = reinterpret(*grad_c.memory, prepared.y_sizes,
                               {p.positions() * pitch, 1, out[1] * out[2] * pitch, out[2] * pitch, pitch});
   }
-  const Tensor empty = empty_strided_like(x, {0}, {1});  // one for all: it takes as long as one of any size
-  const auto or_empty = [&](const std::optional<Tensor>& tensor) { return tensor ? *tensor : empty; };
-  return {or_empty(grad_x),    or_empty(grad_w),      or_empty(grad_bias),  or_empty(grad_gamma),
-          or_empty(grad_beta), or_empty(grad_slopes), or_empty(grad_c_view)};
+  return {grad_x, grad_w, grad_bias, grad_gamma, grad_beta, grad_slopes, grad_c_view};
 }
 
 /// grad_y [N,K,Z,P,Q], input [N,C,D,H,W], saved [bytes] uint8. Returns the five gradients, empty where they
@@ -208,10 +207,13 @@ Gradients fused_backward(const Tensor& grad_y, const Tensor& input, const Tensor
   const auto [x, w, b, gamma, beta, slopes, grad_c] =
       run(*call, mask_of(wanted, bias.has_value(), channels), grad_y, input, weight, channels, saved,
           consume_saved);
-  return {x, w, b, gamma, beta, grad_c};
+  const Tensor empty = empty_strided_like(input, {0}, {1});  // one for all: it takes as long as any size
+  const auto or_empty = [&](const MaybeTensor& tensor) { return tensor ? *tensor : empty; };
+  return {or_empty(x), or_empty(w), or_empty(b), or_empty(gamma), or_empty(beta), or_empty(grad_c)};
 }
 
-/// The same for remembered_settings(settings), with the gradient of slopes before grad_c.
+/// The same for remembered_settings(settings), with the gradient of slopes before grad_c, and nothing for
+/// what is not wanted: an empty tensor takes as long as any.
 TailGradients numbered_tail_backward(const Tensor& grad_y, const Tensor& input, const Tensor& weight,
                                      const std::optional<Tensor>& bias,
                                      const std::optional<Tensor>& norm_weight,

@@ -3,6 +3,7 @@
 /// What the op needs of PyTorch, through its stable ABI: allocation, formats, the convolution, the stream.
 #pragma once
 
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -63,6 +64,18 @@ class DeviceScratch {
   };
   std::unique_ptr<void, Free> memory_;
   std::optional<Tensor> tensor_;  // instead, with a torch that does not offer its allocator
+};
+
+/// Makes CUDA device `index` the current one for as long as the object lives.
+class OnDevice {
+ public:
+  explicit OnDevice(std::int32_t index) {
+    // It mostly is already, and asking takes less than PyTorch's guard, which is an allocation.
+    if (torch::stable::accelerator::getCurrentDeviceIndex() != index) guard_.emplace(index);
+  }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 
 /// The same memory under other sizes and strides; no view relation, as for memory that the op owns.

@@ -29,35 +29,32 @@ OpArguments tail_arguments(const Tensor& input, const Tensor& weight, const std:
           s.precision, for_training,     slopes,     skip,        s.tail};
 }
 
-/// y, and the convolution where the settings say that it is returned, else [0].
-std::tuple<Tensor, Tensor> numbered_tail(const Tensor& input, const Tensor& weight,
-                                         const std::optional<Tensor>& bias,
-                                         const std::optional<Tensor>& norm_weight,
-                                         const std::optional<Tensor>& norm_bias,
-                                         const std::optional<Tensor>& slopes,
-                                         const std::optional<Tensor>& skip, std::int64_t settings) {
+/// y, and the convolution where the settings say that it is returned.
+std::tuple<Tensor, std::optional<Tensor>> numbered_tail(
+    const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+    const std::optional<Tensor>& slopes, const std::optional<Tensor>& skip, std::int64_t settings) {
   const BlockSettings& s = remembered_settings(settings);
   CallExtras extras;
   const Tensor y =
       run_call(tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, false), extras);
-  return {y, extras.conv ? *extras.conv : empty_strided_like(input, {0}, {1})};
+  return {y, extras.conv};
 }
 
-/// y, [0], and what a backward pass reads, [bytes] uint8; or three times [0], with nothing computed, where
-/// the plan would keep nothing.
-std::tuple<Tensor, Tensor, Tensor> numbered_tail_for_training(
+/// y, and what a backward pass reads, [bytes] uint8; or neither, with nothing computed, where the plan would
+/// keep nothing.
+std::tuple<std::optional<Tensor>, std::optional<Tensor>> numbered_tail_for_training(
     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
     const std::optional<Tensor>& slopes, const std::optional<Tensor>& skip, std::int64_t settings) {
   const BlockSettings& s = remembered_settings(settings);
   const OpArguments arguments =
       tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, true);
-  const Tensor nothing = empty_strided_like(input, {0}, {1});
   const auto call = prepare_call(arguments);
-  if (call->saved_bytes == 0) return {nothing, nothing, nothing};
+  if (call->saved_bytes == 0) return {std::nullopt, std::nullopt};
   CallExtras extras;
   const Tensor y = run_prepared(*call, arguments, extras);
-  return {y, nothing, *extras.saved};
+  return {y, extras.saved};
 }
 
 }  // namespace
@@ -67,14 +64,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(upconv3d, library) {
   const std::string forward =
       "(Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, Tensor? slopes, "
       "Tensor? skip, int settings)";
-  library.def(("_numbered_tail" + forward + " -> (Tensor y, Tensor conv)").c_str());
-  library.def(
-      ("_numbered_tail_for_training" + forward + " -> (Tensor y, Tensor conv, Tensor saved)").c_str());
+  library.def(("_numbered_tail" + forward + " -> (Tensor y, Tensor? conv)").c_str());
+  library.def(("_numbered_tail_for_training" + forward + " -> (Tensor? y, Tensor? saved)").c_str());
   library.def(
       "_numbered_tail_backward(Tensor grad_y, Tensor input, Tensor weight, Tensor? bias, Tensor? "
       "norm_weight, "
       "Tensor? norm_bias, Tensor? slopes, Tensor(a!) saved, int settings, int wanted, bool consume_saved) -> "
-      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "(Tensor?, Tensor?, Tensor?, Tensor?, Tensor?, Tensor?, Tensor?)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(upconv3d, CUDA, library) {

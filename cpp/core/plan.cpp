@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include "core/pack_stages.hpp"
 #include "core/text.hpp"
 
 namespace upconv3d {
@@ -29,6 +30,12 @@ const char* steps_text(const Plan& plan) {
 }
 
 }  // namespace
+
+std::vector<std::string> pack_stages(const Problem& problem) {
+  if (problem.dtype != DType::kFloat32) return {"pack_operands"};
+  if (packs_at_once(problem)) return {"pack_scaled_operands"};
+  return {"pack_weight", "pack_input", "repack"};
+}
 
 std::string describe(const Plan& plan) {
   std::string text = concat("plan: ", name(plan.algorithm), "\n  reason: ", plan.reason);

@@ -9,6 +9,7 @@
 #include "core/border_slabs.hpp"
 #include "core/channels.hpp"
 #include "core/index_math.hpp"
+#include "core/pack_stages.hpp"
 #include "core/text.hpp"
 
 namespace upconv3d {
@@ -198,11 +199,7 @@ Plan sm80_plan(const Problem& p, const Device& device, const ConvInstance& insta
   plan.tile_positions = instance.block_positions;
   plan.split_axes = cheapest_cut(p, instance, device.sm_count);
   plan.tiles = slab_tiles(border_slabs(p, plan.split_axes), plan.tile_positions);
-  if (p.dtype == DType::kFloat32) {
-    plan.stages = {"pack_weight", "pack_input", "repack"};
-  } else {
-    plan.stages = {"pack_operands"};
-  }
+  plan.stages = pack_stages(p);
   plan.stages.insert(plan.stages.end(), {instance.name, "group_norm_finalize", "group_norm_normalize"});
   return plan;
 }

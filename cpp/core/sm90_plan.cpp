@@ -9,6 +9,7 @@
 #include "core/channels.hpp"
 #include "core/im2col_limits.hpp"
 #include "core/index_math.hpp"
+#include "core/pack_stages.hpp"
 #include "core/text.hpp"
 #include "core/twice_layout.hpp"
 
@@ -459,11 +460,7 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   if (cut.split_axes == 0 && has_phases) plan.window_tiles = window_tiles(p, slabs, instance);
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
   plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
-  if (p.dtype == DType::kFloat32) {
-    plan.stages = {"pack_weight", "pack_input", "repack"};
-  } else {
-    plan.stages = {"pack_operands"};
-  }
+  plan.stages = pack_stages(p);
   plan.stages.push_back(instance.name);
   if (p.tail.norm && p.tail.returns_conv && p.y_layout != plan.conv_layout)
     plan.stages.push_back("unpack_rows");

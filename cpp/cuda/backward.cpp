@@ -82,7 +82,7 @@ void run_input(const BackwardCall& call, const BackwardTensors& tensors, cudaStr
   std::copy_n(tensors.w_strides, 5, grad_x.w_strides);
   grad_x.grad_x = tensors.grad_x;
   grad_x.workspace = tensors.workspace;
-  run_grad_x(*call.plan.grad_x, call.device, grad_x, stream);
+  run_grad_x(*call.plan.grad_x, call.device, grad_x, stream, call.grad_x_memo);
 }
 
 }  // namespace

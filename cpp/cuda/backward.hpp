@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "core/backward_plan.hpp"
+#include "core/launch_memo.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 
@@ -49,6 +50,7 @@ struct BackwardCall {
   const Plan& forward;
   const BackwardPlan& plan;
   const Device& device;
+  LaunchMemo* grad_x_memo = nullptr;  // of grad_x in calls of this plan on this device; or null
 };
 
 /// Where before(conv) lies in tensors.saved if grad_c may take its place; else null. Reads grad_y_layout too.

@@ -166,7 +166,7 @@ ConvTransposeParams conv_params(const Problem& problem, const Plan& plan, const 
 /// The SM90 plan: pack the operands, then everything else in one kernel, or all but a normalization that
 /// transposes, or that an activation follows which is too much for that kernel.
 void run_sm90(const Problem& problem, const Plan& plan, const Device& device, const ForwardTensors& tensors,
-              cudaStream_t stream) {
+              cudaStream_t stream, LaunchMemo* memo) {
   const Sm90Workspace workspace(problem, plan, tensors.workspace);
   const ActivationMemory activation = workspace.activation(problem, plan, tensors);
   const OperandScales scales =
@@ -174,6 +174,7 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   ConvTransposeParams conv = conv_params(problem, plan, device, tensors, workspace, activation);
   conv.unscale_sample = scales.unscale_sample;
   conv.unscale_column = scales.unscale_column;
+  conv.memo = memo;
   {
     const StageRange range("upconv3d::conv_transpose_relu_group_norm");
     find_conv_transpose_launcher(plan.instance->name)(conv, stream);
@@ -265,11 +266,11 @@ void complete_plan(const Problem& problem, const Device& device, Plan& plan) {
 }
 
 void run_forward(const Problem& problem, const Plan& plan, const Device& device,
-                 const ForwardTensors& tensors, cudaStream_t stream) {
+                 const ForwardTensors& tensors, cudaStream_t stream, LaunchMemo* memo) {
   if (problem.n == 0) return;
   try {
     if (plan.algorithm == Algorithm::kSm90ImplicitGemm) {
-      run_sm90(problem, plan, device, tensors, stream);
+      run_sm90(problem, plan, device, tensors, stream, memo);
     } else if (plan.algorithm == Algorithm::kSm80ImplicitGemm) {
       run_sm80(problem, plan, tensors, stream);
     } else {

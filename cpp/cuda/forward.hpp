@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "core/launch_memo.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 
@@ -29,9 +30,10 @@ struct ForwardTensors {
 };
 
 /// Launches every stage of a completed plan. Asynchronous; N = 0 launches nothing.
+/// \param memo of calls of this plan on this device whose tensors are null where these are; or null
 /// \throws std::runtime_error that names problem and plan where CUDA refuses a launch.
 void run_forward(const Problem& problem, const Plan& plan, const Device& device,
-                 const ForwardTensors& tensors, cudaStream_t stream);
+                 const ForwardTensors& tensors, cudaStream_t stream, LaunchMemo* memo = nullptr);
 
 /// Fills in what depends on the CUDA kernels: tile_positions and tiles of the library plan, and
 /// workspace_bytes. To be called on every plan of select_plan for a CUDA device, before run_forward.

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/channels.hpp"
+#include "core/pack_stages.hpp"
 #include "cuda/conv_transpose/conv_transpose_grad_w_sm90.hpp"
 #include "cuda/layout/pack.hpp"
 #include "cuda/workspace.hpp"
@@ -40,6 +41,7 @@ struct PackedInput {
     params.x_hi = hi;
     params.x_lo = lo;
     params.shared_samples = true;
+    params.at_once = packs_at_once(problem);
     if (scales) params.scales = carve_operand_scales(problem, scales);
     launch_pack_x(params, stream);
     return params.scales.channel;
@@ -57,8 +59,10 @@ struct Scratch {
   }
 };
 
-void require(bool kept, const std::string& rule, const Problem& problem) {
-  if (!kept) throw std::invalid_argument("upconv3d: " + rule + " for " + describe(problem) + ".");
+/// \param rule composes its text, which only an error needs
+template <class Rule>
+void require(bool kept, const Rule& rule, const Problem& problem) {
+  if (!kept) throw std::invalid_argument("upconv3d: " + rule() + " for " + describe(problem) + ".");
 }
 
 }  // namespace
@@ -71,11 +75,16 @@ std::int64_t grad_w_workspace_bytes(const Problem& problem, const GradWPlan& pla
 
 void run_grad_w(const Problem& problem, const GradWPlan& plan, const Device& device,
                 const GradWTensors& tensors, cudaStream_t stream) {
-  require(plan.obstacle.empty(), "the gradient of the weight has no kernel (" + plan.obstacle + ")", problem);
-  require(tensors.grad_c_pitch >= problem.k && tensors.grad_c_pitch % kChannelUnit == 0,
-          "rows of grad_c must be whole multiples of 8 channels, at least K; got " +
-              std::to_string(tensors.grad_c_pitch),
-          problem);
+  require(
+      plan.obstacle.empty(),
+      [&] { return "the gradient of the weight has no kernel (" + plan.obstacle + ")"; }, problem);
+  require(
+      tensors.grad_c_pitch >= problem.k && tensors.grad_c_pitch % kChannelUnit == 0,
+      [&] {
+        return "rows of grad_c must be whole multiples of 8 channels, at least K; got " +
+               std::to_string(tensors.grad_c_pitch);
+      },
+      problem);
   try {
     Carver carver(tensors.workspace);
     const Scratch scratch(problem, plan, carver);

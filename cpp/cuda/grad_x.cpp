@@ -58,7 +58,7 @@ void pack(const GradXPlan& plan, const GradXTensors& tensors, const GradXWorkspa
 }
 
 void convolve(const GradXPlan& plan, const Device& device, const GradXTensors& tensors,
-              const GradXWorkspace& workspace, cudaStream_t stream) {
+              const GradXWorkspace& workspace, cudaStream_t stream, LaunchMemo* memo) {
   ConvTransposeParams conv;
   conv.problem = plan.problem;
   conv.linear = true;
@@ -80,6 +80,7 @@ void convolve(const GradXPlan& plan, const Device& device, const GradXTensors& t
   conv.split_axes = plan.cut.split_axes;
   conv.share_taps = plan.cut.share_taps;
   conv.sm_count = device.sm_count;
+  conv.memo = memo;
   find_conv_transpose_launcher(plan.instance.name)(conv, stream);
 }
 
@@ -104,13 +105,13 @@ std::int64_t grad_x_workspace_bytes(const GradXPlan& plan) {
   return plan.problem.n == 0 ? 0 : GradXWorkspace(plan, nullptr).bytes;
 }
 
-void run_grad_x(const GradXPlan& plan, const Device& device, const GradXTensors& tensors,
-                cudaStream_t stream) {
+void run_grad_x(const GradXPlan& plan, const Device& device, const GradXTensors& tensors, cudaStream_t stream,
+                LaunchMemo* memo) {
   if (plan.problem.n == 0) return;
   try {
     const GradXWorkspace workspace(plan, tensors.workspace);
     pack(plan, tensors, workspace, stream);
-    convolve(plan, device, tensors, workspace, stream);
+    convolve(plan, device, tensors, workspace, stream, memo);
     if (!plan.in_place) unpack(plan, tensors, workspace, stream);
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(std::string(error.what()) + "\n  while running " + describe(plan));

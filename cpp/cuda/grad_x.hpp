@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/grad_x_plan.hpp"
+#include "core/launch_memo.hpp"
 #include "core/plan.hpp"
 
 namespace upconv3d::cuda {
@@ -30,8 +31,9 @@ std::int64_t grad_x_workspace_bytes(const GradXPlan& plan);
 
 /// Packs w, then convolves. Asynchronous; the same bits on every run;
 /// N = 0 launches nothing.
+/// \param memo of calls of this plan on this device; or null
 /// \throws std::runtime_error that names the plan where CUDA refuses a launch.
-void run_grad_x(const GradXPlan& plan, const Device& device, const GradXTensors& tensors,
-                cudaStream_t stream);
+void run_grad_x(const GradXPlan& plan, const Device& device, const GradXTensors& tensors, cudaStream_t stream,
+                LaunchMemo* memo = nullptr);
 
 }  // namespace upconv3d::cuda

@@ -23,12 +23,14 @@ from torch import Tensor
 
 from . import _C
 from ._facts import block_facts
-from ._geometry import batched, memory_format_of
+from ._geometry import batched, dense_as, memory_format_of
 from ._numbered import numbered_block, numbered_block_for_training
 
 _aten = torch.ops.aten
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
 _training_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_for_training.default
+# Without OpOverload.__call__, a function in Python that passes its arguments on.
+_numbered_backward = torch.ops.upconv3d._numbered_tail_backward.default._op
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 
 
@@ -203,20 +205,29 @@ def _fused_backward(
     mask: Sequence[bool],
     saved: Tensor,
     consume_saved: bool,
+    number: int | None,
 ) -> list[Tensor | None]:
     """_native_backward by our kernels, from what the forward kept.
 
     Where they cannot compute the convolution's gradients, they end with grad_c.
 
     consume_saved: whether `saved` may be overwritten.
+    number: settings_number of `args`, or None.
     """
     bits = sum(1 << i for i, wanted in enumerate(mask) if wanted)
-    *gradients, grad_c = torch.ops.upconv3d.fused_backward.default(
-        grad_y, x, weight, bias, *args[:6], norm_weight, args.eps, args.precision, saved, bits, consume_saved
-    )
-    if grad_c.numel() > 0:
+    gradients: list[Tensor | None]
+    if number is not None:
+        *gradients, _, grad_c = _numbered_backward(
+            grad_y, x, weight, bias, norm_weight, None, None, saved, number, bits, consume_saved
+        )
+    else:
+        *gradients, grad_c = torch.ops.upconv3d.fused_backward.default(
+            *(grad_y, x, weight, bias, *args[:6], norm_weight),
+            *(args.eps, args.precision, saved, bits, consume_saved),
+        )
+    if grad_c is not None and grad_c.numel() > 0:
         gradients[:2] = _convolution_backward(grad_c, x, weight, args, [mask[0], mask[1], False])[:2]
-    return list(gradients)
+    return gradients
 
 
 def _kernel_gradients(
@@ -229,10 +240,12 @@ def _kernel_gradients(
     mask: Sequence[bool],
     saved: Tensor | None,
     consume_saved: bool,
+    number: int | None = None,
 ) -> list[Tensor | None]:
     """Each gradient in the sizes and the memory format of what it belongs to; None where `mask` says so.
 
     saved: what the forward kept; empty where that is nothing; None where it is to be computed again.
+    number: settings_number of `args`, or None.
     """
     x = batched(input)
     block = (x, weight, bias, norm_weight, args)
@@ -241,12 +254,13 @@ def _kernel_gradients(
     if saved is None or saved.numel() == 0:
         gradients = _native_backward(batched(grad_y), *block, mask)
     elif x.is_cuda:
-        gradients = _fused_backward(batched(grad_y), *block, mask, saved, consume_saved)
+        gradients = _fused_backward(batched(grad_y), *block, mask, saved, consume_saved, number)
     else:
         gradients = _native_backward(batched(grad_y), *block, mask, saved)
     outputs = []
     for gradient, owner in zip(gradients, (x, weight), strict=False):
-        if gradient is not None:
+        # Strides first: what else a memory format asks for is questions in Python, for 3 us.
+        if gradient is not None and not dense_as(gradient, owner):
             gradient = gradient.contiguous(memory_format=memory_format_of(owner))
         outputs.append(gradient)
     if outputs[0] is not None and input.dim() == 4:
@@ -296,7 +310,9 @@ def _is_transformed(grad_y: Tensor) -> bool:
     )
 
 
-def _gradients(ctx: Any, grad_y: Tensor, mask: Sequence[bool]) -> Iterator[Tensor | None]:
+def _gradients(
+    ctx: Any, grad_y: Tensor, mask: Sequence[bool], number: int | None = None
+) -> Iterator[Tensor | None]:
     """Gradients of input, weight, bias, norm_weight and norm_bias; None where `mask` asks for none."""
     input, weight, bias, norm_weight, saved = ctx.saved_tensors
     args = BlockArguments(*ctx.block)
@@ -310,7 +326,7 @@ def _gradients(ctx: Any, grad_y: Tensor, mask: Sequence[bool]) -> Iterator[Tenso
         # Where the graph is not kept, nobody reads `saved` again: grad_c takes relu(conv)'s place.
         consume_saved = not torch._C._autograd._get_current_graph_task_keep_graph()
         block = (input, weight, bias, norm_weight, args)
-        gradients = _kernel_gradients(grad_y, *block, mask, saved, consume_saved)
+        gradients = _kernel_gradients(grad_y, *block, mask, saved, consume_saved, number)
     else:
         op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_backward.default
         gradients = list(
@@ -357,7 +373,7 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
             else:
                 y, saved = numbered_block_for_training(input, weight, bias, norm_weight, norm_bias, number)
             ctx.save_for_backward(input, weight, bias, norm_weight, saved)
-            ctx.block = block
+            ctx.block, ctx.number = block, number
             return y
         stride, padding, output_padding, groups, dilation, num_groups, eps, precision = block
         arguments = (
@@ -381,12 +397,12 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
             else:
                 y, saved = _training_op(*arguments)
         ctx.save_for_backward(input, weight, bias, norm_weight, saved)
-        ctx.block = block
+        ctx.block, ctx.number = block, None
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_gradients(ctx, grad_y, ctx.needs_input_grad[:5]), None, None, None)
+        return (*_gradients(ctx, grad_y, ctx.needs_input_grad[:5], ctx.number), None, None, None)
 
 
 # Function.apply without what it does for torch.func's transforms, under which this node is not used.

@@ -70,3 +70,9 @@ def empty_in_format_of(tensor: Tensor) -> Tensor:
         whole.shape, dtype=tensor.dtype, device=tensor.device, memory_format=memory_format_of(whole)
     )
     return out.squeeze(0) if tensor.dim() == 4 else out
+
+
+def dense_as(gradient: Tensor, tensor: Tensor) -> bool:
+    """Whether `gradient`, [N, C, D, H, W] and dense in a memory format, lies as `tensor` does."""
+    dense = gradient.is_contiguous() or gradient.is_contiguous(memory_format=torch.channels_last_3d)
+    return dense and gradient.stride() == tensor.stride()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._autograd import BlockArguments, _convolution, _convolution_backward, _precision_matters
-from ._geometry import batched, memory_format_of
+from ._geometry import batched, dense_as, memory_format_of
 
 _aten = torch.ops.aten
 
@@ -284,11 +284,6 @@ def tail_backward(
     return in_sizes_of(t, gradients, mask)
 
 
-def _dense_as(gradient: Tensor, tensor: Tensor) -> bool:
-    dense = gradient.is_contiguous() or gradient.is_contiguous(memory_format=torch.channels_last_3d)
-    return dense and gradient.stride() == tensor.stride()
-
-
 def in_sizes_of(t: Tensors, gradients: Sequence[Any], mask: Sequence[bool]) -> list[Tensor | None]:
     """Gradients in the sizes, dtype and, of input, weight and skip, memory format of what they belong to."""
     result: list[Tensor | None] = []
@@ -300,7 +295,7 @@ def in_sizes_of(t: Tensors, gradients: Sequence[Any], mask: Sequence[bool]) -> l
             gradient = gradient.to(tensor.dtype)
         same = gradient.shape == tensor.shape
         # Strides first: what else a memory format asks for is questions in Python, for 3 us.
-        if gradient.dim() == 5 and not (same and _dense_as(gradient, tensor)):
+        if gradient.dim() == 5 and not (same and dense_as(gradient, tensor)):
             gradient = gradient.contiguous(memory_format=memory_format_of(batched(tensor)))
         result.append(gradient if same else gradient.reshape(tensor.shape))
     return result

@@ -146,8 +146,8 @@ def _forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
     tensors, settings = split(arguments)
     number = plain_number(tensors, settings)
     if number is not None:
-        pair: tuple[Tensor, Tensor] = numbered_tail(*tensors, number)
-        return pair
+        y, conv = numbered_tail(*tensors, number)
+        return y, tensors[0].new_empty(0) if conv is None else conv
     t, s = Tensors(*tensors), Settings(*settings)
     _require_names(s)
     y, conv = composite(t, s, precise=True)
@@ -215,8 +215,8 @@ def _fused_backward(
     *gradients, grad_c = _numbered_tail_backward(
         batched(grad_y), x, *t[1:6], saved, number, bits, consume_saved
     )
-    if grad_c.numel() > 0:
-        left = [wanted and grad.numel() == 0 for wanted, grad in zip(mask[:3], gradients, strict=False)]
+    if grad_c is not None:
+        left = [wanted and grad is None for wanted, grad in zip(mask[:3], gradients, strict=False)]
         args = Settings(*_settings[number]).convolution()
         found = _convolution_backward(grad_c, x, t.weight, args, left)
         gradients[:3] = [b if wanted else a for a, b, wanted in zip(gradients, found, left, strict=False)]
@@ -237,8 +237,8 @@ def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments
     gradients: list[Tensor | None] = [None] * len(t)
     mask = _reachable(mask, grad_y, grad_conv)
     number = plain_number(tensors, settings) if grad_y is not None and grad_conv is None else None
-    saved = None if number is None else _numbered_tail_for_training(*tensors, number)[2]
-    if grad_y is not None and number is not None and saved is not None and saved.numel() > 0:
+    saved = None if number is None else _numbered_tail_for_training(*tensors, number)[1]
+    if grad_y is not None and number is not None and saved is not None:
         gradients = _fused_backward(grad_y, t, number, mask, saved, consume_saved=True)
     elif any(mask):
         gradients = tail_backward(grad_y, grad_conv, t, s, mask)
@@ -289,37 +289,37 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None) -> tupl
 
 
 class ConvTranspose3dNormAct(torch.autograd.Function):
-    """A call of the family as a node of autograd's graph, for calls that nothing but autograd looks at."""
+    """A call of the family as a node of autograd's graph, for calls that nothing but autograd looks at.
+
+    Not for calls that return the convolution: no plan keeps anything for their backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         """arguments: Tensors, what _numbered_tail_for_training returned, Settings, their number.
 
-        Results come as one tuple, so that autograd does not take them for arguments.
+        Those come as one tuple, so that autograd does not take them for arguments.
         """
-        *tensors, (y, conv, saved), settings, number = arguments
+        *tensors, (y, saved), settings, number = arguments
         ctx.save_for_backward(*tensors, saved)
         ctx.settings, ctx.number = settings, number
         ctx.set_materialize_grads(False)
-        return (y, conv) if settings[-1] else y
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None = None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Any, ...]:
         *tensors, saved = ctx.saved_tensors
         mask, settings = ctx.needs_input_grad[: len(tensors)], ctx.settings
         gradients: list[Tensor | None]
-        if grad_y is None:
-            mask = _reachable(mask, grad_y, grad_conv)
-        if not any(mask):
+        if grad_y is None or not any(mask):
             gradients = [None] * len(tensors)
         elif torch.is_grad_enabled():
-            gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)
-        elif grad_y is None or grad_conv is not None or _is_transformed(grad_y):
-            gradients = tail_backward(grad_y, grad_conv, tensors, settings, mask)
+            gradients = differentiable_backward(grad_y, None, tensors, settings, mask)
+        elif _is_transformed(grad_y):
+            gradients = tail_backward(grad_y, None, tensors, settings, mask)
         else:
-            # Where the graph is not kept, nobody reads `saved` again; a returned convolution may lie in it.
-            keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-            consume_saved = not keeps_graph and not settings[-1]
+            # Where the graph is not kept, nobody reads `saved` again.
+            consume_saved = not torch._C._autograd._get_current_graph_task_keep_graph()
             gradients = _fused_backward(grad_y, Tensors(*tensors), ctx.number, mask, saved, consume_saved)
         return (*gradients, None, None, None)
 
@@ -330,14 +330,11 @@ _record: Callable[..., Any] = super(torch.autograd.Function, ConvTranspose3dNorm
 
 def record_tail(
     tensors: tuple[Any, ...], settings: tuple[Any, ...], number: int
-) -> tuple[Tensor, Tensor | None] | None:
-    """y and c by our kernels, recorded by autograd; None where they keep nothing for a backward."""
+) -> tuple[Tensor, None] | None:
+    """y by our kernels, recorded by autograd; None where they keep nothing for a backward."""
     with _BelowAutograd():
         computed = _numbered_tail_for_training(*tensors, number)
-    if computed[0].dim() == 1:
-        return None
-    result = _record(*tensors, computed, settings, number)
-    return result if settings[-1] else (result, None)
+    return None if computed[0] is None else (_record(*tensors, computed, settings, number), None)
 
 
 def autocast_result_dtype(
@@ -387,9 +384,9 @@ def _numbered_elsewhere(*arguments: Any) -> tuple[Tensor, Tensor]:
     return public_tail(tensors, _settings[number])
 
 
-def _nothing_kept(input: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _nothing_kept(*arguments: Any) -> tuple[None, None]:
     """_numbered_tail_for_training there: it computes nothing, and PyTorch's operators are recorded."""
-    return input.new_empty(0), input.new_empty(0), input.new_empty(0)
+    return None, None
 
 
 def register() -> None:

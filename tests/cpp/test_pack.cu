@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "core/channels.hpp"
+#include "core/pack_stages.hpp"
 #include "cuda/check.hpp"
 #include "cuda/layout/pack.hpp"
 #include "gpu_test.hpp"
@@ -129,8 +130,9 @@ void check_region(const Case& test, const std::vector<std::uint8_t>& region) {
   }
 }
 
+/// \param at_once float32: by one launch, else by three
 template <class T>
-void run_case(const Case& test, std::mt19937& random) {
+void run_case(const Case& test, std::mt19937& random, bool at_once) {
   const Problem problem = problem_of(test);
   const std::int64_t positions = upconv3d::volume(test.in), taps = upconv3d::volume(test.kernel);
   const std::int64_t channels = test.c / test.groups, pitch = upconv3d::operand_channels(problem);
@@ -156,6 +158,7 @@ void run_case(const Case& test, std::mt19937& random) {
   params.problem = problem;
   params.operand = std::is_same_v<T, float> ? DType::kFloat16 : test.dtype;
   params.products = test.products;
+  params.at_once = at_once;
   params.x = device_x.get() + test.x_offset;
   params.w = device_w.get() + test.w_offset;
   params.x_hi = test.pack_x ? x_hi.get() : nullptr;
@@ -246,6 +249,7 @@ void time_pack(const char* label, const Case& test, int x_byte = 0x3f) {
   params.problem = problem;
   params.operand = test.dtype == DType::kFloat32 ? DType::kFloat16 : test.dtype;
   params.products = test.products;
+  params.at_once = upconv3d::packs_at_once(problem);
   params.x = x.get(), params.w = w.get();
   params.x_hi = x_hi.get(), params.x_lo = x_lo.get(), params.w_hi = w_hi.get(), params.w_lo = w_lo.get();
   params.scales = upconv3d::cuda::carve_operand_scales(problem, memory.get());
@@ -335,7 +339,11 @@ int main(int argc, char** argv) {
     const std::vector<Case> weights = weight_cases();
     all.insert(all.end(), weights.begin(), weights.end());
     for (const Case& test : all) {
-      test.dtype == DType::kFloat32 ? run_case<float>(test, random) : run_case<std::uint16_t>(test, random);
+      if (test.dtype == DType::kFloat32) {
+        for (const bool at_once : {false, true}) run_case<float>(test, random, at_once);
+      } else {
+        run_case<std::uint16_t>(test, random, false);
+      }
     }
     std::printf("test_pack: %zu cases agree with the host reference\n", all.size());
     return 0;

@@ -32,6 +32,7 @@
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_grad_w_sm90.hpp"
 #include "cuda/conv_transpose/grad_w_mainloop_sm90.cuh"
+#include "cuda/reserved_shared_memory.hpp"
 
 namespace upconv3d::cuda {
 
@@ -72,8 +73,8 @@ inline GradWOperandParams grad_w_operand_params(const GradWParams& params, DType
   to.chunk_step = static_cast<int>(three && !is_x ? split_row.block_step() : kGradWChunk);
   static_assert(kGradWChunk == kBlockInputs, "a SplitRow's blocks are read as chunks");
   for (int split = 0; split < (three ? 2 : 1); ++split) {
-    to.map[split] = encode_grad_w_operand(is_x ? "x" : "grad_c", problem, element,
-                                          is_x ? x[split] : grad_c[split], walk, row);
+    const void* const data = is_x ? x[split] : grad_c[split];
+    to.map[split] = encode_grad_w_operand(is_x ? "x" : "grad_c", problem, element, data, walk, row).map;
   }
   for (int axis = 0; axis < 3; ++axis) {
     to.step[axis] = static_cast<int>(walk.step[axis]);
@@ -105,9 +106,9 @@ void launch_conv_transpose_grad_w_sm90(const GradWParams& params, cudaStream_t s
   to.tiles = cutlass::FastDivmod(static_cast<int>(plan.tiles()));
   to.units = static_cast<int>(plan.splits * plan.tiles());
   to.partial = reinterpret_cast<float4*>(params.partial);
-  check(cudaFuncSetAttribute(conv_transpose_grad_w_sm90<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             Traits::SHARED_BYTES),
-        "reserving shared memory for conv_transpose_grad_w_sm90");
+  static ReservedSharedMemory reserved;
+  reserved.ensure("conv_transpose_grad_w_sm90",
+                  reinterpret_cast<const void*>(conv_transpose_grad_w_sm90<Traits>), Traits::SHARED_BYTES);
   const unsigned blocks = static_cast<unsigned>(std::min(to.units, params.sm_count));
   conv_transpose_grad_w_sm90<Traits><<<blocks, Traits::THREADS, Traits::SHARED_BYTES, stream>>>(to);
   check_launch("conv_transpose_grad_w_sm90");

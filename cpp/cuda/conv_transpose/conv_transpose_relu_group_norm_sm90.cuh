@@ -58,6 +58,7 @@
 #include "cuda/conv_transpose/group_norm_sm90.cuh"
 #include "cuda/conv_transpose/mainloop_sm90.cuh"
 #include "cuda/conv_transpose/relu_epilogue_sm90.cuh"
+#include "cuda/conv_transpose/remembered_launch_sm90.hpp"
 #include "cuda/conv_transpose/tail_sm90.hpp"
 #include "cuda/conv_transpose/tensor_maps_sm90.hpp"
 #include "cuda/group_norm/steps.cuh"
@@ -214,7 +215,8 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
 
 /// The slabs' descriptors and geometry.
 template <class Traits>
-void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, KernelParams<Traits>& to) {
+void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, KernelParams<Traits>& to,
+                TensorMaps& maps) {
   const Problem& problem = params.problem;
   const std::vector<Slab> slabs = plan_slabs(problem, params.split_axes, params.share_taps);
   if (slabs.size() > kMaxSlabs) {
@@ -241,18 +243,21 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
       shared_rows = std::max(shared_rows, rows);
     }
     for (int split = 0; split < Traits::SPLITS; ++split) {
-      slab.x[split] = encode_slab_input(problem, from, operand, x[split], x_samples, x_row,
-                                        Traits::BLK_POS + rows, Traits::BLK_C, slab.shared_taps > 1);
+      maps.place(slab.x[split], split == 0 ? Mapped::kX : Mapped::kXLo,
+                 encode_slab_input(problem, from, operand, x[split], x_samples, x_row, Traits::BLK_POS + rows,
+                                   Traits::BLK_C, slab.shared_taps > 1));
     }
     const DType element = Traits::QUANTIZED ? DType::kFloat16 : output;  // any of 16 bit
     using Stored = typename Traits::Stored;
-    slab.a = params.channels_first
-                 ? encode_slab_channels(problem, from, element, params.a, kPanelPositions<Stored>, 64)
-                 : encode_slab_output(problem, from, element, to.pitch, params.a, kStagePositions<Stored>,
-                                      kPanelChannels<Stored>);
+    maps.place(slab.a, Mapped::kA,
+               params.channels_first
+                   ? encode_slab_channels(problem, from, element, params.a, kPanelPositions<Stored>, 64)
+                   : encode_slab_output(problem, from, element, to.pitch, params.a, kStagePositions<Stored>,
+                                        kPanelChannels<Stored>));
     if (Traits::QUANTIZED && to.normalizes) {
-      slab.item = encode_slab_output(problem, from, element, to.pitch, params.a, Traits::ITEM_POS,
-                                     kPanelChannels<typename Traits::Stored>);
+      maps.place(slab.item, Mapped::kA,
+                 encode_slab_output(problem, from, element, to.pitch, params.a, Traits::ITEM_POS,
+                                    kPanelChannels<Stored>));
     }
     slab.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
     slab.height = cutlass::FastDivmod(static_cast<int>(from.extent[1]));
@@ -305,15 +310,11 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
   to.moments = static_cast<int>(moments);
 }
 
-/// GroupNorm's tensors and how its moments are merged; after fill_slabs, which counts them.
+/// How GroupNorm's moments are merged; after fill_slabs, which counts them.
 template <class Traits>
 void fill_group_norm(const ConvTransposeParams& params, KernelParams<Traits>& to) {
-  using Output = typename Traits::Output;
   const Problem& problem = params.problem;
-  to.gamma = static_cast<const Output*>(params.gamma);
-  to.beta = static_cast<const Output*>(params.beta);
   to.eps = problem.eps;
-  to.part = reinterpret_cast<float2*>(params.part);
   to.granule_shift = moment_granule_shift(problem);
   to.groups = static_cast<int>(problem.num_groups);
   const std::int64_t group_channels = problem.k / problem.num_groups;
@@ -323,34 +324,33 @@ void fill_group_norm(const ConvTransposeParams& params, KernelParams<Traits>& to
   const std::int64_t partials = std::int64_t{to.moments} * to.group_granules.divisor;
   to.merge_lanes = partials <= 32 ? 1 : 32;
   to.merge_steps = static_cast<int>(ceil_div(problem.num_groups * to.merge_lanes, 32));
-  to.table = reinterpret_cast<float4*>(params.table);
-  to.channel_table = params.channel_table;
 }
 
+/// All parameters but those of point_to.
 template <class Traits>
-KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType operand, DType output) {
-  using Output = typename Traits::Output;
+void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType output,
+                        KernelParams<Traits>& to, TensorMaps& maps) {
   const Problem& problem = params.problem;
-  KernelParams<Traits> to{};
   to.linear = params.linear;
   to.channels_first = params.channels_first;
   to.floor = activation_floor(params);
   to.normalizes = params.channel_table == nullptr && !params.linear;
-  if (to.normalizes) to.after = checked_after(params);
   to.in_place = to.normalizes && params.y == nullptr;
   // Stepped16 in y's memory has room for twice as many.
   const std::int64_t pitch = padded_channels(problem.k);
   to.pitch = static_cast<int>(to.in_place && Traits::QUANTIZED ? 2 * pitch : pitch);
   to.step_pitch = static_cast<int>(pitch);
-  fill_slabs(params, operand, output, to);
+  fill_slabs(params, operand, output, to, maps);
   const void* const w[2] = {params.w_hi, params.w_lo};
   for (int split = 0; split < Traits::SPLITS; ++split) {
-    to.w[split] = encode_w(problem, operand, w[split], Traits::BLK_K, Traits::BLK_C);
+    maps.place(to.w[split], split == 0 ? Mapped::kW : Mapped::kWLo,
+               encode_w(problem, operand, w[split], Traits::BLK_K, Traits::BLK_C));
   }
   if constexpr (!Traits::QUANTIZED) {
     if (to.normalizes) {
-      to.item = encode_output_rows(problem, output, params.a, Traits::ITEM_POS,
-                                   kPanelChannels<typename Traits::Stored>);
+      maps.place(to.item, Mapped::kA,
+                 encode_output_rows(problem, output, params.a, Traits::ITEM_POS,
+                                    kPanelChannels<typename Traits::Stored>));
     }
   }
   const Extent3 out = problem.out();
@@ -363,23 +363,34 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   to.x_groups = params.x_packed ? static_cast<int>(problem.groups) : 1;
   to.group_k = cutlass::FastDivmod(static_cast<int>(group_outputs(problem)));
   to.group_c = static_cast<int>(group_inputs(problem));
-  to.a = static_cast<Output*>(params.a);
-  to.y = to.in_place ? to.a : static_cast<Output*>(params.y);
-  to.bias = static_cast<const Output*>(params.bias);
-  to.unscale_sample = params.unscale_sample;
   to.unscale_step = params.one_unscale_sample ? 0 : 1;
-  to.unscale_column = params.unscale_column;
-  to.steps = params.steps;
-  to.moment_of = params.moment_of;
   const bool is_signed = to.floor < 0.f;
   to.step_bits = is_signed ? 15 : 16;
   to.stepped_zero = stored_origin(is_signed);
   fill_group_norm(params, to);
+}
+
+/// Every address of a launch but those in descriptors.
+template <class Traits>
+void point_to(const ConvTransposeParams& params, KernelParams<Traits>& to) {
+  using Output = typename Traits::Output;
+  to.a = static_cast<Output*>(params.a);
+  to.y = to.in_place ? to.a : static_cast<Output*>(params.y);
+  to.bias = static_cast<const Output*>(params.bias);
+  to.unscale_sample = params.unscale_sample;
+  to.unscale_column = params.unscale_column;
+  to.steps = params.steps;
+  to.moment_of = params.moment_of;
+  to.gamma = static_cast<const Output*>(params.gamma);
+  to.beta = static_cast<const Output*>(params.beta);
+  if (to.normalizes) to.after = checked_after(params);
+  to.part = reinterpret_cast<float2*>(params.part);
+  to.table = reinterpret_cast<float4*>(params.table);
+  to.channel_table = params.channel_table;
   to.next_tile = params.counters;
   to.next_item = params.counters + 1;
   to.arrivals = params.counters + 2;
-  to.finalized = params.counters + 2 + problem.n;
-  return to;
+  to.finalized = params.counters + 2 + params.problem.n;
 }
 
 /// How many of the launch's blocks leave the tiles to the others once the first sample is done. Helper warps
@@ -389,21 +400,46 @@ inline int normalizing_blocks(int samples, int blocks) {
   return samples >= 4 ? blocks / 32 : 0;
 }
 
-/// Launches one persistent block per multiprocessor, all at once.
+/// A launch of one persistent block per multiprocessor, all at once.
+template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS>
+class ConvTransposeLaunchSm90 : public RememberedLaunch {
+ public:
+  explicit ConvTransposeLaunchSm90(const ConvTransposeParams& params) : shown_(mapped_addresses(params)) {
+    constexpr DType operand = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
+    constexpr DType output = std::is_same_v<typename Traits::Output, float> ? DType::kFloat32 : operand;
+    fill_kernel_params(params, operand, output, params_, maps_);
+    blocks_ = std::min(params_.order_size, params.sm_count);
+    reserve_shared_memory(kName, kKernel, kSharedMemoryBytes);
+  }
+
+  /// With the addresses of `params`, which differs from the constructor's in nothing else.
+  void run(const ConvTransposeParams& params, cudaStream_t stream) {
+    const MappedAddresses to = mapped_addresses(params);
+    maps_.move(shown_, to);
+    shown_ = to;
+    point_to(params, params_);
+    launch_cooperative(kName, kKernel, &params_, {blocks_, Traits::THREADS, kSharedMemoryBytes}, stream,
+                       [&](int blocks) {
+                         params_.tile_blocks =
+                             blocks - (params_.normalizes ? normalizing_blocks(params_.samples, blocks) : 0);
+                       });
+  }
+
+ private:
+  using Traits = ConvTransposeTraitsSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS>;
+  static constexpr const char* kName = "conv_transpose_relu_group_norm_sm90";
+  static inline const void* const kKernel =
+      reinterpret_cast<const void*>(conv_transpose_relu_group_norm_sm90<Traits>);
+
+  KernelParams<Traits> params_{};
+  TensorMaps maps_;
+  MappedAddresses shown_;
+  int blocks_ = 0;
+};
+
 template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS>
 void launch_conv_transpose_relu_group_norm_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
-  using Traits = ConvTransposeTraitsSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS>;
-  constexpr DType operand = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
-  constexpr DType output = std::is_same_v<typename Traits::Output, float> ? DType::kFloat32 : operand;
-  auto kernel_params = make_kernel_params<Traits>(params, operand, output);
-  launch_cooperative(
-      "conv_transpose_relu_group_norm_sm90",
-      reinterpret_cast<const void*>(conv_transpose_relu_group_norm_sm90<Traits>), &kernel_params,
-      {std::min(kernel_params.order_size, params.sm_count), Traits::THREADS, kSharedMemoryBytes}, stream,
-      [&](int blocks) {
-        kernel_params.tile_blocks =
-            blocks - (kernel_params.normalizes ? normalizing_blocks(kernel_params.samples, blocks) : 0);
-      });
+  run_remembered<ConvTransposeLaunchSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS>>(params, stream);
 }
 
 }  // namespace upconv3d::cuda

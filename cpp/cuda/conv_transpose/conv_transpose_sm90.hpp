@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "core/launch_memo.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 #include "cuda/activation.hpp"
@@ -61,6 +62,8 @@ struct ConvTransposeParams {
   bool share_taps = false;        // loads of x serve several taps: tap_sharing_slabs instead of border_slabs
   std::int64_t window_tiles = 0;  // position tiles of a window of the launch order, 0: slab by slab
   int sm_count = 0;               // blocks of the persistent grid
+  // Of launches on one device that differ in nothing above but addresses, and in none that is null; or null.
+  LaunchMemo* memo = nullptr;
 };
 
 /// Counters that a launch needs, which must be zero when it begins.

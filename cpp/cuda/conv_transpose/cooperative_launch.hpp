@@ -17,16 +17,19 @@ struct CooperativeShape {
   int shared_bytes;
 };
 
-/// Launches `kernel`, whose one parameter `params` points to, with all blocks on the card at once; with fewer
-/// where that many do not fit, so any number of blocks must do.
+/// To precede the first launch of `kernel` on a device: that many bytes are more than kernels get unasked.
+inline void reserve_shared_memory(const char* name, const void* kernel, int bytes) {
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) check(status, std::string("reserving shared memory for ") + name);
+}
+
+/// Launches `kernel`, whose shared memory is reserved and whose one parameter `params` points to, with all
+/// blocks on the card at once; with fewer where that many do not fit, so any number of blocks must do.
 ///
 /// \param prepare (blocks) called before every attempt, for parameters that depend on their number
 template <class Prepare>
 void launch_cooperative(const char* name, const void* kernel, void* params, const CooperativeShape& shape,
                         cudaStream_t stream, Prepare prepare) {
-  const cudaError_t reserved =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
-  if (reserved != cudaSuccess) check(reserved, std::string("reserving shared memory for ") + name);
   cudaLaunchAttribute cooperative{};
   cooperative.id = cudaLaunchAttributeCooperative;
   cooperative.val.cooperative = 1;

@@ -16,6 +16,7 @@
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/conv_transpose/cooperative_launch.hpp"
+#include "cuda/conv_transpose/remembered_launch_sm90.hpp"
 #include "cuda/conv_transpose/tail_sm90.hpp"
 #include "cuda/conv_transpose/tensor_maps_sm90.hpp"
 
@@ -28,7 +29,7 @@ inline void copy_extent(const Extent3& from, int (&to)[3]) {
 /// Where the views' positions lie, and the phases that they are made of.
 template <class Traits>
 void fill_views(const Problem& problem, const TwiceLayout& layout, DType output, void* y,
-                TwiceParams<Traits>& to) {
+                TwiceParams<Traits>& to, TensorMaps& maps) {
   const Extent3 out = problem.out();
   copy_extent({out[0], out[1], out[2] / layout.fold}, to.view_out);
   to.fold = layout.fold;
@@ -36,8 +37,9 @@ void fill_views(const Problem& problem, const TwiceLayout& layout, DType output,
   for (std::size_t i = 0; i < layout.views.size(); ++i) {
     const Slab& from = layout.views[i];
     TwiceView& view = to.views[i];
-    view.y = encode_slab_output(problem, from, output, layout.fold * problem.k, y, Traits::STAGE_POS,
-                                kPanelChannels<typename Traits::Output>, layout.fold);
+    maps.place(view.y, Mapped::kA,
+               encode_slab_output(problem, from, output, layout.fold * problem.k, y, Traits::STAGE_POS,
+                                  kPanelChannels<typename Traits::Output>, layout.fold));
     view.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
     view.height = cutlass::FastDivmod(static_cast<int>(from.extent[1]));
     copy_extent(from.origin, view.origin);
@@ -60,15 +62,16 @@ void fill_views(const Problem& problem, const TwiceLayout& layout, DType output,
 /// The classes' loads and tiles.
 template <class Traits>
 void fill_classes(const Problem& problem, const TwiceLayout& layout, DType operand, const void* x,
-                  std::int64_t x_channels, TwiceParams<Traits>& to) {
+                  std::int64_t x_channels, TwiceParams<Traits>& to, TensorMaps& maps) {
   const int c_blocks = static_cast<int>(ceil_div(problem.c, Traits::BLK_C));
   std::int64_t tiles = 0;
   for (const TwiceClass& from : layout.classes) {
     TwiceClassParams& cls = to.classes[to.num_classes++];
     Slab window = from.window;
     if (!from.reached) window.taps = {};
-    cls.x = encode_slab_input(problem, window, operand, x, problem.n, {x_channels, x_channels},
-                              Traits::BLK_POS, Traits::BLK_C);
+    maps.place(cls.x, Mapped::kX,
+               encode_slab_input(problem, window, operand, x, problem.n, {x_channels, x_channels},
+                                 Traits::BLK_POS, Traits::BLK_C));
     cls.width = cutlass::FastDivmod(static_cast<int>(window.extent[2]));
     cls.height = cutlass::FastDivmod(static_cast<int>(window.extent[1]));
     copy_extent(input_box(problem, window).lower, cls.corner);
@@ -112,9 +115,10 @@ void fill_shared_memory(TwiceParams<Traits>& to) {
   to.x_slots = std::min(slots(to.staging_buffers), kMaxTwiceXSlots);
 }
 
+/// All parameters but those of point_to.
 template <class Traits>
-TwiceParams<Traits> make_twice_params(const ConvTransposeParams& params, DType operand, DType output) {
-  using Output = typename Traits::Output;
+void fill_twice_params(const ConvTransposeParams& params, DType operand, DType output,
+                       TwiceParams<Traits>& to, TensorMaps& maps) {
   const Problem& problem = params.problem;
   const TwiceLayout layout = twice_layout(problem);
   if (layout.classes.empty()) {
@@ -122,26 +126,17 @@ TwiceParams<Traits> make_twice_params(const ConvTransposeParams& params, DType o
         "upconv3d: conv_transpose_twice_sm90 keeps a block's weights in shared memory; got " +
         describe(problem) + ". select_plan must choose the stored plan.");
   }
-  TwiceParams<Traits> to{};
-  fill_views(problem, layout, output, params.a, to);
+  fill_views(problem, layout, output, params.a, to, maps);
   fill_classes(problem, layout, operand, params.x_hi, params.x_packed ? operand_channels(problem) : problem.c,
-               to);
+               to, maps);
   fill_shared_memory(to);
   to.w_rows = static_cast<int>(layout.fold > 1 ? problem.k : Traits::ROWS);
-  to.w = encode_w(problem, operand, params.w_hi, to.w_rows, Traits::BLK_C);
+  maps.place(to.w, Mapped::kW, encode_w(problem, operand, params.w_hi, to.w_rows, Traits::BLK_C));
   copy_extent(problem.kernel, to.kernel);
   to.samples = static_cast<int>(problem.n);
   to.k = cutlass::FastDivmod(static_cast<int>(problem.k));
-  to.y = static_cast<Output*>(params.a);
-  to.bias = static_cast<const Output*>(params.bias);
-  to.unscale_sample = params.unscale_sample;
-  to.unscale_column = params.unscale_column;
-  to.gamma = static_cast<const Output*>(params.gamma);
-  to.beta = static_cast<const Output*>(params.beta);
   to.eps = problem.eps;
   to.floor = activation_floor(params);
-  to.after = checked_after(params);
-  to.part = reinterpret_cast<float2*>(params.part);
   to.granule_shift = twice_granule_shift(problem);
   to.groups = static_cast<int>(problem.num_groups);
   const std::int64_t group_channels = problem.k / problem.num_groups;
@@ -151,24 +146,62 @@ TwiceParams<Traits> make_twice_params(const ConvTransposeParams& params, DType o
   const std::int64_t partials = to.moments * group_granules;
   to.segment_length = static_cast<int>(twice_segment_length(partials));
   to.segments = cutlass::FastDivmod(static_cast<int>(ceil_div(partials, to.segment_length)));
-  to.table = reinterpret_cast<float4*>(params.table);
-  to.arrivals = params.counters;
-  return to;
 }
 
-/// Launches one persistent block per multiprocessor, all at once.
+/// Every address of a launch but those in descriptors.
+template <class Traits>
+void point_to(const ConvTransposeParams& params, TwiceParams<Traits>& to) {
+  using Output = typename Traits::Output;
+  to.y = static_cast<Output*>(params.a);
+  to.bias = static_cast<const Output*>(params.bias);
+  to.unscale_sample = params.unscale_sample;
+  to.unscale_column = params.unscale_column;
+  to.gamma = static_cast<const Output*>(params.gamma);
+  to.beta = static_cast<const Output*>(params.beta);
+  to.after = checked_after(params);
+  to.part = reinterpret_cast<float2*>(params.part);
+  to.table = reinterpret_cast<float4*>(params.table);
+  to.arrivals = params.counters;
+}
+
+/// A launch of one persistent block per multiprocessor, all at once.
+template <class Operand, class Output>
+class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
+ public:
+  explicit ConvTransposeTwiceLaunchSm90(const ConvTransposeParams& params)
+      : shown_(mapped_addresses(params)) {
+    constexpr DType operand = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
+    constexpr DType output = std::is_same_v<Output, float> ? DType::kFloat32 : operand;
+    fill_twice_params(params, operand, output, params_, maps_);
+    const TwiceClassParams& last = params_.classes[params_.num_classes - 1];
+    blocks_ = std::min(last.first_tile + last.tiles, params.sm_count);
+    reserve_shared_memory(kName, kKernel, kSharedMemoryBytes);
+  }
+
+  /// With the addresses of `params`, which differs from the constructor's in nothing else.
+  void run(const ConvTransposeParams& params, cudaStream_t stream) {
+    const MappedAddresses to = mapped_addresses(params);
+    maps_.move(shown_, to);
+    shown_ = to;
+    point_to(params, params_);
+    launch_cooperative(kName, kKernel, &params_, {blocks_, Traits::THREADS, kSharedMemoryBytes}, stream,
+                       [](int) {});
+  }
+
+ private:
+  using Traits = TwiceTraitsSm90<Operand, Output>;
+  static constexpr const char* kName = "conv_transpose_twice_sm90";
+  static inline const void* const kKernel = reinterpret_cast<const void*>(conv_transpose_twice_sm90<Traits>);
+
+  TwiceParams<Traits> params_{};
+  TensorMaps maps_;
+  MappedAddresses shown_;
+  int blocks_ = 0;
+};
+
 template <class Operand, class Output>
 void launch_conv_transpose_twice_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
-  using Traits = TwiceTraitsSm90<Operand, Output>;
-  constexpr DType operand = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
-  constexpr DType output = std::is_same_v<Output, float> ? DType::kFloat32 : operand;
-  auto kernel_params = make_twice_params<Traits>(params, operand, output);
-  const TwiceClassParams& last = kernel_params.classes[kernel_params.num_classes - 1];
-  launch_cooperative(
-      "conv_transpose_twice_sm90", reinterpret_cast<const void*>(conv_transpose_twice_sm90<Traits>),
-      &kernel_params,
-      {std::min(last.first_tile + last.tiles, params.sm_count), Traits::THREADS, kSharedMemoryBytes}, stream,
-      [](int) {});
+  run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output>>(params, stream);
 }
 
 }  // namespace upconv3d::cuda

@@ -13,7 +13,7 @@
 namespace upconv3d::cuda {
 namespace {
 
-// The signatures that cuda.h declares for CUDA 12.0, where both encoders appeared.
+// The signatures that cuda.h declares for CUDA 12.0, where all three appeared.
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                                  const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
                                  CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
@@ -22,6 +22,7 @@ using EncodeIm2col = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t,
                                   const cuuint64_t*, const int*, const int*, cuuint32_t, cuuint32_t,
                                   const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                   CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using ReplaceAddress = CUresult (*)(CUtensorMap*, void*);
 constexpr unsigned kEncoderDriverVersion = 12000;
 
 template <class Function>
@@ -73,9 +74,9 @@ struct Im2colBox {
   Extent3 stride = {1, 1, 1};  // between positions, in steps
 };
 
-CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtype, void* data,
-                          const Im2colBox& box, int box_positions, int box_channels,
-                          CUtensorMapL2promotion promotion) {
+TensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtype, void* data,
+                        const Im2colBox& box, int box_positions, int box_channels,
+                        CUtensorMapL2promotion promotion) {
   static const auto encode = driver_function<EncodeIm2col>("cuTensorMapEncodeIm2col");
   const auto& [depth, height, width] = box.volume;
   const std::int64_t pixel = box.row.pitch * size_of(dtype);
@@ -96,22 +97,36 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
     lower[axis] = static_cast<int>(box.lower[2 - axis]);
     upper[axis] = static_cast<int>(box.upper[2 - axis]);
   }
-  char* const first =
-      static_cast<char*>(data) + ((box.origin[0] * height + box.origin[1]) * width + box.origin[2]) * pixel;
-  CUtensorMap map;
-  check_encoded(encode(&map, tensor_map_type(dtype), 5, first, extents, strides, lower, upper,
+  TensorMap result{};
+  result.offset = ((box.origin[0] * height + box.origin[1]) * width + box.origin[2]) * pixel;
+  char* const first = static_cast<char*>(data) + result.offset;
+  check_encoded(encode(&result.map, tensor_map_type(dtype), 5, first, extents, strides, lower, upper,
                        static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_positions),
                        positions, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
                 tensor, problem);
-  return map;
+  return result;
 }
 
 }  // namespace
 
-CUtensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
-                              std::int64_t samples, const RowBox& row, int box_positions, int box_channels,
-                              bool shares_taps) {
+void TensorMaps::move(const MappedAddresses& from, const MappedAddresses& to) const {
+  static const auto replace = driver_function<ReplaceAddress>("cuTensorMapReplaceAddress");
+  for (const Placed& placed : placed_) {
+    const auto tensor = static_cast<std::size_t>(placed.tensor);
+    if (from[tensor] == to[tensor]) continue;
+    void* const address = static_cast<char*>(const_cast<void*>(to[tensor])) + placed.offset;
+    const CUresult status = replace(placed.map, address);
+    if (status != CUDA_SUCCESS) {
+      throw std::runtime_error("upconv3d: the driver refused to move a TMA descriptor, with CUresult " +
+                               std::to_string(static_cast<int>(status)) + ". Please report it.");
+    }
+  }
+}
+
+TensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
+                            std::int64_t samples, const RowBox& row, int box_positions, int box_channels,
+                            bool shares_taps) {
   const InputBox part = input_box(problem, slab, shares_taps);
   const Im2colBox box{samples,     problem.in, row,        part.origin, {1, 1, 1},
                       part.extent, part.lower, part.upper, slab.stride};
@@ -119,8 +134,8 @@ CUtensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType op
                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
-CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType element, std::int64_t channels,
-                               void* y, int box_positions, int box_channels, int fold) {
+TensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType element, std::int64_t channels,
+                             void* y, int box_positions, int box_channels, int fold) {
   Extent3 out = problem.out();
   out[2] /= fold;
   const Im2colBox box{problem.n, out,      {channels, channels}, slab.origin, slab.step, slab.extent, {},
@@ -133,36 +148,39 @@ namespace {
 
 /// A tiled descriptor over a tensor of three axes, given innermost first; dense but for rows of `pitch`
 /// elements.
-CUtensorMap encode_tiled(const char* tensor, const Problem& problem, DType dtype, void* data,
-                         const cuuint64_t (&extents)[3], cuuint64_t pitch, const cuuint32_t (&box)[3],
-                         CUtensorMapL2promotion promotion) {
+///
+/// \param offset bytes from `data` to the tensor's part that is shown
+TensorMap encode_tiled(const char* tensor, const Problem& problem, DType dtype, void* data,
+                       std::int64_t offset, const cuuint64_t (&extents)[3], cuuint64_t pitch,
+                       const cuuint32_t (&box)[3], CUtensorMapL2promotion promotion) {
   static const auto encode = driver_function<EncodeTiled>("cuTensorMapEncodeTiled");
   const cuuint64_t row = pitch * static_cast<cuuint64_t>(size_of(dtype));
   const cuuint64_t strides[2] = {row, row * extents[1]};
-  CUtensorMap map;
-  check_encoded(encode(&map, tensor_map_type(dtype), 3, data, extents, strides, box, kUnitStrides,
+  TensorMap result{};
+  result.offset = offset;
+  char* const first = static_cast<char*>(data) + offset;
+  check_encoded(encode(&result.map, tensor_map_type(dtype), 3, first, extents, strides, box, kUnitStrides,
                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
                 tensor, problem);
-  return map;
+  return result;
 }
 
 }  // namespace
 
-CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels) {
+TensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels) {
   const auto pitch = static_cast<cuuint64_t>(operand_channels(problem));
   return encode_tiled(
-      "w", problem, operand, const_cast<void*>(w),
+      "w", problem, operand, const_cast<void*>(w), 0,
       {pitch, static_cast<cuuint64_t>(problem.k), static_cast<cuuint64_t>(volume(problem.kernel))}, pitch,
       {static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_k), 1},
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-CUtensorMap encode_slab_channels(const Problem& problem, const Slab& slab, DType element, void* y,
-                                 int box_positions, int box_k) {
+TensorMap encode_slab_channels(const Problem& problem, const Slab& slab, DType element, void* y,
+                               int box_positions, int box_k) {
   const Extent3 out = problem.out();
-  char* const first = static_cast<char*>(y) + slab.origin[0] * out[1] * out[2] * size_of(element);
-  return encode_tiled("conv", problem, element, first,
+  return encode_tiled("conv", problem, element, y, slab.origin[0] * out[1] * out[2] * size_of(element),
                       {static_cast<cuuint64_t>(slab.positions()), static_cast<cuuint64_t>(problem.k),
                        static_cast<cuuint64_t>(problem.n)},
                       static_cast<cuuint64_t>(problem.positions()),
@@ -170,16 +188,16 @@ CUtensorMap encode_slab_channels(const Problem& problem, const Slab& slab, DType
                       CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
-CUtensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_positions, int box_k) {
+TensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_positions, int box_k) {
   const auto k = static_cast<cuuint64_t>(problem.k);
-  return encode_tiled("before(conv)", problem, element, y,
+  return encode_tiled("before(conv)", problem, element, y, 0,
                       {k, static_cast<cuuint64_t>(problem.positions()), static_cast<cuuint64_t>(problem.n)},
                       k, {static_cast<cuuint32_t>(box_k), static_cast<cuuint32_t>(box_positions), 1},
                       CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
-CUtensorMap encode_grad_w_operand(const char* tensor, const Problem& problem, DType operand, const void* data,
-                                  const GradWOperand& walk, const RowBox& row) {
+TensorMap encode_grad_w_operand(const char* tensor, const Problem& problem, DType operand, const void* data,
+                                const GradWOperand& walk, const RowBox& row) {
   const Im2colBox box{problem.n,   walk.extent, row,        {},       {1, 1, 1},
                       walk.extent, walk.lower,  walk.upper, walk.step};
   return encode_im2col(tensor, problem, operand, const_cast<void*>(data), box, kGradWBlock, kGradWChunk,

@@ -12,6 +12,7 @@
 #include "cuda/conv_transpose/cooperative_launch.hpp"
 #include "cuda/group_norm/backward_launch.hpp"
 #include "cuda/group_norm/group_norm_backward.cuh"
+#include "cuda/reserved_shared_memory.hpp"
 
 namespace upconv3d::cuda {
 
@@ -86,7 +87,11 @@ void launch_backward_kernel(const GroupNormBackwardParams& params, cudaStream_t 
     args.step_shares = shares(args.step_samples);
     args.last_shares = shares(params.n - std::int64_t{args.num_steps - 1} * args.step_samples);
   };
-  launch_cooperative("group_norm_backward", reinterpret_cast<const void*>(group_norm_backward<Traits>), &args,
+  constexpr const char* kName = "group_norm_backward";
+  const void* const kernel = reinterpret_cast<const void*>(group_norm_backward<Traits>);
+  static ReservedSharedMemory reserved;
+  reserved.ensure(kName, kernel, kBackwardSharedBytes<Traits>);
+  launch_cooperative(kName, kernel, &args,
                      {backward_shape(params).max_blocks, kStreamThreads, kBackwardSharedBytes<Traits>},
                      stream, prepare);
 }

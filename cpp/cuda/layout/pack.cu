@@ -81,7 +81,9 @@ OperandScales carve_operand_scales(const Problem& problem, void* memory) {
 void launch_pack(const PackParams& params, cudaStream_t stream) {
   require_packable(params, true);
   if (params.problem.n == 0) return;
-  if (is_scaled(params.problem)) {
+  if (is_scaled(params.problem) && params.at_once) {
+    launch_pack_scaled_operands(params, accumulator_bytes(params.problem), stream);
+  } else if (is_scaled(params.problem)) {
     PackParams assumed = params;
     assumed.assumed_channel = assumed_exponent(params.products);
     launch_pack_weight(assumed, accumulator_bytes(params.problem), stream);
@@ -110,7 +112,9 @@ void launch_pack_x(const PackParams& params, cudaStream_t stream) {
   PackParams x_alone = params;
   x_alone.w = nullptr;
   x_alone.zero_bytes = 0;
-  if (is_scaled(params.problem)) {
+  if (is_scaled(params.problem) && params.at_once) {
+    launch_pack_scaled_operands(x_alone, accumulator_bytes(params.problem), stream);
+  } else if (is_scaled(params.problem)) {
     check(cudaMemsetAsync(params.scales.x_absmax, 0,
                           static_cast<std::size_t>(accumulator_bytes(params.problem)), stream),
           "clearing the maxima of pack_input");

@@ -109,6 +109,7 @@ struct PackParams {
   // float32: what pack_weight takes for granted of every channel[c]. launch_pack takes assumed_exponent
   // instead, whatever stands here.
   int assumed_channel = 0;
+  bool at_once = false;         // float32: one launch, of blocks that wait for each other (packs_at_once)
   bool shared_samples = false;  // sample[n] = 0: x' is scaled by channel alone, for sums over samples
 };
 
@@ -119,10 +120,11 @@ std::int64_t operand_scales_bytes(const Problem& problem);
 /// dtypes.
 OperandScales carve_operand_scales(const Problem& problem, void* memory);
 
-/// Launches what the problem needs, in order. Deterministic to the bit: maxima do not depend on their order,
-/// and no block waits for another. N = 0 launches nothing, and clears nothing.
+/// Launches what the problem needs, in order. Deterministic to the bit: maxima do not depend on their order.
+/// N = 0 launches nothing, and clears nothing.
 ///
-///   float32: pack_weight, pack_input, repack (which returns at once where the assumption holds)
+///   float32: pack_weight, pack_input, repack (which returns where the assumption holds); or, params.at_once,
+///            pack_scaled_operands, which does the same
 ///   16 bit:  pack_operands (w, and x unless x_hi is null)
 ///
 /// \throws std::invalid_argument for a combination of dtype, operand and products that no kernel takes.

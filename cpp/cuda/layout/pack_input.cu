@@ -14,28 +14,10 @@
 #include "cuda/check.hpp"
 #include "cuda/layout/input_tile.cuh"
 #include "cuda/layout/pack_stages.hpp"
+#include "cuda/layout/verdict.cuh"
 
 namespace upconv3d::cuda {
 namespace {
-
-constexpr std::uint32_t bits_of_power(int exponent) {
-  return static_cast<std::uint32_t>(exponent + 127) << 23;
-}
-
-/// What the verdict reads and writes; see OperandScales.
-struct VerdictArgs {
-  std::uint32_t* x_absmax;       // [N,C] uint32
-  std::uint32_t* channel_reach;  // [C] uint32
-  std::uint32_t* sample_done;    // [N] uint32
-  std::uint32_t* samples_done;   // [1] uint32
-  std::uint32_t* rejected;       // [1] uint32
-  std::int32_t* sample;          // [N] int32
-  std::int32_t* channel;         // [C] int32
-  std::int32_t* unscale_sample;  // [N] int32
-  std::int64_t samples;          // N
-  std::int64_t channels;         // C
-  bool shared_samples;           // sample[n] = 0
-};
 
 /// Counts this block in. To follow a barrier: what any thread of the block wrote before that is seen by the
 /// block that is told to be last, because fences are cumulative.
@@ -53,58 +35,6 @@ __device__ inline bool is_last(std::uint32_t before, std::int64_t blocks) {
       __syncthreads_or(threadIdx.x == 0 && before == static_cast<std::uint32_t>(blocks - 1)) != 0;
   if (last) __threadfence();  // what it reads comes after what the others counted in with
   return last;
-}
-
-/// Whether sample n breaks the assumption; its own exponent and its part in the channels', should any sample
-/// do so. Reads past L1, which does not see other blocks' atomics.
-template <int kProducts>
-__device__ inline void judge_sample(const VerdictArgs& args, std::int64_t n) {
-  constexpr std::uint32_t kSmallest = bits_of_power(smallest_reach(kProducts) - assumed_exponent(kProducts));
-  constexpr std::uint32_t kTooLarge = bits_of_power(kInputExponent - assumed_exponent(kProducts));
-  __shared__ std::uint32_t sample_largest;
-  const std::uint32_t* const row = args.x_absmax + n * args.channels;
-  if (threadIdx.x == 0) sample_largest = 0;
-  __syncthreads();
-
-  std::uint32_t largest = 0;
-  bool outside = false;
-#pragma unroll 4
-  for (std::int64_t c = threadIdx.x; c < args.channels; c += kInputThreads) {
-    const std::uint32_t own = __ldcg(row + c);
-    largest = max(largest, own);
-    outside = outside || (own != 0 && (own < kSmallest || own >= kTooLarge));
-  }
-  largest = __reduce_max_sync(kAllLanes, largest);
-  if (threadIdx.x % 32 == 0) atomicMax(&sample_largest, largest);
-  outside = __syncthreads_or(outside) != 0;
-
-  const bool has_own = sample_largest != 0 && !args.shared_samples;
-  const int exponent = has_own ? kOperandExponent - reach(sample_largest) : 0;
-#pragma unroll 4
-  for (std::int64_t c = threadIdx.x; c < args.channels; c += kInputThreads) {
-    const std::uint32_t own = __ldcg(row + c);
-    if (own != 0) atomicMax(args.channel_reach + c, biased_reach(own, exponent));
-  }
-  if (threadIdx.x == 0) {
-    args.sample[n] = exponent;
-    if (outside) atomicMax(args.rejected, 1u);
-  }
-}
-
-/// The scales that hold for x: assumed ones, or where any sample broke the assumption chosen ones.
-template <int kProducts>
-__device__ inline void write_scales(const VerdictArgs& args) {
-  const bool rejected = __ldcg(args.rejected) != 0;
-  for (std::int64_t c = threadIdx.x; c < args.channels; c += kInputThreads) {
-    const int chosen_reach = static_cast<int>(__ldcg(args.channel_reach + c)) - kReachBias;
-    args.channel[c] =
-        rejected ? kOperandExponent - max(kSmallestScaledReach, chosen_reach) : assumed_exponent(kProducts);
-  }
-  for (std::int64_t n = threadIdx.x; n < args.samples; n += kInputThreads) {
-    const int exponent = rejected ? __ldcg(args.sample + n) : 0;
-    args.sample[n] = exponent;
-    args.unscale_sample[n] = -exponent;
-  }
 }
 
 /// pack_input: a tile per block, x's end first: what the convolution reads first is then what L2 still holds.
@@ -128,23 +58,10 @@ __global__ void __launch_bounds__(kInputThreads, 4)
 
 template <bool kChannelsFirst, int kVector, int kProducts>
 void launch(const PackParams& params, cudaStream_t stream) {
-  const OperandScales& scales = params.scales;
   const InputArgs args = input_args(params, kVector);
-  const VerdictArgs verdict{
-      .x_absmax = scales.x_absmax,
-      .channel_reach = scales.channel_reach,
-      .sample_done = scales.sample_done,
-      .samples_done = scales.verdict,
-      .rejected = scales.verdict + 1,
-      .sample = scales.sample,
-      .channel = scales.channel,
-      .unscale_sample = scales.unscale_sample,
-      .samples = params.problem.n,
-      .channels = params.problem.c,
-      .shared_samples = params.shared_samples,
-  };
   const unsigned grid = grid_of(input_tiles(args, params.problem), "pack_input");
-  pack_input<kChannelsFirst, kVector, kProducts><<<grid, kInputThreads, 0, stream>>>(args, verdict);
+  pack_input<kChannelsFirst, kVector, kProducts>
+      <<<grid, kInputThreads, 0, stream>>>(args, verdict_args(params));
   check_launch("pack_input");
 }
 

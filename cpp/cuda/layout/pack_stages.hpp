@@ -29,6 +29,11 @@ void launch_pack_input(const PackParams& params, cudaStream_t stream);
 /// scales.verdict asks for it. Without params.w x alone.
 void launch_repack(const PackParams& params, cudaStream_t stream);
 
+/// float32: what the three above do, with params.assumed_channel at its own choice; without params.w what
+/// the latter two do to x alone.
+void launch_pack_scaled_operands(const PackParams& params, std::int64_t accumulator_bytes,
+                                 cudaStream_t stream);
+
 /// 16 bit: w_hi unless w is null, x_hi unless it is null, and clears params.zero.
 void launch_pack_operands(const PackParams& params, cudaStream_t stream);
 
