@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 import upconv3d
+from functorch.compile import make_boxed_func
 from oracles import make_block
 from test_values import SHAPES, shape_block
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 OP_NAME = "upconv3d::conv_transpose3d_relu_group_norm"
@@ -140,3 +142,46 @@ def test_export(device):
     program = torch.export.export(block, (x,))
     assert any(OP_NAME.replace("::", ".") in str(node.target) for node in program.graph.nodes)
     torch.testing.assert_close(program.module()(x), block(x))
+
+
+def _graphs_of(block, x):
+    """Outputs, gradients, and the names of our operators in forward's and backward's graph, compiled."""
+    names = []
+
+    def keep(graph, _):
+        names.append([str(node.target) for node in graph.graph.nodes if "upconv3d" in str(node.target)])
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    y = compiled(x)
+    return (y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])), names
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_what_a_compiled_forward_keeps(device, recompute):
+    """The convolution is not computed again, unless that is asked for."""
+    block = upconv3d.ConvTranspose3dReLUGroupNorm(
+        16, 32, 3, 2, device=device, precision="ieee", recompute=recompute
+    )
+    x = torch.randn(2, 16, 4, 5, 6, device=device, requires_grad=True)
+    expected = block(x)
+    expected = (expected, *torch.autograd.grad(expected.square().sum(), [x, *block.parameters()]))
+    found, (forward, backward) = _graphs_of(block, x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    suffix = "recomputed" if recompute else "for_training"
+    assert forward == [f"upconv3d.conv_transpose3d_relu_group_norm_{suffix}.default"]
+    assert backward == ["upconv3d.conv_transpose3d_relu_group_norm_backward.default"]
+
+
+def test_what_a_compiled_forward_of_the_family_keeps(hopper):
+    block = upconv3d.ConvTranspose3dNormAct(
+        16, 32, 3, norm="instance", activation="prelu", device=hopper, precision="ieee"
+    )
+    x = torch.randn(2, 16, 4, 5, 6, device=hopper, requires_grad=True)
+    expected = block(x)
+    expected = (expected, *torch.autograd.grad(expected.square().sum(), [x, *block.parameters()]))
+    found, (forward, backward) = _graphs_of(block, x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert forward == ["upconv3d.conv_transpose3d_norm_act_for_training.default"]
+    assert backward == ["upconv3d.conv_transpose3d_norm_act_backward.default"]

@@ -23,6 +23,9 @@
 #include "core/plan.hpp"
 #include "core/tail.hpp"
 #include "core/text.hpp"
+#if UPCONV3D_WITH_CUDA
+#include "cuda/activation_memory.hpp"
+#endif
 
 namespace py = pybind11;
 
@@ -101,9 +104,14 @@ py::dict explain(const py::dict& dict) {
     const BackwardPlan backward =
         select_backward_plan(problem, device, all, instances_for(assume_compiled), grad_w_variants);
     backward_stages = backward.stages;
-    description += describe(backward) + "\n";
+    description += "\n" + describe(backward) + "\n";
   }
   result["backward_stages"] = backward_stages;
+#if UPCONV3D_WITH_CUDA
+  result["saved_bytes"] = cuda::saved_bytes(problem, plan);
+#else
+  result["saved_bytes"] = 0;
+#endif
   result["description"] = description;
   return result;
 }

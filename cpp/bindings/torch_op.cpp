@@ -2,7 +2,7 @@
 /// \file
 /// torch.ops.upconv3d.conv_transpose3d_relu_group_norm: schema and implementations for CPU and CUDA. And
 /// _for_training, the same with what a backward pass reads of it, an opaque piece of memory: empty where the
-/// plan keeps nothing. Fake kernels and autograd are registered in Python. And both once more with their
+/// plan keeps nothing; and _recomputed, of which autograd keeps the input alone. Fake kernels and autograd are registered in Python. And both once more with their
 /// numbers as one (block_settings.hpp), for calls that nothing but a CPU or CUDA kernel is to see.
 
 #include <torch/csrc/stable/library.h>
@@ -87,6 +87,7 @@ std::tuple<Tensor, Tensor> numbered_block_for_training(const Tensor& input, cons
 
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("conv_transpose3d_relu_group_norm", TORCH_BOX(&conv_transpose3d_relu_group_norm));
+  library.impl("conv_transpose3d_relu_group_norm_recomputed", TORCH_BOX(&conv_transpose3d_relu_group_norm));
   library.impl("conv_transpose3d_relu_group_norm_for_training",
                TORCH_BOX(&conv_transpose3d_relu_group_norm_for_training));
 }
@@ -106,6 +107,7 @@ STABLE_TORCH_LIBRARY(upconv3d, library) {
       "str precision)";
   const std::string block = "conv_transpose3d_relu_group_norm";
   library.def((block + arguments + " -> Tensor").c_str());
+  library.def((block + "_recomputed" + arguments + " -> Tensor").c_str());
   library.def((block + "_for_training" + arguments + " -> (Tensor y, Tensor saved)").c_str());
   const std::string numbered =
       "(Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, int settings)";

@@ -99,20 +99,23 @@ def block_under_autocast(
     return y.float() if low is not None and y.is_cuda else y
 
 
-def _autocast_kernel(*arguments: Any) -> Tensor:
-    """The operator under autocast: conv_transpose3d in 16 bit; group_norm gives float32 on CUDA."""
-    input, weight, bias, *numbers, norm_weight, norm_bias, eps, precision = arguments
+def _autocast_kernel(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An operator under autocast: conv_transpose3d in 16 bit; group_norm gives float32 on CUDA."""
 
-    def run(x: Tensor, w: Tensor, b: Any, gamma: Any, beta: Any) -> Tensor:
-        y: Tensor = _forward_op(x, w, b, *numbers, gamma, beta, eps, precision)
-        return y
+    def kernel(*arguments: Any) -> Tensor:
+        input, weight, bias, *numbers, norm_weight, norm_bias, eps, precision = arguments
 
-    return under_autocast(run, (input, weight, bias, norm_weight, norm_bias))
+        def run(x: Tensor, w: Tensor, b: Any, gamma: Any, beta: Any) -> Tensor:
+            return op(x, w, b, *numbers, gamma, beta, eps, precision)
+
+        return under_autocast(run, (input, weight, bias, norm_weight, norm_bias))
+
+    return kernel
 
 
 def register() -> None:
-    """Ties autocast to the forward operator; the package calls it once."""
-    for key in ("AutocastCPU", "AutocastCUDA"):
-        _library.impl(  # type: ignore[no-untyped-call]
-            "conv_transpose3d_relu_group_norm", _autocast_kernel, key
-        )
+    """Ties autocast to the forward operators; the package calls it once."""
+    for name in ("conv_transpose3d_relu_group_norm", "conv_transpose3d_relu_group_norm_recomputed"):
+        kernel = _autocast_kernel(getattr(torch.ops.upconv3d, name).default)
+        for key in ("AutocastCPU", "AutocastCUDA"):
+            _library.impl(name, kernel, key)  # type: ignore[no-untyped-call]

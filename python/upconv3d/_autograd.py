@@ -6,8 +6,9 @@
     grad_x, ... = convolution_backward(grad_c, x, w)
 
 Where the forward ran the SM90 plan, our kernels compute this from a and its moments, which the forward kept,
-or which the backward computes again (`recompute`, and under torch.compile). Elsewhere it is written in
-PyTorch's operators, from c, which the CPU's forward keeps and other plans' backward computes again.
+or which the backward computes again (`recompute`, and under torch.compile with dynamic shapes). Elsewhere it
+is written in PyTorch's operators, from c, which the CPU's forward keeps and other plans' backward computes
+again.
 
 It is one operator of its own, upconv3d::conv_transpose3d_relu_group_norm_backward, so that torch.compile runs
 it as it stands, with the precision that was asked for. With create_graph=True the same gradient is written in
@@ -22,10 +23,12 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._facts import block_facts
+from ._facts import block_facts, kept_bytes
 from ._geometry import batched, dense_as, memory_format_of
+from ._graphs import record_operator
 from ._numbered import numbered_block, numbered_block_for_training
 
+_NAME = "conv_transpose3d_relu_group_norm"
 _aten = torch.ops.aten
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
 _training_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_for_training.default
@@ -294,10 +297,12 @@ def _backward_kernel(
     return tuple(input.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """output: the block, or of the operator for training the block and what it keeps."""
     input, weight, bias, stride, padding, output_padding, groups, dilation = inputs[:8]
     num_groups, norm_weight, _, eps, precision = inputs[8:]
-    ctx.save_for_backward(input, weight, bias, norm_weight, None)
+    saved = None if isinstance(output, Tensor) else output[1]
+    ctx.save_for_backward(input, weight, bias, norm_weight, saved)
     ctx.block = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
 
 
@@ -335,7 +340,7 @@ def _gradients(
     return (gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True))
 
 
-def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_y: Tensor, _: Tensor | None = None) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
     mask = [needs[0], needs[1], needs[2], needs[9], needs[10]]
     grad_x, grad_w, grad_bias, grad_norm_weight, grad_norm_bias = _gradients(ctx, grad_y, mask)
@@ -409,6 +414,10 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
 record_block: Callable[..., Tensor] = super(torch.autograd.Function, ConvTranspose3dReLUGroupNorm).apply
 
 
+def _keeps(*arguments: Any) -> bool:
+    return kept_bytes(arguments) is not None
+
+
 def register() -> None:
     """Defines the backward operator and ties it to the forward; the package calls it once."""
     _library.define(  # type: ignore[no-untyped-call]
@@ -422,6 +431,5 @@ def register() -> None:
         _library.impl(  # type: ignore[no-untyped-call]
             "conv_transpose3d_relu_group_norm_backward", _backward_kernel, key
         )
-    torch.library.register_autograd(
-        "upconv3d::conv_transpose3d_relu_group_norm", _backward, setup_context=_setup_context
-    )
+    record_operator(_library, _NAME, _setup_context, _backward, _keeps)
+    torch.library.register_autograd(f"upconv3d::{_NAME}_recomputed", _backward, setup_context=_setup_context)

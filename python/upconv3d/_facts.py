@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from . import _C
 
 _TMA_ALIGNMENT = 16  # bytes: what the hardware's tensor copies ask of a base address
 
@@ -16,7 +17,9 @@ def tensor_facts(tensor: Tensor | None) -> dict[str, Any] | None:
     if tensor is None:
         return None
     strided = tensor.layout == torch.strided
-    has_data = strided and not isinstance(tensor, FakeTensor) and tensor.device.type in ("cpu", "cuda")
+    # Subclasses (fake and functional tensors of a compiler among them) need not have data.
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    has_data = strided and plain and tensor.device.type in ("cpu", "cuda")
     return {
         "sizes": list(tensor.shape),
         "strides": list(tensor.stride()) if strided else [],
@@ -72,3 +75,22 @@ def is_concrete(*values: Any) -> bool:
         if any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in numbers):
             return False
     return True
+
+
+def kept_bytes_of(facts: dict[str, Any]) -> int | None:
+    """How many bytes a training forward keeps on CUDA; None where that depends on the input's address."""
+    facts = facts | {"training": True}
+    aligned: int = _C.explain(facts)["saved_bytes"]
+    unaligned = facts | {"input": facts["input"] | {"data_ptr_mod16": 2}}
+    return aligned if _C.explain(unaligned)["saved_bytes"] == aligned else None
+
+
+def kept_bytes(arguments: Sequence[Any]) -> int | None:
+    """How many bytes a training forward of the mission's operator keeps on CUDA, for torch.compile.
+
+    None where that is not known before the call: a size is symbolic, or it depends on the input's address. On
+    a CPU, where the convolution is kept whatever the sizes, 0.
+    """
+    if arguments[0].device.type != "cuda":
+        return 0
+    return kept_bytes_of(block_facts(*arguments)) if is_concrete(*arguments[:-1]) else None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._facts import block_facts, is_concrete
+from ._facts import block_facts, is_concrete, kept_bytes
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
 
 
@@ -42,8 +42,9 @@ def _for_training(input: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     y = _forward(input, *arguments)
     if input.device.type == "cpu":  # the convolution
         return y, torch.empty(batched(y).shape, dtype=input.dtype, device=input.device)
-    # How much a plan keeps is known on its device only, and of no consequence to who passes it on.
-    return y, input.new_empty(0, dtype=torch.uint8)
+    # A compiler asks only where this is known; to others, who pass it on, it is of no consequence.
+    known = kept_bytes((input, *arguments)) if input.device.type == "cuda" else 0
+    return y, input.new_empty(known or 0, dtype=torch.uint8)
 
 
 def _backward(
@@ -76,6 +77,7 @@ def _backward(
 
 def register() -> None:
     """Ties the fake kernels to their operators; called once, by the package."""
-    torch.library.register_fake("upconv3d::conv_transpose3d_relu_group_norm", _forward)
+    for name in ("conv_transpose3d_relu_group_norm", "conv_transpose3d_relu_group_norm_recomputed"):
+        torch.library.register_fake(f"upconv3d::{name}", _forward)
     torch.library.register_fake("upconv3d::conv_transpose3d_relu_group_norm_for_training", _for_training)
     torch.library.register_fake("upconv3d::conv_transpose3d_relu_group_norm_backward", _backward)

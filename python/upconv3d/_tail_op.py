@@ -15,8 +15,9 @@ from torch import Tensor
 
 from . import _C
 from ._autograd import _convolution_backward, _is_transformed
-from ._facts import block_facts, is_concrete, tensor_facts
+from ._facts import block_facts, is_concrete, kept_bytes_of, tensor_facts
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
+from ._graphs import record_operator
 from ._tail import (
     ACTIVATIONS,
     ORDERS,
@@ -43,9 +44,12 @@ _NUMBERS = (
 )
 _SCHEMA = (
     f"{_NAME}({_TENSORS}, {_NUMBERS}, bool return_conv, str precision) -> (Tensor y, Tensor conv)",
+    f"{_NAME}_for_training({_TENSORS}, {_NUMBERS}, bool return_conv, str precision) "
+    "-> (Tensor y, Tensor conv, Tensor saved)",
     f"{_NAME}_backward(Tensor? grad_y, Tensor? grad_conv, {_TENSORS}, {_NUMBERS}, str precision, "
-    f"bool[] output_mask) -> ({', '.join(['Tensor'] * len(Tensors._fields))})",
+    f"bool[] output_mask, Tensor? saved=None) -> ({', '.join(['Tensor'] * len(Tensors._fields))})",
 )
+_BACKWARD_ARGUMENTS = 19  # of the backward operator behind its gradients; `saved` follows, or not
 _INTERNAL = ("_numbered_tail", "_numbered_tail_for_training", "_numbered_tail_backward")
 _KERNEL_ACTIVATIONS = tuple("none" if name is None else name for name in ACTIVATIONS)
 
@@ -157,6 +161,17 @@ def _forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
     return y, y.clone() if conv is y else _in_format_of_result(conv, t)
 
 
+def _training_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator with what the backward one takes as `saved`: [bytes], empty where nothing is kept."""
+    tensors, settings = split(arguments)
+    number = plain_number(tensors, settings)
+    if number is not None:
+        y, saved = _numbered_tail_for_training(*tensors, number)
+        if y is not None:
+            return y, y.new_empty(0), saved
+    return *_forward_kernel(*arguments), tensors[0].new_empty(0, dtype=torch.uint8)
+
+
 def _in_format_of_result(tensor: Tensor, t: Tensors) -> Tensor:
     """channels_last_3d where input or weight is, which PyTorch's operators do not return on every device."""
     memory_format = memory_format_of(batched(t.input), t.weight)
@@ -182,6 +197,26 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         return out.squeeze(0) if t.input.dim() == 4 else out
 
     return result(dtype), result(x.dtype) if s.return_conv else t.input.new_empty(0)
+
+
+def _kept_bytes(tensors: Sequence[Any], settings: Sequence[Any]) -> int:
+    """How many bytes _training_kernel keeps; 0 where that is nothing, or not known before the call."""
+    input, skip = tensors[0], tensors[6]
+    if input.device.type != "cuda" or (skip is not None and skip.dtype is not input.dtype):
+        return 0
+    if not is_concrete(*(v for v in tensors if v is not None), *settings):
+        return 0
+    return kept_bytes_of(facts_of(tensors, settings)) or 0
+
+
+def _keeps(*arguments: Any) -> bool:
+    return _kept_bytes(*split(arguments)) > 0
+
+
+def _fake_training(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    y, conv = _fake_forward(*arguments)
+    tensors, settings = split(arguments)
+    return y, conv, y.new_empty(_kept_bytes(tensors, settings), dtype=torch.uint8)
 
 
 def facts_of(tensors: Sequence[Any], settings: Sequence[Any]) -> dict[str, Any]:
@@ -231,15 +266,16 @@ def _reachable(mask: Sequence[bool], grad_y: Tensor | None, grad_conv: Tensor | 
 
 def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     """The backward operator: empty tensors for what is not asked for. It leaves its arguments as they are."""
-    *forward, precision, mask = arguments
+    *forward, precision, mask = arguments[:_BACKWARD_ARGUMENTS]
+    kept = arguments[_BACKWARD_ARGUMENTS] if len(arguments) > _BACKWARD_ARGUMENTS else None
     tensors, settings = split([*forward, False, precision])
     t, s = Tensors(*tensors), Settings(*settings)
     gradients: list[Tensor | None] = [None] * len(t)
     mask = _reachable(mask, grad_y, grad_conv)
     number = plain_number(tensors, settings) if grad_y is not None and grad_conv is None else None
-    saved = None if number is None else _numbered_tail_for_training(*tensors, number)[1]
+    saved = kept if number is None or kept is not None else _numbered_tail_for_training(*tensors, number)[1]
     if grad_y is not None and number is not None and saved is not None:
-        gradients = _fused_backward(grad_y, t, number, mask, saved, consume_saved=True)
+        gradients = _fused_backward(grad_y, t, number, mask, saved, consume_saved=kept is None)
     elif any(mask):
         gradients = tail_backward(grad_y, grad_conv, t, s, mask)
     if s.num_groups == 0 and s.activation == "none":  # the skip's gradient is grad_y itself
@@ -248,7 +284,7 @@ def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments
 
 
 def _fake_backward(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    *forward, precision, mask = arguments
+    *forward, precision, mask = arguments[:_BACKWARD_ARGUMENTS]
     t = Tensors(*split([*forward, False, precision])[0])
     mask = _reachable(mask, grad_y, grad_conv)
     return tuple(
@@ -263,13 +299,14 @@ def _fake_backward(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     tensors, ctx.settings = split(inputs)
-    ctx.save_for_backward(*tensors)
+    kept = output[2] if len(output) > 2 and output[2].numel() > 0 else None
+    ctx.save_for_backward(*tensors, kept)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None) -> tuple[Any, ...]:
-    """Autograd of the operator by its public name; c is computed again."""
-    tensors, settings = ctx.saved_tensors, ctx.settings
+def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None, _: None = None) -> tuple[Any, ...]:
+    """Autograd of the operators by their public names; c is computed again where it was not kept."""
+    (*tensors, kept), settings = ctx.saved_tensors, ctx.settings
     grad_conv = grad_conv if settings[-1] else None
     # Positions of the tensors among the operator's arguments.
     needs = [ctx.needs_input_grad[index] for index in (0, 1, 2, 10, 11, 15, 16)]
@@ -283,7 +320,7 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None) -> tupl
     else:
         *forward, _, precision = join(tensors, settings)
         op = getattr(_ops, f"{_NAME}_backward").default
-        found = op(grad_y, grad_conv, *forward, precision, mask)
+        found = op(grad_y, grad_conv, *forward, precision, mask, kept)
         gradients = [gradient if wanted else None for gradient, wanted in zip(found, mask, strict=True)]
     return join(gradients, (None,) * len(Settings._fields))
 
@@ -395,12 +432,14 @@ def register() -> None:
         _library.define(schema)  # type: ignore[no-untyped-call]
     for key in ("CPU", "CUDA"):
         _library.impl(_NAME, _forward_kernel, key)  # type: ignore[no-untyped-call]
+        _library.impl(f"{_NAME}_for_training", _training_kernel, key)  # type: ignore[no-untyped-call]
         _library.impl(f"{_NAME}_backward", _backward_kernel, key)  # type: ignore[no-untyped-call]
     for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         _library.impl(_NAME, _autocast_kernel(device_type), key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"upconv3d::{_NAME}", _fake_forward)
+    torch.library.register_fake(f"upconv3d::{_NAME}_for_training", _fake_training)
     torch.library.register_fake(f"upconv3d::{_NAME}_backward", _fake_backward)
-    torch.library.register_autograd(f"upconv3d::{_NAME}", _backward, setup_context=_setup_context)
+    record_operator(_library, _NAME, _setup_context, _backward, _keeps)
     torch.library.register_vmap(f"upconv3d::{_NAME}", _batch_forward)
     for name in _INTERNAL:
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]

@@ -22,6 +22,7 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 _op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
+_recomputed_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_recomputed.default
 # What the property torch.backends.cudnn.conv.fp32_precision calls: 0.14 us where the property takes 1.1 us.
 _fp32_precision = torch._C._get_fp32_precision_getter
 _any_requires_grad = torch._C._any_requires_grad
@@ -240,8 +241,9 @@ def conv_transpose3d_relu_group_norm(
             call (under torch.compile: when the graph is compiled, for PyTorch has no guard on that setting).
         recompute: concerns gradients. False: relu(conv) is kept for the backward, on an SM90 GPU in 16 bit or
             as precision needs, on the CPU in the input's dtype; True: the backward computes it again from
-            input, which alone is kept, as it always does under torch.compile and on other GPUs. The gradients
-            have the same bits on an SM90 GPU; on the CPU, oneDNN's may differ in the last ones.
+            input, which alone is kept, as it always does on other GPUs, and on any where torch.compile does
+            not know the sizes. The gradients have the same bits on an SM90 GPU; on the CPU, oneDNN's may
+            differ in the last ones.
 
     Returns:
         [N, K, Z, P, Q] or [K, Z, P, Q], dtype of input; Z = (D-1)*stride - 2*padding + dilation*(T-1)
@@ -332,7 +334,7 @@ def conv_transpose3d_relu_group_norm(
     if transforms and differentiated():
         return transformed_block(*arguments)
     if whole:
-        y = _op(*arguments)
+        y = (_recomputed_op if recompute else _op)(*arguments)
         return y
     with _BelowAutograd():
         y = _op(*arguments)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Autograd of an operator by its public name, as torch.library.register_autograd ties it, and with something
+kept for the backward where torch.compile can be told how much that is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def record_operator(
+    library: torch.library.Library,
+    name: str,
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None],
+    backward: Callable[..., Any],
+    keeps: Callable[..., bool],
+) -> None:
+    """Ties `backward` to upconv3d::name, and to upconv3d::name_for_training, which returns one tensor more.
+
+    While a compiler traces, `name` is recorded as name_for_training where keeps(*arguments) says that what
+    it keeps is known; its last result is then among those that setup_context gets. Others than compilers call
+    `name` itself: torch.jit.trace, modes, and fake tensors, to whom what is kept is of no use.
+    """
+    training = f"{name}_for_training"
+    kept_op = getattr(torch.ops.upconv3d, training).default
+    op = getattr(torch.ops.upconv3d, name).default
+    results = len(op._schema.returns)
+
+    class Recorded(torch.autograd.Function):
+        """What register_autograd makes; the kernel's keys come last, so that arguments keep their places."""
+
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            *given, keys = arguments
+            with torch._C._AutoDispatchBelowAutograd():
+                output = op.redispatch(keys, *given)
+            setup_context(ctx, tuple(given), output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return (*backward(ctx, *gradients), None)
+
+    def kernel(keyset: Any, *arguments: Any) -> Any:
+        keys = keyset & torch._C._after_autograd_keyset
+        if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*arguments):
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keys, *arguments)
+        if torch.compiler.is_compiling() and keeps(*arguments):
+            output = kept_op(*arguments)
+            return output[0] if results == 1 else output[:results]
+        return Recorded.apply(*arguments, keys)  # type: ignore[no-untyped-call]
+
+    library.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    torch.library.register_autograd(f"upconv3d::{training}", backward, setup_context=setup_context)
