@@ -179,8 +179,8 @@ class _Planner:
                 continue
             for path, why in traced.reasons.items():
                 self.reasons[id(module.get_submodule(path))] = why
-            for chain in traced.found.values():
-                self._take(id(chain[0]), _Place(module, name, blocks_of(chain)), AcceleratedForward)
+            for path, blocks in traced.found.items():
+                self._take(id(module.get_submodule(path)), _Place(module, name, blocks), AcceleratedForward)
                 self.traces[id(module)] = traced.traced
 
     def bare(self) -> None:

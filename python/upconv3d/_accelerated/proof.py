@@ -239,8 +239,10 @@ def _state(module: nn.Module, name: str) -> Any:
 Guards = tuple[tuple[str, Any], ...]
 
 
-def prove(module: nn.Module) -> Guards:
-    """The attributes that module's forward reads, with what they are now.
+def prove(module: nn.Module) -> tuple[Guards, bool]:
+    """The attributes that module's forward reads, with what they are now; and whether it reads `training`.
+
+    That is not among them: there is a trace for each mode.
 
     Raises: UnprovableError.
     """
@@ -248,8 +250,26 @@ def prove(module: nn.Module) -> Guards:
     owner = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
     reader = _Reader(module)
     reader.read(forward, owner)
-    # training is a trace's own: there is one for each mode.
-    return tuple((name, _state(module, name)) for name in sorted(reader.reads - {"training"}))
+    guards = tuple((name, _state(module, name)) for name in sorted(reader.reads - {"training"}))
+    return guards, "training" in reader.reads
+
+
+def defaults_of(module: nn.Module) -> tuple[int, dict[str, Any]]:
+    """How many arguments module's forward needs, and the values of the others.
+
+    Raises: UnprovableError.
+    """
+    needed, defaults = 0, {}
+    for parameter in inspect.signature(type(module).forward).parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            raise UnprovableError("its forward takes arguments of an unusual kind")
+        if parameter.default is inspect.Parameter.empty:
+            needed += 1
+        else:
+            defaults[parameter.name] = parameter.default
+    return needed, defaults
 
 
 def holds(module: nn.Module, guards: Guards) -> bool:
