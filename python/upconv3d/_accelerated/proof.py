@@ -218,12 +218,32 @@ def _is_simple(value: Any) -> bool:
     return isinstance(value, _SIMPLE) or (isinstance(value, tuple) and all(map(_is_simple, value)))
 
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
 def _keys(container: nn.Module) -> tuple[Any, ...]:
     """What a loop over container, and over containers in it, depends on."""
     return tuple(
-        (name, _keys(child) if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) else None)
+        (name, _keys(child) if isinstance(child, _CONTAINERS) else None)
         for name, child in container._modules.items()
     )
+
+
+def _has_keys(container: nn.Module, keys: Any) -> bool:
+    """Whether _keys of container are these."""
+    children = container._modules
+    if not isinstance(keys, tuple) or len(children) != len(keys):
+        return False
+    for (name, inner), here in zip(keys, children, strict=True):
+        child = children[here]
+        if name != here:
+            return False
+        if isinstance(child, _CONTAINERS):
+            if not _has_keys(child, inner):
+                return False
+        elif inner is not None:
+            return False
+    return True
 
 
 def _state(module: nn.Module, name: str) -> Any:
@@ -231,7 +251,7 @@ def _state(module: nn.Module, name: str) -> Any:
     value = getattr(module, name, _ABSENT)
     if value is _ABSENT:
         return ...
-    if isinstance(value, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+    if isinstance(value, _CONTAINERS):
         return _keys(value)
     return value if _is_simple(value) else True
 
@@ -274,4 +294,16 @@ def defaults_of(module: nn.Module) -> tuple[int, dict[str, Any]]:
 
 def holds(module: nn.Module, guards: Guards) -> bool:
     """Whether module is as it was when guards were taken."""
-    return all(_state(module, name) == state for name, state in guards)
+    modules = module._modules
+    for name, state in guards:
+        # Most are modules that are there: getattr finds these last. A loop costs less than all() of it.
+        child = modules.get(name)
+        if child is None:
+            if _state(module, name) != state:
+                return False
+        elif isinstance(child, _CONTAINERS):
+            if not _has_keys(child, state):
+                return False
+        elif state is not True:
+            return False
+    return True

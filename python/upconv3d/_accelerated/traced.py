@@ -89,6 +89,13 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
+    def call_module(self, m: nn.Module, *args: Any) -> Any:
+        # What such a call does beside forward would be recorded, and then done by the recorded call again.
+        owner = next(cls for cls in type(m).__mro__ if "__call__" in cls.__dict__)
+        if owner is not nn.Module and not isinstance(m, fx.GraphModule):
+            raise UnprovableError(f"its forward calls {type(m).__name__}, which has a __call__ of its own")
+        return super().call_module(m, *args)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         entry = self.looked_into.get(module_qualified_name)
         if entry is None and is_sequential(m) and why_watched(m) is None and is_open(m):
@@ -96,6 +103,17 @@ class _Tracer(fx.Tracer):
         if entry is not None:
             self.opened[module_qualified_name] = entry
         return entry is None
+
+
+_Path = tuple[str, ...]
+
+
+def _at(module: nn.Module, path: _Path) -> nn.Module | None:
+    """get_submodule, which splits a path at every call, or None."""
+    part: nn.Module | None = module
+    for name in path:
+        part = part._modules.get(name) if part is not None else None
+    return part
 
 
 @dataclass(frozen=True)
@@ -106,15 +124,18 @@ class Traced:
         functions: by module.training.
         guards: what the module's forward reads, and what it was.
         opened: modules that are not called by themselves, by path.
+        aliases: pairs of paths to what is called and was one module: torch.fx records the first of each.
         arguments: how many tensors forward takes; calls with others run the module's own.
-        unrecorded: whether all blocks return their convolutions, as no call does that autograd records.
+        unrecorded: where all blocks return their convolutions, as no call does that autograd records, the
+            path of one of these; else None.
     """
 
     functions: dict[bool, Callable[..., Any]]
     guards: Guards
-    opened: tuple[tuple[tuple[str, ...], Entered], ...]
+    opened: tuple[tuple[_Path, Entered], ...]
+    aliases: tuple[tuple[_Path, _Path], ...]
     arguments: int
-    unrecorded: bool
+    unrecorded: _Path | None
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if kwargs or len(args) != self.arguments or not all(isinstance(a, Tensor) for a in args):
@@ -122,12 +143,23 @@ class Traced:
         if not holds(module, self.guards):
             return False
         for path, entry in self.opened:
-            part: Any = module
-            for name in path:
-                part = part._modules.get(name) if part is not None else None
+            part = _at(module, path)
             if part is None or not entry.fits(part, module.training):
                 return False
+        for path, other in self.aliases:
+            if _at(module, path) is not _at(module, other):
+                return False
         return not self.opened or not _has_any_global_hook()  # type: ignore[no-untyped-call]
+
+    def is_idle(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
+        """Whether no block is going to run, so that the forward as it was written costs the host least."""
+        if self.unrecorded is None or not torch.is_grad_enabled():
+            return False
+        if module.__dict__[_OPTIONS].precision is not None:
+            return False
+        conv = _at(module, self.unrecorded)
+        weight = None if conv is None else conv._parameters.get("weight")
+        return any(isinstance(x, Tensor) and x.requires_grad for x in (weight, *args))
 
 
 class AcceleratedForward(Accelerated):
@@ -137,17 +169,10 @@ class AcceleratedForward(Accelerated):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         traced: Traced | None = self.__dict__.get(_TRACED)
-        if traced is not None and not self._is_idle(traced, args) and traced.fits(self, args, kwargs):
+        if traced is not None and not traced.is_idle(self, args) and traced.fits(self, args, kwargs):
             return traced.functions[self.training](self, *args)
         base: Any = self._upconv3d_base
         return base.forward(self, *args, **kwargs)
-
-    def _is_idle(self, traced: Traced, args: tuple[Any, ...]) -> bool:
-        """Whether no block can run, so that the forward as it was written costs the host least."""
-        if not traced.unrecorded or not torch.is_grad_enabled():
-            return False
-        records = any(isinstance(x, Tensor) and x.requires_grad for x in args)
-        return records and self.__dict__[_OPTIONS].precision is None
 
     def __setstate__(self, state: Any) -> None:
         # Of copies and pickles: functions that were made at run time cannot be pickled.
@@ -318,6 +343,18 @@ class _Recorded:
                 yield node
 
 
+def _path(name: str) -> _Path:
+    return tuple(name.split("."))
+
+
+def _aliases(module: nn.Module, called: set[str]) -> tuple[tuple[_Path, _Path], ...]:
+    """Pairs of a path that was called and of another to the same module."""
+    first = {id(part): name for name, part in module.named_modules()}
+    every = module.named_modules(remove_duplicate=False)
+    others = [(first[id(part)], name) for name, part in every if first[id(part)] != name]
+    return tuple((_path(known), _path(name)) for known, name in others if known in called)
+
+
 def _record(
     module: nn.Module, defaults: dict[str, Any], training: bool, looked_into: dict[str, Entered]
 ) -> _Recorded:
@@ -327,6 +364,8 @@ def _record(
     try:
         with in_mode(inner, training):
             graph = tracer.trace(module, concrete_args=defaults or None)
+    except UnprovableError:
+        raise
     except Exception as error:  # whatever a forward does that torch.fx cannot record
         said = str(error).strip().partition("\n")[0][:120] or type(error).__name__
         raise UnprovableError(f"torch.fx cannot trace its forward: {said}") from error
@@ -421,9 +460,11 @@ def trace(module: nn.Module) -> Tracing:
     found: dict[str, dict[bool, Block | str]] = {}
     reasons: dict[str, str] = {}
     opened: dict[str, Entered] = {}
-    unrecorded = True
+    called: set[str] = set()
+    returning: dict[str, bool] = {}
     for training in (True, False):
         recorded = _record(module, defaults, training, looks.entered)
+        called |= {str(node.target) for node in recorded.graph.nodes if node.op == "call_module"}
         for conv in recorded.convolutions(module):
             name, chain = str(conv.target), _chain_of(recorded.graph, conv, module)
             if isinstance(chain, str):
@@ -431,9 +472,12 @@ def trace(module: nn.Module) -> Tracing:
                 continue
             _rewrite(recorded.graph, chain)
             found[name] = blocks_of(chain.modules, returns_conv=chain.returns_conv)
-            unrecorded = unrecorded and chain.returns_conv
+            returning[name] = returning.get(name, True) and chain.returns_conv
         functions[training] = _compiled(recorded.graph)
         opened |= recorded.opened
     reasons = {name: why for name, why in reasons.items() if name not in found}
-    paths = tuple((tuple(path.split(".")), entry) for path, entry in opened.items())
-    return Tracing(Traced(functions, guards, paths, needed, unrecorded), found, reasons)
+    entries = tuple((_path(name), entry) for name, entry in opened.items())
+    aliases = _aliases(module, called | set(opened))
+    unrecorded = _path(next(iter(found))) if found and all(returning.values()) else None
+    traced = Traced(functions, guards, entries, aliases, needed, unrecorded)
+    return Tracing(traced, found, reasons)
