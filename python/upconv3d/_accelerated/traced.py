@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards of other modules than nn.Sequential, rewritten where their source admits it (proof.py).
 
-torch.fx records the calls. A transposed convolution whose result goes to one norm or activation alone, and
-on from there, becomes one call of run_chain; all else is called as before, in the same order. The module
-runs what was written only where it is as it was when it was recorded, and its own forward otherwise.
+torch.fx records the calls. A transposed convolution whose result goes to a norm or activation, and on from
+there, becomes one call; all else is called as before, in the same order. The rest of such a chain may stand
+in a module that is called with the convolution's result: that one is entered (entered.py). The module runs
+what was written only where it is as it was when it was recorded, and its own forward otherwise.
 """
 
 import operator
@@ -77,13 +78,13 @@ class _Tracer(fx.Tracer):
     """Records calls of submodules; looks into Sequentials that end with a transposed convolution.
 
     Attributes:
-        looked_into: further modules, by path, that it looks into.
+        to_enter: further modules, by path, that it looks into.
         opened: what it looked into.
     """
 
-    def __init__(self, looked_into: dict[str, Entered]) -> None:
+    def __init__(self, to_enter: dict[str, Entered]) -> None:
         super().__init__()
-        self.looked_into = looked_into
+        self.to_enter = to_enter
         self.opened: dict[str, Entered] = {}
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -97,7 +98,7 @@ class _Tracer(fx.Tracer):
         return super().call_module(m, *args)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        entry = self.looked_into.get(module_qualified_name)
+        entry = self.to_enter.get(module_qualified_name)
         if entry is None and is_sequential(m) and why_watched(m) is None and is_open(m):
             entry = entered(m)
         if entry is not None:
@@ -287,7 +288,7 @@ def _chain_of(graph: fx.Graph, conv: fx.Node, module: nn.Module) -> _Chain | str
             continue
         if all(place[other] > place[nodes[-1]] for other in users if other is not user):
             return chain
-        reason += ", not only after the norm or activation of it"
+        reason = f"its result is used {len(users)} times, not only after the norm or activation of it"
     return reason
 
 
@@ -356,11 +357,11 @@ def _aliases(module: nn.Module, called: set[str]) -> tuple[tuple[_Path, _Path], 
 
 
 def _record(
-    module: nn.Module, defaults: dict[str, Any], training: bool, looked_into: dict[str, Entered]
+    module: nn.Module, defaults: dict[str, Any], training: bool, to_enter: dict[str, Entered]
 ) -> _Recorded:
     """Raises: UnprovableError."""
-    tracer = _Tracer(looked_into)
-    inner = [module, *(module.get_submodule(path) for path in looked_into)]
+    tracer = _Tracer(to_enter)
+    inner = [module, *(module.get_submodule(path) for path in to_enter)]
     try:
         with in_mode(inner, training):
             graph = tracer.trace(module, concrete_args=defaults or None)
@@ -374,12 +375,12 @@ def _record(
     return _Recorded(graph, tracer.opened)
 
 
-class _Looks:
-    """Finds the modules behind convolutions that hold the rest of a block."""
+class _Search:
+    """Finds the modules behind convolutions that hold the rest of a block, and why others are not entered."""
 
     def __init__(self, module: nn.Module, defaults: dict[str, Any]) -> None:
         self.module, self.defaults = module, defaults
-        self.refused: dict[str, str] = {}  # why a module is not looked into, by its path
+        self.refused: dict[str, str] = {}  # why a module is not entered, by its path
         self.entered: dict[str, Entered] = {}
         self.asked: dict[str, list[str]] = {}  # paths by the convolution that they are called with
         records = self._records(self.entered)
@@ -396,8 +397,8 @@ class _Looks:
         kept = {path for conv in self._blocks(records) for path in self.asked.get(conv, ())}
         self.entered = {path: entry for path, entry in self.entered.items() if path in kept}
 
-    def _records(self, looked_into: dict[str, Entered]) -> list[_Recorded]:
-        return [_record(self.module, self.defaults, mode, looked_into) for mode in (True, False)]
+    def _records(self, to_enter: dict[str, Entered]) -> list[_Recorded]:
+        return [_record(self.module, self.defaults, mode, to_enter) for mode in (True, False)]
 
     def _next(self, records: list[_Recorded]) -> tuple[str, str] | None:
         """A convolution without a block, and a module called with its result that may hold the rest."""
@@ -422,7 +423,7 @@ class _Looks:
                     yield str(conv.target)
 
     def why(self, conv: str, reason: str) -> str:
-        """reason, and why what follows was not looked into."""
+        """reason, and why what follows was not entered."""
         refused = [self.refused[path] for path in self.asked.get(conv, ()) if path in self.refused]
         return ": ".join([reason, *refused])
 
@@ -455,7 +456,7 @@ def trace(module: nn.Module) -> Tracing:
     """
     guards, _ = prove(module)
     needed, defaults = defaults_of(module)
-    looks = _Looks(module, defaults)
+    search = _Search(module, defaults)
     functions: dict[bool, Callable[..., Any]] = {}
     found: dict[str, dict[bool, Block | str]] = {}
     reasons: dict[str, str] = {}
@@ -463,12 +464,12 @@ def trace(module: nn.Module) -> Tracing:
     called: set[str] = set()
     returning: dict[str, bool] = {}
     for training in (True, False):
-        recorded = _record(module, defaults, training, looks.entered)
+        recorded = _record(module, defaults, training, search.entered)
         called |= {str(node.target) for node in recorded.graph.nodes if node.op == "call_module"}
         for conv in recorded.convolutions(module):
             name, chain = str(conv.target), _chain_of(recorded.graph, conv, module)
             if isinstance(chain, str):
-                reasons[name] = looks.why(name, chain)
+                reasons[name] = search.why(name, chain)
                 continue
             _rewrite(recorded.graph, chain)
             found[name] = blocks_of(chain.modules, returns_conv=chain.returns_conv)
