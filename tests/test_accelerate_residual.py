@@ -84,8 +84,9 @@ def test_values_gradients_and_calls(name, training, device, calls):
     assert len(found) == len(report.findings) == max(returning, 1), str(report)
     assert sum("convolution returned" in str(finding) for finding in found) == returning
     x = _volume(device=device)
+    tolerance = 1e-5 if device.type == "cpu" else 1e-4  # cuDNN's sums come in any order
     with torch.no_grad():
-        _check(model, plain, x)
+        _check(model, plain, x, tolerance)
     assert len(calls) == len(found)
     del calls[:]
     if name == "changed afterwards":  # group norm's backward reads it
@@ -102,7 +103,7 @@ def test_values_gradients_and_calls(name, training, device, calls):
     )
     # The gradient of a bias before a norm is rounding alone: the scale is that of the largest.
     scale = max(float(gradient.abs().max()) for gradient in theirs)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * scale)
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * scale)
     assert all(
         torch.equal(a, b)
         for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True)

@@ -453,7 +453,11 @@ def _records(chain: Sequence[nn.Module], x: Tensor) -> bool:
     if x.requires_grad:
         return True
     # Those of a parametrized weight lie elsewhere; they are seen where the block is computed.
-    return any(p is not None and p.requires_grad for module in chain for p in module._parameters.values())
+    for module in chain:
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                return True
+    return False
 
 
 def run_chain_and_conv(chain: Sequence[nn.Module], x: Any, options: Options) -> tuple[Any, Any]:
@@ -468,5 +472,7 @@ def run_chain_and_conv(chain: Sequence[nn.Module], x: Any, options: Options) -> 
         pair = run_block(block, x, options) if isinstance(block, Block) else None
         if isinstance(block, Block) and pair is not None:
             return run_chain(chain[block.length :], pair[0], options), pair[1]
-    c = conv(x)
-    return run_chain(chain[1:], c, options), c
+    y = c = conv(x)
+    for module in chain[1:]:
+        y = module(y)
+    return y, c
