@@ -179,8 +179,8 @@ class _Planner:
                 continue
             for path, why in traced.reasons.items():
                 self.reasons[id(module.get_submodule(path))] = why
-            for chain in traced.found.values():
-                self._take(id(chain[0]), _Place(module, name, blocks_of(chain)), AcceleratedForward)
+            for path, blocks in traced.found.items():
+                self._take(id(module.get_submodule(path)), _Place(module, name, blocks), AcceleratedForward)
                 self.traces[id(module)] = traced.traced
 
     def bare(self) -> None:
@@ -256,7 +256,9 @@ def accelerate(
 
     Found are chains of ConvTranspose3d, norm (GroupNorm, InstanceNorm3d, BatchNorm3d in eval mode) and
     activation, in either order, with Identity or inactive Dropout between them, in nn.Sequential however
-    nested, and in forwards whose source shows that they always call the same (torch.fx traces them).
+    nested, and in forwards whose source shows that they always call the same (torch.fx traces them, and
+    modules that these call with a convolution's result). Where others read the convolution too, later than
+    the chain does, the call returns it as well, and is made only where autograd records nothing.
     Only the class of the modules that call the chain changes, to a subclass: parameters, names, state
     dict, hooks and the modules of the chain stay. What is called is decided at each call: with hooks on a
     module of the chain, with an active Dropout in it or with batch norm in training, PyTorch's calls run.

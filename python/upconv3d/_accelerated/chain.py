@@ -41,6 +41,7 @@ class Block(NamedTuple):
         norm: "group", "instance", "batch" (in eval mode: folded into the weight) or None.
         normalizer: the module of `norm`.
         activation, parameter: names and numbers of conv_transpose3d_norm_act; for "prelu" the module.
+        returns_conv: whether others read the convolution too, so that a call returns it beside the result.
     """
 
     conv: nn.ConvTranspose3d
@@ -50,6 +51,7 @@ class Block(NamedTuple):
     normalizer: Any
     activation: str | None
     parameter: Any
+    returns_conv: bool = False
 
     def describe(self) -> str:
         """As conv, norm, activation in the order in which they apply."""
@@ -61,7 +63,10 @@ class Block(NamedTuple):
         norm = [norms[self.norm]] if self.norm is not None else []
         activation = [self.activation] if self.activation is not None else []
         after = norm + activation if self.order == "norm_act" else activation + norm
-        return " + ".join(["conv", *after])
+        said = " + ".join(["conv", *after])
+        if self.returns_conv:
+            return f"{said}, convolution returned (PyTorch's calls where gradients are recorded)"
+        return said
 
 
 def runs_forward_of(module: nn.Module, cls: type[nn.Module]) -> bool:
@@ -183,8 +188,11 @@ def _after(chain: Sequence[nn.Module], at: int) -> tuple[int, str | None, str | 
     return at, None, "nothing that is known follows"
 
 
-def find_block(chain: Sequence[nn.Module], at: int) -> Block | str:
-    """The longest block that begins with the ConvTranspose3d chain[at], or why there is none."""
+def find_block(chain: Sequence[nn.Module], at: int, returns_conv: bool = False) -> Block | str:
+    """The longest block that begins with the ConvTranspose3d chain[at], or why there is none.
+
+    returns_conv: as in Block; what would change the convolution that others read is no block then.
+    """
     conv: Any = chain[at]
     if kind_of(conv) != "conv":
         return f"{type(conv).__name__} has a forward of its own"
@@ -198,33 +206,39 @@ def find_block(chain: Sequence[nn.Module], at: int) -> Block | str:
         return why
     norm, why = _norm_of(conv, chain[first], kind)
     if norm is not None:
-        return _norm_first(chain, at, first, norm)
+        if norm == "batch" and returns_conv:
+            return "BatchNorm3d is folded into the convolution, which others read too"
+        return _norm_first(chain, at, first, norm, returns_conv)
     if why is not None:
         return why
     activation = _activation_of(chain[first], kind)
-    if activation is not None:
-        return _activation_first(chain, at, first, activation)
-    return f"{type(chain[first]).__name__} follows"
+    if activation is None:
+        return f"{type(chain[first]).__name__} follows"
+    if returns_conv and getattr(chain[first], "inplace", False):
+        return f"{type(chain[first]).__name__} changes in place the convolution, which others read too"
+    return _activation_first(chain, at, first, activation, returns_conv)
 
 
-def _norm_first(chain: Sequence[nn.Module], at: int, place: int, norm: str) -> Block:
+def _norm_first(chain: Sequence[nn.Module], at: int, place: int, norm: str, returns_conv: bool) -> Block:
     conv: Any = chain[at]
     second, kind, why = _after(chain, place + 1)
     activation = _activation_of(chain[second], kind) if why is None else None
     if activation is None:
-        return Block(conv, place + 1 - at, "norm_act", norm, chain[place], None, None)
-    return Block(conv, second + 1 - at, "norm_act", norm, chain[place], *activation)
+        return Block(conv, place + 1 - at, "norm_act", norm, chain[place], None, None, returns_conv)
+    return Block(conv, second + 1 - at, "norm_act", norm, chain[place], *activation, returns_conv)
 
 
-def _activation_first(chain: Sequence[nn.Module], at: int, place: int, activation: tuple[str, Any]) -> Block:
+def _activation_first(
+    chain: Sequence[nn.Module], at: int, place: int, activation: tuple[str, Any], returns_conv: bool
+) -> Block:
     conv: Any = chain[at]
     second, kind, why = _after(chain, place + 1)
     norm = None
     if why is None:
         norm, _ = _norm_of(conv, chain[second], kind)
     if norm is None or norm == "batch":  # conv and activation are a block of their own
-        return Block(conv, place + 1 - at, "act_norm", None, None, *activation)
-    return Block(conv, second + 1 - at, "act_norm", norm, chain[second], *activation)
+        return Block(conv, place + 1 - at, "act_norm", None, None, *activation, returns_conv)
+    return Block(conv, second + 1 - at, "act_norm", norm, chain[second], *activation, returns_conv)
 
 
 def fold(conv: nn.ConvTranspose3d, norm: Any) -> tuple[Tensor, Tensor]:
@@ -271,6 +285,7 @@ def call_of(block: Block, x: Tensor, options: Options) -> tuple[tuple[Any, ...],
         "order": block.order,
         "activation": block.activation,
         "activation_param": parameter,
+        "return_conv": block.returns_conv,
         "precision": options.precision,
     }
     return (x, weight, bias, *geometry), named | normalization
@@ -298,17 +313,15 @@ _checked: set[tuple[Any, ...]] = set()
 _MOST_CHECKED = 4096  # of a parameter that changes at every call, nothing more is remembered
 
 
-def _check_and_run(
-    block: Block, x: Tensor, options: Options, settings: tuple[Any, ...] | None
-) -> Tensor | None:
+def _check_and_run(block: Block, x: Tensor, options: Options, settings: tuple[Any, ...] | None) -> Any:
     """run_block by the public function; `settings` are remembered if it makes them of its arguments."""
     if not admits(block, x):
         return None
     positional, named = call_of(block, x, options)
-    y: Tensor = conv_transpose3d_norm_act(*positional, **named)
+    y = conv_transpose3d_norm_act(*positional, **named)
     if settings is not None and len(_checked) < _MOST_CHECKED:
         rest: Any = {"num_groups": None, "norm_weight": None, "norm_bias": None, "eps": 1e-5} | named
-        rest |= {"skip": None, "return_conv": False}
+        rest |= {"skip": None}
         found = checked_arguments(*positional, **rest)[1]
         if found == settings:
             _checked.add(settings)
@@ -329,7 +342,7 @@ def admits(block: Block, x: Tensor) -> bool:
 
     PyTorch takes some vectors of another dtype than x, and numbers that are none of Python's.
     """
-    conv, _, _, norm, normalizer, activation, parameter = block
+    conv, _, _, norm, normalizer, activation, parameter, _ = block
     if norm == "batch" and x.device.type not in FOLDING_DEVICES:
         return False
     vectors: Any = (None, None)
@@ -350,9 +363,12 @@ def admits(block: Block, x: Tensor) -> bool:
     return same or torch.is_autocast_enabled(x.device.type)
 
 
-def run_block(block: Block, x: Tensor, options: Options) -> Tensor | None:
-    """One call for all modules of the block; None where they are to be called themselves (see admits)."""
-    conv, _, order, norm, normalizer, activation, parameter = block
+def run_block(block: Block, x: Tensor, options: Options) -> Any:
+    """One call for all modules of the block: the result, or the pair of it and the convolution.
+
+    None where they are to be called themselves (see admits).
+    """
+    conv, _, order, norm, normalizer, activation, parameter, returns_conv = block
     if _dynamo_compiling() or _tracing() or norm == "batch" or forward_ad._current_level >= 0:
         return _check_and_run(block, x, options, None)
     weight, bias, slopes = _parameter(conv, "weight"), _parameter(conv, "bias"), None
@@ -366,7 +382,7 @@ def run_block(block: Block, x: Tensor, options: Options) -> Tensor | None:
     padding: Any = conv.padding  # nn.ConvTranspose3d's is never one of the names that a convolution's may be
     stride, output_padding, dilation = conv.stride, conv.output_padding, conv.dilation
     geometry = (stride, padding, output_padding, conv.groups, dilation)
-    if activation == "relu" and order == "act_norm" and norm == "group":
+    if activation == "relu" and order == "act_norm" and norm == "group" and not returns_conv:
         if not admits(block, x):
             return None
         return conv_transpose3d_relu_group_norm(
@@ -386,7 +402,7 @@ def run_block(block: Block, x: Tensor, options: Options) -> Tensor | None:
         order,
         name,
         0.0 if parameter is None else parameter,
-        False,
+        returns_conv,
     )
     try:
         known = settings in _checked
@@ -410,7 +426,8 @@ def run_block(block: Block, x: Tensor, options: Options) -> Tensor | None:
     ):
         return _check_and_run(block, x, options, None)
     tensors = (x, weight, bias, gamma, beta, slopes, None)
-    return run_checked(tensors, settings, norm, options.precision is not None)[0]
+    pair = run_checked(tensors, settings, norm, options.precision is not None)
+    return pair if returns_conv else pair[0]
 
 
 def run_chain(chain: Sequence[nn.Module], x: Any, options: Options) -> Any:
@@ -427,3 +444,35 @@ def run_chain(chain: Sequence[nn.Module], x: Any, options: Options) -> Any:
         x = module(x)
         at += 1
     return x
+
+
+def _records(chain: Sequence[nn.Module], x: Tensor) -> bool:
+    """Whether autograd records what the chain does with x."""
+    if not torch.is_grad_enabled():
+        return False
+    if x.requires_grad:
+        return True
+    # Those of a parametrized weight lie elsewhere; they are seen where the block is computed.
+    for module in chain:
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                return True
+    return False
+
+
+def run_chain_and_conv(chain: Sequence[nn.Module], x: Any, options: Options) -> tuple[Any, Any]:
+    """What run_chain returns, and what the transposed convolution chain[0] does, for others that read it.
+
+    No plan keeps anything for a backward where the convolution is returned. The modules themselves are the
+    quicker way to PyTorch's operators then, unless these are to follow a precision of ours.
+    """
+    conv, watched = chain[0], _has_any_global_hook()  # type: ignore[no-untyped-call]
+    if not watched and takes(x) and (options.precision is not None or not _records(chain, x)):
+        block = find_block(chain, 0, returns_conv=True)
+        pair = run_block(block, x, options) if isinstance(block, Block) else None
+        if isinstance(block, Block) and pair is not None:
+            return run_chain(chain[block.length :], pair[0], options), pair[1]
+    y = c = conv(x)
+    for module in chain[1:]:
+        y = module(y)
+    return y, c

@@ -11,7 +11,7 @@ from torch import fx
 from .._tail import DEFAULT_PARAMETERS
 
 # Functions and methods that apply an activation to their first argument, by their parameters' names. What
-# works in place is none else here: callers match values that nobody but the activation reads.
+# works in place is none else here: most callers match values that nobody but the activation reads.
 _RELU = ("relu", ("input", "inplace"))
 _LEAKY_RELU = ("leaky_relu", ("input", "negative_slope", "inplace"))
 _ELU = ("elu", ("input", "alpha", "inplace"))
@@ -64,3 +64,12 @@ def activation_of(node: fx.Node) -> tuple[str, Any] | None:
         return {"none": ("gelu", None), "tanh": ("gelu_tanh", None)}.get(approximate)
     parameter = _PARAMETERS.get(name)
     return name, None if parameter is None else given.get(parameter, DEFAULT_PARAMETERS.get(name))
+
+
+def works_in_place(node: fx.Node) -> bool:
+    """Whether node, for which activation_of names an activation, overwrites what it is applied to."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name.endswith("_"):
+        return True
+    names = {"call_function": _FUNCTIONS, "call_method": _METHODS}[node.op][node.target][1]
+    return bool((arguments_of(node, names) or {}).get("inplace", False))

@@ -218,12 +218,32 @@ def _is_simple(value: Any) -> bool:
     return isinstance(value, _SIMPLE) or (isinstance(value, tuple) and all(map(_is_simple, value)))
 
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
 def _keys(container: nn.Module) -> tuple[Any, ...]:
     """What a loop over container, and over containers in it, depends on."""
     return tuple(
-        (name, _keys(child) if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) else None)
+        (name, _keys(child) if isinstance(child, _CONTAINERS) else None)
         for name, child in container._modules.items()
     )
+
+
+def _has_keys(container: nn.Module, keys: Any) -> bool:
+    """Whether _keys of container are these."""
+    children = container._modules
+    if not isinstance(keys, tuple) or len(children) != len(keys):
+        return False
+    for (name, inner), here in zip(keys, children, strict=True):
+        child = children[here]
+        if name != here:
+            return False
+        if isinstance(child, _CONTAINERS):
+            if not _has_keys(child, inner):
+                return False
+        elif inner is not None:
+            return False
+    return True
 
 
 def _state(module: nn.Module, name: str) -> Any:
@@ -231,7 +251,7 @@ def _state(module: nn.Module, name: str) -> Any:
     value = getattr(module, name, _ABSENT)
     if value is _ABSENT:
         return ...
-    if isinstance(value, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+    if isinstance(value, _CONTAINERS):
         return _keys(value)
     return value if _is_simple(value) else True
 
@@ -239,8 +259,10 @@ def _state(module: nn.Module, name: str) -> Any:
 Guards = tuple[tuple[str, Any], ...]
 
 
-def prove(module: nn.Module) -> Guards:
-    """The attributes that module's forward reads, with what they are now.
+def prove(module: nn.Module) -> tuple[Guards, bool]:
+    """The attributes that module's forward reads, with what they are now; and whether it reads `training`.
+
+    That is not among them: there is a trace for each mode.
 
     Raises: UnprovableError.
     """
@@ -248,10 +270,40 @@ def prove(module: nn.Module) -> Guards:
     owner = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
     reader = _Reader(module)
     reader.read(forward, owner)
-    # training is a trace's own: there is one for each mode.
-    return tuple((name, _state(module, name)) for name in sorted(reader.reads - {"training"}))
+    guards = tuple((name, _state(module, name)) for name in sorted(reader.reads - {"training"}))
+    return guards, "training" in reader.reads
+
+
+def defaults_of(module: nn.Module) -> tuple[int, dict[str, Any]]:
+    """How many arguments module's forward needs, and the values of the others.
+
+    Raises: UnprovableError.
+    """
+    needed, defaults = 0, {}
+    for parameter in inspect.signature(type(module).forward).parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            raise UnprovableError("its forward takes arguments of an unusual kind")
+        if parameter.default is inspect.Parameter.empty:
+            needed += 1
+        else:
+            defaults[parameter.name] = parameter.default
+    return needed, defaults
 
 
 def holds(module: nn.Module, guards: Guards) -> bool:
     """Whether module is as it was when guards were taken."""
-    return all(_state(module, name) == state for name, state in guards)
+    modules = module._modules
+    for name, state in guards:
+        # Most are modules that are there: getattr finds these last. A loop costs less than all() of it.
+        child = modules.get(name)
+        if child is None:
+            if _state(module, name) != state:
+                return False
+        elif isinstance(child, _CONTAINERS):
+            if not _has_keys(child, state):
+                return False
+        elif state is not True:
+            return False
+    return True

@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards of other modules than nn.Sequential, rewritten where their source admits it (proof.py).
 
-torch.fx records the calls. A transposed convolution whose result goes to one norm or activation alone, and
-on from there, becomes one call of run_chain; all else is called as before, in the same order. The module
-runs what was written only where it is as it was when it was recorded, and its own forward otherwise.
+torch.fx records the calls. A transposed convolution whose result goes to a norm or activation, and on from
+there, becomes one call; all else is called as before, in the same order. The rest of such a chain may stand
+in a module that is called with the convolution's result: that one is entered (entered.py). The module runs
+what was written only where it is as it was when it was recorded, and its own forward otherwise.
 """
 
-import inspect
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from .chain import Block, Options, find_block, run_chain, why_watched
-from .functions import activation_of
-from .proof import Guards, UnprovableError, holds, prove
+from .chain import Block, Options, find_block, run_chain, run_chain_and_conv, why_watched
+from .entered import Entered, as_its_base, entered, may_be_entered
+from .functions import activation_of, works_in_place
+from .proof import Guards, UnprovableError, defaults_of, holds, prove
 from .swap import _OPTIONS, MIXINS, Accelerated, is_sequential, leaves
 
 _TRACED = "_upconv3d_traced"
@@ -27,12 +29,20 @@ _PARTS = (nn.GroupNorm, nn.InstanceNorm3d, nn.BatchNorm3d, nn.Identity)
 _PARTS += (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.GELU, nn.PReLU)  # type: ignore[assignment]
 _PARTS += (nn.Dropout, nn.Dropout2d, nn.Dropout3d)  # type: ignore[assignment]
 # Activations that a forward calls as functions, by what they are: the module that computes the same.
-_stateless: dict[tuple[str, Any], nn.Module] = {}
+Function = tuple[str, Any, bool]  # name and parameter of conv_transpose3d_norm_act, whether in place
+_stateless: dict[Function, nn.Module] = {}
 
 
 def run_traced(modules: tuple[nn.Module, ...], functions: tuple[Any, ...], options: Options, x: Any) -> Any:
     """run_chain of modules, and after them of activations that were functions."""
     return run_chain([*modules, *(_stateless[function] for function in functions)], x, options)
+
+
+def run_traced_with_conv(
+    modules: tuple[nn.Module, ...], functions: tuple[Any, ...], options: Options, x: Any
+) -> tuple[Any, Any]:
+    """run_traced, and the convolution modules[0] of x for those that read it beside."""
+    return run_chain_and_conv([*modules, *(_stateless[function] for function in functions)], x, options)
 
 
 def is_open(sequential: nn.Module) -> bool:
@@ -65,13 +75,46 @@ for _operation in (
 
 
 class _Tracer(fx.Tracer):
-    """Records calls of submodules; looks into Sequentials that end with a transposed convolution."""
+    """Records calls of submodules; looks into Sequentials that end with a transposed convolution.
+
+    Attributes:
+        to_enter: further modules, by path, that it looks into.
+        opened: what it looked into.
+    """
+
+    def __init__(self, to_enter: dict[str, Entered]) -> None:
+        super().__init__()
+        self.to_enter = to_enter
+        self.opened: dict[str, Entered] = {}
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
+    def call_module(self, m: nn.Module, *args: Any) -> Any:
+        # What such a call does beside forward would be recorded, and then done by the recorded call again.
+        owner = next(cls for cls in type(m).__mro__ if "__call__" in cls.__dict__)
+        if owner is not nn.Module and not isinstance(m, fx.GraphModule):
+            raise UnprovableError(f"its forward calls {type(m).__name__}, which has a __call__ of its own")
+        return super().call_module(m, *args)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return not (is_sequential(m) and why_watched(m) is None and is_open(m))
+        entry = self.to_enter.get(module_qualified_name)
+        if entry is None and is_sequential(m) and why_watched(m) is None and is_open(m):
+            entry = entered(m)
+        if entry is not None:
+            self.opened[module_qualified_name] = entry
+        return entry is None
+
+
+_Path = tuple[str, ...]
+
+
+def _at(module: nn.Module, path: _Path) -> nn.Module | None:
+    """get_submodule, which splits a path at every call, or None."""
+    part: nn.Module | None = module
+    for name in path:
+        part = part._modules.get(name) if part is not None else None
+    return part
 
 
 @dataclass(frozen=True)
@@ -81,27 +124,43 @@ class Traced:
     Attributes:
         functions: by module.training.
         guards: what the module's forward reads, and what it was.
-        opened: Sequentials that are not called by themselves: path, and the names in them.
+        opened: modules that are not called by themselves, by path.
+        aliases: pairs of paths to what is called and was one module: torch.fx records the first of each.
         arguments: how many tensors forward takes; calls with others run the module's own.
+        unrecorded: where all blocks return their convolutions, as no call does that autograd records, the
+            path of one of these; else None.
     """
 
     functions: dict[bool, Callable[..., Any]]
     guards: Guards
-    opened: tuple[tuple[str, tuple[str, ...]], ...]
+    opened: tuple[tuple[_Path, Entered], ...]
+    aliases: tuple[tuple[_Path, _Path], ...]
     arguments: int
+    unrecorded: _Path | None
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if kwargs or len(args) != self.arguments or not all(isinstance(a, Tensor) for a in args):
             return False
-        if not holds(module, self.guards):  # which says too that what is opened is still there
+        if not holds(module, self.guards):
             return False
-        for path, names in self.opened:
-            sequential = module.get_submodule(path)
-            if not is_sequential(sequential) or tuple(sequential._modules) != names:
+        for path, entry in self.opened:
+            part = _at(module, path)
+            if part is None or not entry.fits(part, module.training):
                 return False
-            if why_watched(sequential) is not None:
+        for path, other in self.aliases:
+            if _at(module, path) is not _at(module, other):
                 return False
         return not self.opened or not _has_any_global_hook()  # type: ignore[no-untyped-call]
+
+    def is_idle(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
+        """Whether no block is going to run, so that the forward as it was written costs the host least."""
+        if self.unrecorded is None or not torch.is_grad_enabled():
+            return False
+        if module.__dict__[_OPTIONS].precision is not None:
+            return False
+        conv = _at(module, self.unrecorded)
+        weight = None if conv is None else conv._parameters.get("weight")
+        return any(isinstance(x, Tensor) and x.requires_grad for x in (weight, *args))
 
 
 class AcceleratedForward(Accelerated):
@@ -111,7 +170,7 @@ class AcceleratedForward(Accelerated):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         traced: Traced | None = self.__dict__.get(_TRACED)
-        if traced is not None and traced.fits(self, args, kwargs):
+        if traced is not None and not traced.is_idle(self, args) and traced.fits(self, args, kwargs):
             return traced.functions[self.training](self, *args)
         base: Any = self._upconv3d_base
         return base.forward(self, *args, **kwargs)
@@ -137,17 +196,6 @@ MIXINS.append(AcceleratedForward)
 
 
 @contextmanager
-def as_its_base(module: Accelerated) -> Any:
-    """Gives module its own class back meanwhile."""
-    cls: type[Any] = type(module)
-    module.__class__ = cls._upconv3d_base
-    try:
-        yield
-    finally:
-        module.__class__ = cls
-
-
-@contextmanager
 def in_mode(modules: list[nn.Module], training: bool) -> Any:
     """Lets `training` of each read as told meanwhile; nothing that a module's own train() does happens."""
     kept = [module.training for module in modules]
@@ -160,49 +208,39 @@ def in_mode(modules: list[nn.Module], training: bool) -> Any:
             module.training = mode
 
 
-def _defaults(module: nn.Module) -> tuple[int, dict[str, Any]]:
-    """How many arguments forward needs, and the values of the others."""
-    needed, defaults = 0, {}
-    for parameter in inspect.signature(type(module).forward).parameters.values():
-        if parameter.name == "self":
-            continue
-        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            raise UnprovableError("its forward takes arguments of an unusual kind")
-        if parameter.default is inspect.Parameter.empty:
-            needed += 1
-        else:
-            defaults[parameter.name] = parameter.default
-    return needed, defaults
-
-
-def _activation_function(node: fx.Node) -> tuple[str, Any] | None:
-    """Name and parameter where node applies one of our activations, with a plain number if any."""
+def _activation_function(node: fx.Node) -> Function | None:
+    """The activation that node applies, if it is one of ours with a plain number if any."""
     found = activation_of(node)
-    return found if found is not None and isinstance(found[1], (int, float, type(None))) else None
+    if found is None or not isinstance(found[1], (int, float, type(None))):
+        return None
+    return *found, works_in_place(node)
 
 
-def _module_of(function: tuple[str, Any]) -> nn.Module:
-    name, value = function
+def _module_of(function: Function) -> nn.Module:
+    name, value, in_place = function
     if name in ("gelu", "gelu_tanh"):
         return nn.GELU("none" if name == "gelu" else "tanh")
     if name == "leaky_relu":
-        return nn.LeakyReLU(value)
-    return nn.ELU(value) if name == "elu" else {"relu": nn.ReLU, "silu": nn.SiLU}[name]()
+        return nn.LeakyReLU(value, in_place)
+    return nn.ELU(value, in_place) if name == "elu" else {"relu": nn.ReLU, "silu": nn.SiLU}[name](in_place)
 
 
-def _follow(node: fx.Node, module: nn.Module) -> tuple[list[fx.Node], list[Any], str]:
-    """The nodes behind a convolution's, each the only user of the one before, and why it ends."""
-    nodes, parts = [node], [module.get_submodule(str(node.target))]
+def _is_call_with(node: fx.Node, argument: fx.Node) -> bool:
+    return node.op == "call_module" and node.args == (argument,) and not node.kwargs
+
+
+def _follow(conv: fx.Node, module: nn.Module, user: fx.Node) -> tuple[list[fx.Node], list[Any], str]:
+    """The nodes behind a convolution's from this user of it on, each the only user of the one before.
+
+    Returns: nodes, the convolution first; what each is, a module or a Function; why it ends there.
+    """
+    nodes, parts = [conv], [module.get_submodule(str(conv.target))]
     while True:
-        users = list(nodes[-1].users)
-        if len(users) != 1:
-            return nodes, parts, f"its result is used {len(users)} times"
-        user = users[0]
         name = getattr(user.target, "__name__", str(user.target))
         why = f"{name} follows" if user.op != "output" else "forward returns it"
         if user.args[:1] != (nodes[-1],):
             return nodes, parts, why
-        if user.op == "call_module" and len(user.args) == 1 and not user.kwargs:
+        if _is_call_with(user, nodes[-1]):
             part = module.get_submodule(str(user.target))
             if not isinstance(part, _PARTS) or any(not isinstance(p, nn.Module) for p in parts):
                 return nodes, parts, f"{type(part).__name__} follows"
@@ -212,69 +250,182 @@ def _follow(node: fx.Node, module: nn.Module) -> tuple[list[fx.Node], list[Any],
         else:
             return nodes, parts, why
         nodes.append(user)
+        users = list(user.users)
+        if len(users) != 1:
+            return nodes, parts, f"its result is used {len(users)} times"
+        user = users[0]
 
 
-def _rewrite(graph: fx.Graph, nodes: list[fx.Node], parts: list[Any]) -> None:
+class _Chain(NamedTuple):
+    """A convolution in a graph, and what follows it as far as one call may compute it.
+
+    Attributes:
+        nodes, parts: as _follow returns them.
+        modules: parts, with modules in the place of Functions.
+        returns_conv: whether the convolution is read by others, too; all of them come after the last node,
+            so that what they might do to it in place is done after the chain has read it.
+    """
+
+    nodes: list[fx.Node]
+    parts: list[Any]
+    modules: list[nn.Module]
+    returns_conv: bool
+
+
+def _chain_of(graph: fx.Graph, conv: fx.Node, module: nn.Module) -> _Chain | str:
+    """The chain behind a convolution that is a block in one mode at least, or why there is none."""
+    users = list(conv.users)
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    reason = f"its result is used {len(users)} times"
+    for user in users:
+        nodes, parts, why = _follow(conv, module, user)
+        modules = [part if isinstance(part, nn.Module) else _module_of(part) for part in parts]
+        chain = _Chain(nodes, parts, modules, len(users) > 1)
+        blocks = blocks_of(modules, returns_conv=chain.returns_conv)
+        if not any(isinstance(block, Block) for block in blocks.values()):
+            if len(users) == 1:
+                reason = why if len(nodes) == 1 else str(blocks[False])
+            continue
+        if all(place[other] > place[nodes[-1]] for other in users if other is not user):
+            return chain
+        reason = f"its result is used {len(users)} times, not only after the norm or activation of it"
+    return reason
+
+
+def _rewrite(graph: fx.Graph, chain: _Chain) -> None:
     """One call_function in the place of all nodes."""
+    nodes = chain.nodes
     first, last = nodes[0], nodes[-1]
     with graph.inserting_before(first):
         modules = [
             graph.create_node("get_attr", str(node.target))
-            for node, part in zip(nodes, parts, strict=True)
+            for node, part in zip(nodes, chain.parts, strict=True)
             if isinstance(part, nn.Module)
         ]
         options = graph.create_node("get_attr", _OPTIONS)
-        functions = tuple(part for part in parts if not isinstance(part, nn.Module))
+        functions = tuple(part for part in chain.parts if not isinstance(part, nn.Module))
         for function in functions:
             _stateless.setdefault(function, _module_of(function))
-        x = first.args[0]
-        call = graph.call_function(run_traced, (tuple(modules), functions, options, x))
-    last.replace_all_uses_with(call)
+        arguments = (tuple(modules), functions, options, first.args[0])
+        result = graph.call_function(run_traced_with_conv if chain.returns_conv else run_traced, arguments)
+        if chain.returns_conv:
+            pair, result = result, graph.call_function(operator.getitem, (result, 0))
+            conv = graph.call_function(operator.getitem, (pair, 1))
+            first.replace_all_uses_with(conv, delete_user_cb=lambda user: user is not nodes[1])
+    last.replace_all_uses_with(result)
     for node in reversed(nodes):
         graph.erase_node(node)
 
 
-def blocks_of(chain: list[nn.Module], at: int = 0) -> dict[bool, Block | str]:
+def blocks_of(chain: list[nn.Module], at: int = 0, returns_conv: bool = False) -> dict[bool, Block | str]:
     """find_block for train() and for eval()."""
     found = {}
     for mode in (True, False):
         with in_mode(chain, mode):
-            found[mode] = find_block(chain, at)
+            found[mode] = find_block(chain, at, returns_conv)
     return found
 
 
-def _one_mode(module: nn.Module, defaults: dict[str, Any], training: bool) -> tuple[Any, ...]:
-    tracer = _Tracer()
-    opened: list[tuple[str, tuple[str, ...]]] = [
-        (name, tuple(child._modules))
-        for name, child in module.named_modules()
-        if child is not module and not tracer.is_leaf_module(child, name)
-    ]
-    inner = [module, *(module.get_submodule(name) for name, _ in opened)]
+@dataclass
+class _Recorded:
+    """A forward as torch.fx saw it in one mode; `opened` is what it did not record calls of."""
+
+    graph: fx.Graph
+    opened: dict[str, Entered]
+
+    def convolutions(self, module: nn.Module) -> Iterator[fx.Node]:
+        for node in list(self.graph.nodes):
+            if (
+                node.op == "call_module"
+                and len(node.args) == 1
+                and not node.kwargs
+                and isinstance(module.get_submodule(str(node.target)), nn.ConvTranspose3d)
+            ):
+                yield node
+
+
+def _path(name: str) -> _Path:
+    return tuple(name.split("."))
+
+
+def _aliases(module: nn.Module, called: set[str]) -> tuple[tuple[_Path, _Path], ...]:
+    """Pairs of a path that was called and of another to the same module."""
+    first = {id(part): name for name, part in module.named_modules()}
+    every = module.named_modules(remove_duplicate=False)
+    others = [(first[id(part)], name) for name, part in every if first[id(part)] != name]
+    return tuple((_path(known), _path(name)) for known, name in others if known in called)
+
+
+def _record(
+    module: nn.Module, defaults: dict[str, Any], training: bool, to_enter: dict[str, Entered]
+) -> _Recorded:
+    """Raises: UnprovableError."""
+    tracer = _Tracer(to_enter)
+    inner = [module, *(module.get_submodule(path) for path in to_enter)]
     try:
         with in_mode(inner, training):
             graph = tracer.trace(module, concrete_args=defaults or None)
+    except UnprovableError:
+        raise
     except Exception as error:  # whatever a forward does that torch.fx cannot record
         said = str(error).strip().partition("\n")[0][:120] or type(error).__name__
         raise UnprovableError(f"torch.fx cannot trace its forward: {said}") from error
-    found: dict[str, list[nn.Module]] = {}
-    reasons: dict[str, str] = {}
-    for node in list(graph.nodes):
-        if node.op == "get_attr" and "_tensor_constant" in str(node.target):
-            raise UnprovableError("its forward makes a tensor that a trace would keep")
-        if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
-            continue
-        if not isinstance(module.get_submodule(str(node.target)), nn.ConvTranspose3d):
-            continue
-        nodes, parts, why = _follow(node, module)
-        chain = [part if isinstance(part, nn.Module) else _module_of(part) for part in parts]
-        blocks = blocks_of(chain)
-        if any(isinstance(block, Block) for block in blocks.values()):
-            _rewrite(graph, nodes, parts)
-            found[str(node.target)] = chain
-        else:
-            reasons[str(node.target)] = why if len(nodes) == 1 else str(blocks[False])
-    return graph, found, reasons, opened
+    if any(node.op == "get_attr" and "_tensor_constant" in str(node.target) for node in graph.nodes):
+        raise UnprovableError("its forward makes a tensor that a trace would keep")
+    return _Recorded(graph, tracer.opened)
+
+
+class _Search:
+    """Finds the modules behind convolutions that hold the rest of a block, and why others are not entered."""
+
+    def __init__(self, module: nn.Module, defaults: dict[str, Any]) -> None:
+        self.module, self.defaults = module, defaults
+        self.refused: dict[str, str] = {}  # why a module is not entered, by its path
+        self.entered: dict[str, Entered] = {}
+        self.asked: dict[str, list[str]] = {}  # paths by the convolution that they are called with
+        records = self._records(self.entered)
+        while (found := self._next(records)) is not None:
+            conv, path = found
+            self.asked.setdefault(conv, []).append(path)
+            try:
+                attempt = self.entered | {path: entered(module.get_submodule(path))}
+                records = self._records(attempt)
+            except UnprovableError as error:
+                self.refused[path] = str(error)
+                continue
+            self.entered = attempt
+        kept = {path for conv in self._blocks(records) for path in self.asked.get(conv, ())}
+        self.entered = {path: entry for path, entry in self.entered.items() if path in kept}
+
+    def _records(self, to_enter: dict[str, Entered]) -> list[_Recorded]:
+        return [_record(self.module, self.defaults, mode, to_enter) for mode in (True, False)]
+
+    def _next(self, records: list[_Recorded]) -> tuple[str, str] | None:
+        """A convolution without a block, and a module called with its result that may hold the rest."""
+        found = set(self._blocks(records))
+        for recorded in records:
+            for conv in recorded.convolutions(self.module):
+                if str(conv.target) in found:
+                    continue
+                for user in conv.users:
+                    path = str(user.target)
+                    if not _is_call_with(user, conv) or path in self.entered or path in self.refused:
+                        continue
+                    called = self.module.get_submodule(path)
+                    if not isinstance(called, _PARTS) and may_be_entered(called):
+                        return str(conv.target), path
+        return None
+
+    def _blocks(self, records: list[_Recorded]) -> Iterator[str]:
+        for recorded in records:
+            for conv in recorded.convolutions(self.module):
+                if not isinstance(_chain_of(recorded.graph, conv, self.module), str):
+                    yield str(conv.target)
+
+    def why(self, conv: str, reason: str) -> str:
+        """reason, and why what follows was not entered."""
+        refused = [self.refused[path] for path in self.asked.get(conv, ()) if path in self.refused]
+        return ": ".join([reason, *refused])
 
 
 def _compiled(graph: fx.Graph) -> Callable[..., Any]:
@@ -289,12 +440,12 @@ class Tracing(NamedTuple):
     """A traced forward, and what of it concerns the report.
 
     Attributes:
-        found: names of the convolutions that were given a block, with the chain that it is in.
+        found: names of the convolutions that were given a block, with what it is in each mode.
         reasons: why the others were not.
     """
 
     traced: Traced
-    found: dict[str, list[nn.Module]]
+    found: dict[str, dict[bool, Block | str]]
     reasons: dict[str, str]
 
 
@@ -303,16 +454,31 @@ def trace(module: nn.Module) -> Tracing:
 
     Raises: UnprovableError, where its forward might do what a trace does not show.
     """
-    guards = prove(module)
-    needed, defaults = _defaults(module)
+    guards, _ = prove(module)
+    needed, defaults = defaults_of(module)
+    search = _Search(module, defaults)
     functions: dict[bool, Callable[..., Any]] = {}
-    found: dict[str, list[nn.Module]] = {}
+    found: dict[str, dict[bool, Block | str]] = {}
     reasons: dict[str, str] = {}
-    opened: list[tuple[str, tuple[str, ...]]] = []
+    opened: dict[str, Entered] = {}
+    called: set[str] = set()
+    returning: dict[str, bool] = {}
     for training in (True, False):
-        graph, found_here, reasons_here, opened = _one_mode(module, defaults, training)
-        functions[training] = _compiled(graph)
-        found |= found_here
-        reasons |= reasons_here
+        recorded = _record(module, defaults, training, search.entered)
+        called |= {str(node.target) for node in recorded.graph.nodes if node.op == "call_module"}
+        for conv in recorded.convolutions(module):
+            name, chain = str(conv.target), _chain_of(recorded.graph, conv, module)
+            if isinstance(chain, str):
+                reasons[name] = search.why(name, chain)
+                continue
+            _rewrite(recorded.graph, chain)
+            found[name] = blocks_of(chain.modules, returns_conv=chain.returns_conv)
+            returning[name] = returning.get(name, True) and chain.returns_conv
+        functions[training] = _compiled(recorded.graph)
+        opened |= recorded.opened
     reasons = {name: why for name, why in reasons.items() if name not in found}
-    return Tracing(Traced(functions, guards, tuple(opened), needed), found, reasons)
+    entries = tuple((_path(name), entry) for name, entry in opened.items())
+    aliases = _aliases(module, called | set(opened))
+    unrecorded = _path(next(iter(found))) if found and all(returning.values()) else None
+    traced = Traced(functions, guards, entries, aliases, needed, unrecorded)
+    return Tracing(traced, found, reasons)

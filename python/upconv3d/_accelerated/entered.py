@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that a trace looks into instead of recording calls of them: when it may, and what must stay so."""
+
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .chain import why_watched
+from .proof import Guards, UnprovableError, _is_simple, defaults_of, holds, prove
+from .swap import is_sequential
+
+
+class Entered(NamedTuple):
+    """A module that is not called by itself any more.
+
+    Attributes:
+        cls: the class whose forward was recorded; None for a Sequential.
+        guards: what that forward reads, and what it was; of a Sequential nothing.
+        names: of a Sequential's children.
+        reads_mode: whether that forward reads `training`. If so, there is a trace only of the mode that the
+            outer module is in.
+    """
+
+    cls: type[nn.Module] | None
+    guards: Guards
+    names: tuple[str, ...]
+    reads_mode: bool
+
+    def fits(self, module: Any, training: bool) -> bool:
+        """Whether calling module is what was recorded, in an outer module of that mode."""
+        if self.cls is None:
+            same = is_sequential(module) and tuple(module._modules) == self.names
+            return same and why_watched(module) is None
+        return (
+            isinstance(module, nn.Module)
+            and own_class(module) is self.cls
+            and "forward" not in module.__dict__
+            and why_watched(module) is None
+            and (not self.reads_mode or module.training == training)
+            and holds(module, self.guards)
+        )
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that module has or, if it was accelerated, had."""
+    cls: Any = type(module)
+    return cls._upconv3d_base if "_upconv3d_base" in cls.__dict__ else cls  # type: ignore[no-any-return]
+
+
+@contextmanager
+def as_its_base(module: nn.Module) -> Any:
+    """Gives an accelerated module its own class back meanwhile."""
+    cls = type(module)
+    module.__class__ = own_class(module)
+    try:
+        yield
+    finally:
+        module.__class__ = cls
+
+
+def entered(module: nn.Module) -> Entered:
+    """What must stay so that a call of module with one tensor may be replaced by what its forward does.
+
+    Raises: UnprovableError.
+    """
+    watched = why_watched(module)
+    if watched is not None:
+        raise UnprovableError(watched)
+    if is_sequential(module):
+        return Entered(None, (), tuple(module._modules), False)
+    if "forward" in module.__dict__:
+        raise UnprovableError("its forward was replaced")
+    if type(module).__call__ is not nn.Module.__call__:
+        raise UnprovableError("it has a __call__ of its own")
+    with as_its_base(module):
+        guards, reads_mode = prove(module)
+        needed, defaults = defaults_of(module)
+    if needed != 1:
+        raise UnprovableError(f"its forward takes {needed} arguments")
+    # A list, say, may be what a call leaves for the next.
+    if not all(map(_is_simple, defaults.values())):
+        raise UnprovableError("its forward has defaults that are no plain numbers")
+    return Entered(own_class(module), guards, (), reads_mode)
+
+
+def may_be_entered(module: nn.Module) -> bool:
+    """Whether module is another's than torch.nn's, or a Sequential."""
+    return is_sequential(module) or not (
+        own_class(module).__module__.startswith(("torch.nn.", "torch.ao."))
+        or isinstance(module, nn.Sequential)
+    )
