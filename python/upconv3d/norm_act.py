@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The family around the block: any order of norm and activation, a skip added, the convolution returned."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -383,6 +384,102 @@ def conv_transpose3d_norm_act(
         *(activation, activation_param, skip, return_conv, precision),
     )
     y, conv = run_checked(tensors, settings, norm, precision is not None)
+    if not return_conv:
+        return y
+    return y, conv if settings[-1] else y
+
+
+# Settings by the numbers that they were made of. An entry takes 1 KB.
+_settings_of: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_MOST_SETTINGS = 4096
+
+
+def _remembered_settings(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    try:
+        return _settings_of.get(key)
+    except TypeError:  # a list or a symbolic number, which have no hash
+        return None
+
+
+def _remember_settings(key: tuple[Any, ...], settings: tuple[Any, ...]) -> None:
+    with contextlib.suppress(TypeError):  # no hash: a list or a symbolic number
+        _settings_of[key] = settings
+
+
+def _is_one_slope(slopes: Any) -> bool:
+    return isinstance(slopes, Tensor) and slopes.dim() == 1 and slopes.size(0) == 1
+
+
+def run_module(
+    tensors: tuple[Any, ...],
+    convolution: tuple[Any, ...],
+    normalization: tuple[Any, ...],
+    activation: tuple[Any, ...],
+    return_conv: bool,
+    precision: str | None,
+) -> Any:
+    """conv_transpose3d_norm_act of a module, whose numbers mostly are those of a call before.
+
+    They need no check then; equal ones are taken for the same, as 1 and True. What the tensors may change is
+    asked at every call.
+
+    Args:
+        tensors: input, weight, bias, norm_weight, norm_bias, skip.
+        convolution: stride, padding, output_padding, groups, dilation.
+        normalization: order, norm, num_groups, eps.
+        activation: its name, and activation_param.
+    """
+    input, weight, bias, norm_weight, norm_bias, skip = tensors
+    order, norm, num_groups, eps = normalization
+    name, parameter = activation
+    slopes, number = (parameter, None) if name == "prelu" else (None, parameter)
+    # The block's own function runs "act_norm" with ReLU; what is no tensor, others do.
+    elsewhere = (name == "relu" and order == "act_norm") or _dynamo_compiling() or _tracing()
+    key: tuple[Any, ...] | None = None
+    if not (elsewhere or not isinstance(input, Tensor) or not isinstance(weight, Tensor)):
+        resolved = resolve_precision(input, precision)
+        key = (convolution, normalization, name, number, return_conv, skip is None, weight.shape, resolved)
+    settings = None if key is None else _remembered_settings(key)
+    if settings is None or (name == "prelu" and not _is_one_slope(slopes)):
+        y = conv_transpose3d_norm_act(
+            *(input, weight, bias, *convolution),
+            order=order,
+            norm=norm,
+            num_groups=num_groups,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            eps=eps,
+            activation=name,
+            activation_param=parameter,
+            skip=skip,
+            return_conv=return_conv,
+            precision=precision,
+        )
+        if key is not None and len(_settings_of) < _MOST_SETTINGS:
+            vectors = (norm_weight, norm_bias)
+            numbers: tuple[Any, ...] = (
+                order,
+                norm,
+                num_groups,
+                *vectors,
+                eps,
+                name,
+                parameter,
+                skip,
+                return_conv,
+                precision,
+            )
+            _remember_settings(key, checked_arguments(input, weight, bias, *convolution, *numbers)[1])
+        return y
+    check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
+    norm_groups = settings[5]
+    dims = input.dim()
+    if norm_groups > 0 and (dims == 4 or (dims == 5 and (norm == "instance" or input.size(0) == 1))):
+        stride, padding, output_padding, groups, dilation = settings[:5]
+        _check_values_per_group(input, weight, stride, padding, output_padding, groups, dilation, norm_groups)
+    y, conv = run_checked(
+        (input, weight, bias, norm_weight, norm_bias, slopes, skip), settings, norm, precision is not None
+    )
     if not return_conv:
         return y
     return y, conv if settings[-1] else y

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from .functional import IntOrTriple
 from .module import _check_precision, _parameter
-from .norm_act import conv_transpose3d_norm_act, require_known
+from .norm_act import require_known, run_module
 
 _MODULES: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
@@ -45,7 +45,9 @@ def _module_of(activation: str | None, parameter: float | None, kind: dict[str, 
 
 def _names(module: nn.Module) -> tuple[str, Any]:
     """activation and activation_param of a torch.nn module, read at each call."""
-    kind = next(name for cls, name in _MODULES.items() if isinstance(module, cls))
+    kind = _MODULES.get(type(module)) or next(
+        name for cls, name in _MODULES.items() if isinstance(module, cls)
+    )
     if kind == "gelu" and module.approximate == "tanh":
         return "gelu_tanh", None
     if kind == "leaky_relu":
@@ -225,28 +227,19 @@ class ConvTranspose3dNormAct(nn.Module):
             output_padding = conv._output_padding(
                 input, list(output_size), conv.stride, conv.padding, conv.kernel_size, 3, conv.dilation
             )
-        name, parameter = (None, None) if activation is None else _names(activation)
-        group = isinstance(norm, nn.GroupNorm)
-        return conv_transpose3d_norm_act(
-            input,
-            _parameter(conv, "weight"),
-            _parameter(conv, "bias"),
-            conv.stride,
-            conv.padding,
-            output_padding,
-            conv.groups,
-            conv.dilation,
-            order=self.order,
-            norm=None if norm is None else "group" if group else "instance",
-            num_groups=norm.num_groups if group else None,
-            norm_weight=None if norm is None else _parameter(norm, "weight"),
-            norm_bias=None if norm is None else _parameter(norm, "bias"),
-            eps=1e-5 if norm is None else norm.eps,
-            activation=name,
-            activation_param=parameter,
-            skip=skip,
-            return_conv=self.return_conv,
-            precision=self.precision,
+        vectors, num_groups, eps = (None, None), None, 1e-5
+        kind = None
+        if norm is not None:
+            group = isinstance(norm, nn.GroupNorm)
+            kind, num_groups = ("group", norm.num_groups) if group else ("instance", None)
+            vectors, eps = (_parameter(norm, "weight"), _parameter(norm, "bias")), norm.eps
+        return run_module(
+            (input, _parameter(conv, "weight"), _parameter(conv, "bias"), *vectors, skip),
+            (conv.stride, conv.padding, output_padding, conv.groups, conv.dilation),
+            (self.order, kind, num_groups, eps),
+            (None, None) if activation is None else _names(activation),
+            self.return_conv,
+            self.precision,
         )
 
     def extra_repr(self) -> str:
