@@ -162,8 +162,9 @@ class TwiceMultiplier {
 
   /// acc (64 x 256) = rows of the tile's class, in this warpgroup's turn. The other's turn comes once it
   /// could not get ahead anyway, for want of room for x, or this one has nothing left to issue.
-  template <class Accumulator>
-  CUTLASS_DEVICE void multiply(TwiceTile const& tile, Accumulator& acc) {
+  /// \param meanwhile called once when all is issued, and may not touch acc
+  template <class Accumulator, class Meanwhile>
+  CUTLASS_DEVICE void multiply(TwiceTile const& tile, Accumulator& acc, Meanwhile const& meanwhile) {
     using namespace cute;
     constexpr int kUnit = 16;  // descriptors count in 16 bytes
     if (tile.cls != loaded_) take_weights(tile.cls);
@@ -206,6 +207,7 @@ class TwiceMultiplier {
         if (--left_of_turn == 0) pass_turn();
       }
     }
+    meanwhile();
     warpgroup_wait<0>();
     warpgroup_fence_operand(acc);
     if (done >= 0) release_x(done);
@@ -327,16 +329,17 @@ CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShare
   CUTLASS_PRAGMA_NO_UNROLL
   for (int i = 0; i < walk.count(); ++i) {
     if (i > 0) walk.step_forward();
-    multiplier.multiply(walk.tile(), acc);
-    epilogue.take_moments(walk.tile(), acc);
+    multiplier.multiply(walk.tile(), acc, [&] { epilogue.finish_moments(); });
+    epilogue.add_moments(walk.tile(), acc);
   }
+  epilogue.finish_moments();
   wait_for_all_blocks(params.arrivals);
   merge_segments(params, *shared.control);
   wait_for_all_blocks(params.arrivals + 1);
   CUTLASS_PRAGMA_NO_UNROLL
   for (int i = 0; i < walk.count(); ++i) {
     if (i > 0) walk.step_backward();
-    multiplier.multiply(walk.tile(), acc);
+    multiplier.multiply(walk.tile(), acc, [&] { epilogue.finish_store(); });
     epilogue.normalize(walk.tile(), acc);
   }
   multiplier.finish();

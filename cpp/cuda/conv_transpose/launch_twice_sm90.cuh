@@ -98,9 +98,9 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
 /// Divides shared memory: what the weights leave goes to x first, then to staging.
 template <class Traits>
 void fill_shared_memory(TwiceParams<Traits>& to) {
-  constexpr int kManyBuffers = 4, kFewBuffers = 2, kWantedSlots = 4;
+  constexpr int kWantedSlots = 4;
   static_assert(kSharedMemoryBytes - kTwiceControlBytes - kMaxTwiceUnits * Traits::W_BYTES -
-                        2 * kFewBuffers * kStageBytes >=
+                        2 * kFewStagingBuffers * kStageBytes >=
                     2 * Traits::X_BYTES,
                 "warpgroups take turns after all but one of the slots");
   const auto slots = [&](int buffers) {
@@ -108,7 +108,7 @@ void fill_shared_memory(TwiceParams<Traits>& to) {
             2 * buffers * kStageBytes) /
            Traits::X_BYTES;
   };
-  to.staging_buffers = slots(kManyBuffers) >= kWantedSlots ? kManyBuffers : kFewBuffers;
+  to.staging_buffers = slots(kManyStagingBuffers) >= kWantedSlots ? kManyStagingBuffers : kFewStagingBuffers;
   to.x_slots = std::min(slots(to.staging_buffers), kMaxTwiceXSlots);
 }
 
@@ -139,6 +139,7 @@ TwiceParams<Traits> make_twice_params(const ConvTransposeParams& params, DType o
   to.gamma = static_cast<const Output*>(params.gamma);
   to.beta = static_cast<const Output*>(params.beta);
   to.eps = problem.eps;
+  to.eps_float = static_cast<float>(problem.eps);
   to.floor = activation_floor(params);
   to.after = checked_after(params);
   to.part = reinterpret_cast<float2*>(params.part);

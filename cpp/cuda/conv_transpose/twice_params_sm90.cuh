@@ -50,6 +50,8 @@ struct TwiceTraitsSm90 {
 };
 
 inline constexpr int kMaxTwiceXSlots = 6;
+/// Staging buffers of a warpgroup: one or the other.
+inline constexpr int kManyStagingBuffers = 4, kFewStagingBuffers = 2;
 /// Small enough that beside kMaxTwiceUnits of weights and the staging buffers two slots of x fit.
 inline constexpr int kTwiceControlBytes = 2560;
 
@@ -119,6 +121,7 @@ struct TwiceParams {
   Output const* gamma;                 // [K], or null for 1
   Output const* beta;                  // [K], or null for 0
   double eps;                          // activation units squared
+  float eps_float;                     // the same
   float floor;                         // of conv + bias: 0 for ReLU, -infinity for none
   ActivationParams after;              // the normalization, piecewise linear
   float2* part;                        // [N,moments,K/granule] (mean, M2)
