@@ -4,9 +4,10 @@
 /// after the first time, normalization and the way to memory after the second.
 ///
 /// A thread holds two rows (accumulator_row and 8 further) and, in each block of 8 positions, the pair at
-/// 2*(lane%4). While wgmma runs, its accumulators take much of the registers' bandwidth, so what counts here
-/// is the number of instructions: relu(v + bias) - m is taken as max(v + (bias - m), -m), and with a floor of
-/// -infinity in the place of ReLU's 0 it is v + bias - m.
+/// 2*(lane%4). Beside the other warpgroup's wgmma an instruction takes several cycles, so what counts here is
+/// their number: relu(v + bias) is taken as max(v, -bias) + bias, whose sum is left to what follows anyway,
+/// and with a floor of -infinity in the place of ReLU's 0 it is v + bias. What does not need the accumulators
+/// waits until wgmma has been issued again: the way of sums between lanes, and stores.
 #pragma once
 
 #include <cstdint>
@@ -49,12 +50,12 @@ class TwiceEpilogue {
         group_(group),
         barrier_(barrier) {}
 
-  /// Adds up the tile's values; finish_moments makes partial moments of the sums.
+  /// Consumes acc: adds up the tile's values; finish_moments makes partial moments of the sums.
   template <class Accumulator>
-  CUTLASS_DEVICE void add_moments(TwiceTile const& tile, Accumulator const& acc) {
+  CUTLASS_DEVICE void add_moments(TwiceTile const& tile, Accumulator& acc) {
     if (tile.cls != rows_class_) enter(tile.cls);
     if (view_ < 0) return;
-    load_scales(tile.n);
+    unscale(tile.n, acc);
     begin_pending(tile);
     pending_valid_ = min(Traits::BLK_POS, positions_ - tile.pos_tile * Traits::BLK_POS);
     if (pending_valid_ == Traits::BLK_POS && add_around_bias(acc)) return;
@@ -78,8 +79,8 @@ class TwiceEpilogue {
         (squares ? row_squares : row_sum) + __shfl_xor_sync(0xffffffffu, squares ? row_sum : row_squares, 2);
     float const other = __shfl_xor_sync(0xffffffffu, own, 2);
     float count = float(pending_valid_);
-    RunningMoments const row = shifted_moments(count, second ? pivot_[1] : pivot_[0], squares ? other : own,
-                                               squares ? own : other);
+    RunningMoments const row =
+        shifted_moments(count, second ? pivot_[1] : pivot_[0], squares ? other : own, squares ? own : other);
     float mean = row.mean, m2 = row.m2;
     // Rows of a granule are those of neighbouring lanes, and at last the thread's two. Of equal counts.
     CUTLASS_PRAGMA_UNROLL
@@ -94,8 +95,7 @@ class TwiceEpilogue {
     }
     int const lanes = 4 << min(shift, 3);  // of a granule
     int const j = lane & 1;
-    bool const inside = row_ + accumulator_row() + 8 * j < params_.view_k;
-    bool const writes = (lane & (lanes - 1)) <= 1 && !(shift == 4 && j == 1) && inside;
+    bool const writes = (lane & (lanes - 1)) <= 1 && !(shift == 4 && j == 1) && is_channel(j);
     std::int64_t const moment = std::int64_t(pending_n_) * params_.moments +
                                 (second ? first_moment_[1] : first_moment_[0]) + pending_pos_tile_;
     float2* const to = params_.part + moment * (params_.k.divisor >> shift) +
@@ -113,12 +113,12 @@ class TwiceEpilogue {
   CUTLASS_DEVICE void normalize(TwiceTile const& tile, Accumulator& acc) {
     if (tile.cls != rows_class_) enter(tile.cls);
     if (view_ < 0) return;
-    load_scales(tile.n);
+    unscale(tile.n, acc);
     if (tile.n != maps_sample_) load_maps(tile.n);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4 * kBlocks; ++i) {
       int const j = i / 2 % 2;
-      acc(i) = floored(unscaled(acc(i), j), low_[j]) * scale_[j] + shift_[j];
+      acc(i) = floored(acc(i), low_[j]) * scale_[j] + shift_[j];
     }
     if (params_.after.kind != Activation::kNone) activate(acc);
     begin_pending(tile);
@@ -159,18 +159,15 @@ class TwiceEpilogue {
     for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = SlopeActivation{}.value(acc(i), slope[i / 2 % 2]);
   }
 
-  /// An accumulator without its operands' scales. \param j which of the thread's rows
-  CUTLASS_DEVICE float unscaled(float v, int j) const {
-    if constexpr (Traits::SCALED) v = v * unscale_[j][0] * unscale_[j][1];
-    return v;
-  }
-
   /// max(v, low); NaN stays NaN.
   CUTLASS_DEVICE static float floored(float v, float low) {
     float result;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(v), "f"(low));
     return result;
   }
+
+  /// Whether the thread's row j is one of fold*K.
+  CUTLASS_DEVICE bool is_channel(int j) const { return row_ + accumulator_row() + 8 * j < params_.view_k; }
 
   CUTLASS_DEVICE void begin_pending(TwiceTile const& tile) {
     pending_ = true;
@@ -200,17 +197,22 @@ class TwiceEpilogue {
     }
   }
 
-  CUTLASS_DEVICE void load_scales(int sample) {
+  /// acc without its operands' scales.
+  template <class Accumulator>
+  CUTLASS_DEVICE void unscale(int sample, Accumulator& acc) {
     if constexpr (Traits::SCALED) {
-      if (sample == scales_sample_) return;
-      scales_sample_ = sample;
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < 2; ++j) {
-        // Two factors, since 2^e of a product of scales may leave float's range where the value does not.
-        int const exponent = params_.unscale_sample[sample] + params_.unscale_column[channel_[j]];
-        unscale_[j][0] = clamped_power_of_two(exponent / 2);
-        unscale_[j][1] = clamped_power_of_two(exponent - exponent / 2);
+      if (sample != scales_sample_) {
+        scales_sample_ = sample;
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < 2; ++j) {
+          // Two factors, since 2^e of a product of scales may leave float's range where the value does not.
+          int const exponent = params_.unscale_sample[sample] + params_.unscale_column[channel_[j]];
+          unscale_[j][0] = clamped_power_of_two(exponent / 2);
+          unscale_[j][1] = clamped_power_of_two(exponent - exponent / 2);
+        }
       }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = acc(i) * unscale_[i / 2 % 2][0] * unscale_[i / 2 % 2][1];
     }
   }
 
@@ -226,7 +228,7 @@ class TwiceEpilogue {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4 * kBlocks; ++i) {
       int const j = i / 2 % 2;
-      float const v = floored(unscaled(acc(i), j), low_[j]);
+      float const v = floored(acc(i), low_[j]);
       sum_[j] += v;
       sum_squares_[j] += v * v;
     }
@@ -237,8 +239,8 @@ class TwiceEpilogue {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       float const m2 = sum_squares_[j] - sum_[j] * sum_[j] * (1.f / kValues);
-      // NaN is not near.
-      near = near && m2 + kValues * params_.eps_float >= kLoss * sum_squares_[j];
+      // NaN is not near. Rows that are no channels may hold anything.
+      near = near && (m2 + kValues * params_.eps_float >= kLoss * sum_squares_[j] || !is_channel(j));
     }
     return __all_sync(0xffffffffu, near);
   }
@@ -249,7 +251,7 @@ class TwiceEpilogue {
     float offset[2], low[2];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
-      float const first = floored(unscaled(acc(2 * j), j) + bias_[j], params_.floor);
+      float const first = floored(acc(2 * j) + bias_[j], params_.floor);
       pivot_[j] = __shfl_sync(0xffffffffu, first, 0, 4);
       offset[j] = bias_[j] - pivot_[j];
       low[j] = params_.floor - pivot_[j];
@@ -259,7 +261,7 @@ class TwiceEpilogue {
     for (int i = 0; i < 4 * kBlocks; ++i) {
       int const j = i / 2 % 2;
       int const position = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      float shifted = floored(unscaled(acc(i), j) + offset[j], low[j]);
+      float shifted = floored(acc(i) + offset[j], low[j]);
       // Beyond the slab lies the next sample.
       if (position >= pending_valid_) shifted = 0.f;
       sum_[j] += shifted;
@@ -314,12 +316,20 @@ class TwiceEpilogue {
   CUTLASS_DEVICE void stage_rounds(Accumulator const& acc) const {
     cute::tma_store_wait<0>();  // of a thread that stored: its buffers have been read
     cutlass::arch::NamedBarrier::sync(128, barrier_);
-    constexpr int kStageBlocks = Traits::STAGE_POS / 8;
-    StagedTile<Output>::template stage<kRound * kStageBlocks, kBuffers * kStageBlocks>(acc, staging_);
+    stage_buffers<kRound, kBuffers>(acc);
     if constexpr (kRound + kBuffers < Traits::ROUNDS) {
       store_staged(kRound);
       stage_rounds<kBuffers, kRound + kBuffers>(acc);
     }
+  }
+
+  /// Rounds kRound to kRound + kBuffers - 1, one by one: else addresses take more registers than there are.
+  template <int kRound, int kBuffers, int kBuffer = 0, class Accumulator>
+  CUTLASS_DEVICE void stage_buffers(Accumulator const& acc) const {
+    constexpr int kBlocksOfRound = Traits::STAGE_POS / 8;
+    StagedTile<Output>::template stage<(kRound + kBuffer) * kBlocksOfRound, kBlocksOfRound>(
+        acc, staging_ + kBuffer * kStageBytes);
+    if constexpr (kBuffer + 1 < kBuffers) stage_buffers<kRound, kBuffers, kBuffer + 1>(acc);
   }
 
   /// Stores the staging buffers, whose first holds round `round` of the pending tile.
