@@ -208,6 +208,7 @@ class TwiceMultiplier {
       }
     }
     meanwhile();
+    __syncwarp();  // lanes may have parted, and wgmma's wait wants them together
     warpgroup_wait<0>();
     warpgroup_fence_operand(acc);
     if (done >= 0) release_x(done);
