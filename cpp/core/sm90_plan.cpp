@@ -347,16 +347,22 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
   constexpr double kWaitMs = 0.006;
   const double unhidden = p.dtype == DType::kFloat32 ? 1.0 : 0.25;
   const std::int64_t c_blocks = ceil_div(p.c, kTwiceBlockC);
-  double cycles = 0, longest = 0;
+  // Two results of the special function unit per value, 64 x 256 values by 16 lanes, of each warpgroup.
+  constexpr double kExponentialCycles = 2048;
+  double cycles = 0, longest = 0, exponentials = 0;
   for (const TwiceClass& from : layout.classes) {
     const double tile = static_cast<double>(twice_tile_cycles(from, c_blocks));
-    cycles += tile * static_cast<double>(p.n * ceil_div(from.window.positions(), kTwicePositions));
+    const double tiles = static_cast<double>(p.n * ceil_div(from.window.positions(), kTwicePositions));
+    cycles += tile * tiles;
+    if (!is_piecewise_linear(p.tail.after()))
+      exponentials += tiles * kExponentialCycles * (from.rows[1].view < 0 ? 1 : 2);
     longest = std::max(longest, tile);
   }
   const double pass = (cycles / std::max(sm_count, 1) + longest) / kCyclesPerMs;
   const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(DType::kFloat16));
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype));
-  return std::max(pass, x) + std::max(pass + unhidden * y, x + y) + kWaitMs;
+  const double activation = exponentials / std::max(sm_count, 1) / kCyclesPerMs;
+  return std::max(pass, x) + std::max(pass + activation + unhidden * y, x + y) + kWaitMs;
 }
 
 /// Why the convolution cannot be computed twice, or "" with `instance` and `layout` set.
@@ -364,7 +370,6 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
                            std::optional<ConvInstance>& instance, TwiceLayout& layout) {
   if (!normalizes_in_place(p)) return "y is NCDHW, or its rows are no multiple of 16 bytes";
   if (p.tail.returns_conv) return "the convolution is to be stored";
-  if (!is_piecewise_linear(p.tail.after())) return concat("its epilogue has no ", name(p.tail.after()));
   if (p.groups != 1) return concat("groups ", p.groups, " is not 1");
   const Family family = family_of(p);
   if (family.products != 1) return "float32's accuracy takes three products, which that kernel lacks";
@@ -514,6 +519,9 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
   plan.share_taps = false;
   plan.window_tiles = 0;
   plan.tiles = twice_moments(layout);
+  // This kernel's own registers hold what it normalizes, so any activation may follow.
+  if (!plan.normalizes) plan.stages.pop_back();
+  plan.normalizes = plan.activation_in_y = true;
   plan.stages.back() = instance->name;
   return "";
 }

@@ -86,6 +86,13 @@ void test_twice() {
   expect(plan.stages == std::vector<std::string>{"pack_operands", plan.instance->name} &&
              plan.instance->twice && plan.tiles == 8 * 432,
          "in one kernel");
+  for (const char* activation : {"silu", "gelu", "gelu_tanh", "elu", "leaky_relu"}) {
+    p.tail = make_tail("norm_act", true, activation, 1.0, false);
+    const Plan after = select_plan(p, device, all_compiled());
+    expect(after.twice && after.normalizes && after.activation_in_y && after.stages == plan.stages,
+           std::string("in one kernel with ") + activation);
+  }
+  p.tail = Tail{};
   device.forced_plan = "stored";
   const Plan stored = select_plan(p, device, all_compiled());
   expect(!stored.twice && !stored.instance->twice && stored.estimated_twice_ms > 0, "stored where asked for");

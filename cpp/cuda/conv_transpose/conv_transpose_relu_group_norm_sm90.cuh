@@ -334,7 +334,7 @@ KernelParams<Traits> make_kernel_params(const ConvTransposeParams& params, DType
   to.channels_first = params.channels_first;
   to.floor = activation_floor(params);
   to.normalizes = params.channel_table == nullptr && !params.linear;
-  if (to.normalizes) to.after = checked_after(params);
+  if (to.normalizes) to.after = checked_linear_after(params);
   to.in_place = to.normalizes && params.y == nullptr;
   // Stepped16 in y's memory has room for twice as many.
   const std::int64_t pitch = padded_channels(problem.k);

@@ -7,7 +7,7 @@
 ///   table [N,G,segments,4]            float    mean, rest of the mean, M2, count
 ///   y     [N,Z,P,Q,K]                 output   written once
 ///
-/// y = after(normalized before(conv + bias)): before() ReLU or nothing, after() nothing, ReLU or a slope
+/// y = after(normalized before(conv + bias)): before() ReLU or nothing, after() any activation
 /// (core/tail.hpp).
 ///
 /// The convolution is computed for the moments of its values alone and, when these are known, once more: y is

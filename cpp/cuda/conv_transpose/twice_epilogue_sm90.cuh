@@ -152,11 +152,13 @@ class TwiceEpilogue {
       for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = FloorActivation{0.f}(acc(i));
       return;
     }
-    float slope[2];
+    float parameter[2];
     CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < 2; ++j) slope[j] = activation_parameter<Output>(params_.after, channel_[j]);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = SlopeActivation{}.value(acc(i), slope[i / 2 % 2]);
+    for (int j = 0; j < 2; ++j) parameter[j] = activation_parameter<Output>(params_.after, channel_[j]);
+    with_activation(params_.after.kind, [&](auto after) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = after.value(acc(i), parameter[i / 2 % 2]);
+    });
   }
 
   /// max(v, low); NaN stays NaN.

@@ -123,7 +123,7 @@ struct TwiceParams {
   double eps;                          // activation units squared
   float eps_float;                     // the same
   float floor;                         // of conv + bias: 0 for ReLU, -infinity for none
-  ActivationParams after;              // the normalization, piecewise linear
+  ActivationParams after;              // the normalization
   float2* part;                        // [N,moments,K/granule] (mean, M2)
   int moments;                         // partial moments of a sample along its positions
   int granule_shift;
