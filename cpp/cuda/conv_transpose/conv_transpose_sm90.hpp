@@ -40,8 +40,8 @@ struct ConvTransposeParams {
   bool channels_first = false;
   const void* gamma = nullptr;  // [K] dtype, or null for 1
   const void* beta = nullptr;   // [K] dtype, or null for 0
-  ActivationParams after;       // problem.tail.after(), where this kernel normalizes; piecewise linear but for
-                                // conv_transpose_twice_sm90
+  // problem.tail.after(), where this kernel normalizes; piecewise linear except in conv_transpose_twice_sm90
+  ActivationParams after;
   // before(conv + bias), written: [N,Z,P,Q,padded_channels(K)] of as many bits as the instance stores; where
   // y is null, in y's memory, [N,Z,P,Q,K] dtype, and normalized in place.
   void* a = nullptr;
