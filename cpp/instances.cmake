@@ -10,7 +10,7 @@
 #                   compute capability 8.0 and later
 #   operand         what the tensor cores multiply
 #   products        1, or 3 for the hi/lo split that carries float32's accuracy
-#   stored          relu(conv) until it is normalized: the dtype of y, or (90 only) u16, which becomes float32
+#   stored          before(conv) until it is normalized: the dtype of y, or (90 only) u16, which becomes float32
 #   block_channels, block_positions   the tile
 
 set(UPCONV3D_CONV_INSTANCES

@@ -149,7 +149,7 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
                 try:
                     call()
                 except Exception as error:  # the compiler's, which a row reports
-                    failures[name] = str(error).strip().splitlines()[0][:200]
+                    failures[name] = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
                 else:
                     calls[f"compile:{name}"] = call
         times = medians_ms(calls, device, args.seconds)

@@ -218,12 +218,12 @@ def test_checkpoint(device, use_reentrant, low):
 
 
 def test_autocast_takes_the_short_way_into_autograd(device):
-    """The node that keeps what the backward needs; the casts are nodes before it and, on CUDA, behind it."""
+    """The node that keeps what the backward needs; casts are nodes around it, where there are any."""
     block = shape_block("kernelbench-small", device=device).requires_grad()
     with torch.autocast(device.type, dtype=torch.bfloat16):
         y = block.ours()
-    node = y.grad_fn.next_functions[0][0] if device.type == "cuda" else y.grad_fn
-    assert type(node).__name__ == "ConvTranspose3dReLUGroupNormBackward"
+    nodes = [y.grad_fn, y.grad_fn.next_functions[0][0]]
+    assert "ConvTranspose3dReLUGroupNormBackward" in [type(node).__name__ for node in nodes]
     if device.type == "cuda":
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert block.ours().dtype == torch.float32

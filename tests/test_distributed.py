@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training in two processes, under DDP and FSDP2, takes the path of one process with the whole batch."""
+"""Training in two processes, under DDP and FSDP2, takes the path of one process with the whole batch.
+
+The blocks by themselves, and a model of PyTorch's modules that upconv3d.accelerate changed.
+"""
 
 import os
 from functools import partial
@@ -12,12 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from upconv3d._accelerated import chain
 
 WORLD, BATCH, STEPS = 2, 4, 5
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-def _make_model(device):
+def _of_blocks(device):
     block = partial(upconv3d.ConvTranspose3dReLUGroupNorm, device=device, precision="ieee")
     torch.manual_seed(0)
     return nn.Sequential(
@@ -26,6 +30,39 @@ def _make_model(device):
         block(8, 8, 3, 2),
         nn.Conv3d(8, 1, 1, device=device),
     )
+
+
+class _Up(nn.Module):
+    """A forward that accelerate() traces."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.conv = nn.ConvTranspose3d(8, 8, 3, device=device)
+        self.norm = nn.InstanceNorm3d(8, affine=True, device=device)
+
+    def forward(self, x):
+        return nn.functional.leaky_relu(self.norm(self.conv(x)), 0.1)
+
+
+def _plain(device):
+    up = nn.ConvTranspose3d(4, 16, 3, 2, padding=1, output_padding=1, device=device)
+    return nn.Sequential(
+        nn.Sequential(up, nn.GroupNorm(4, 16, device=device), nn.PReLU(device=device)),
+        nn.Conv3d(16, 8, 1, device=device),
+        _Up(device),
+        nn.Conv3d(8, 1, 1, device=device),
+    )
+
+
+def _accelerated(device):
+    torch.manual_seed(0)
+    model = _plain(device)
+    report = upconv3d.accelerate(model, precision="ieee")
+    assert len(report.replaced) == 2, str(report)
+    return model
+
+
+MODELS = {"blocks": _of_blocks, "accelerated": _accelerated}
 
 
 def _train(model, x, target, mean=lambda loss: loss):
@@ -53,7 +90,10 @@ def _replicated(model, device):
 
 
 def _sharded(model, device):
-    """The block is a unit: its own forward gathers the parameters, that of its submodules does not run."""
+    """The block is a unit: its own forward gathers the parameters, that of its submodules does not run.
+
+    So is what accelerate() gave a forward of ours, for the same reason.
+    """
     mesh = init_device_mesh(device.type, (WORLD,))
     for module in model:
         fully_shard(module, mesh=mesh)
@@ -61,6 +101,20 @@ def _sharded(model, device):
 
 
 WRAPPERS = {"ddp": _replicated, "fsdp2": _sharded}
+
+
+def _count_blocks_of_accelerate():
+    """A list that grows by one per block that a changed forward runs in one call, in this process."""
+    calls, run_block = [], chain.run_block
+
+    def counted(block, x, options):
+        y = run_block(block, x, options)
+        if y is not None:
+            calls.append(block)
+        return y
+
+    chain.run_block = counted
+    return calls
 
 
 def _worker(rank, kind, folder):
@@ -79,17 +133,21 @@ def _worker(rank, kind, folder):
 
     share = slice(rank * BATCH // WORLD, (rank + 1) * BATCH // WORLD)
     x, target = (tensor[share] for tensor in _data(device))
-    losses = {
-        name: _train(wrapper(_make_model(device), device), x, target, mean)
-        for name, wrapper in WRAPPERS.items()
-    }
+    calls = _count_blocks_of_accelerate()
+    losses = {}
+    for model, make in MODELS.items():
+        for name, wrapper in WRAPPERS.items():
+            calls.clear()
+            losses[model, name] = _train(wrapper(make(device), device), x, target, mean)
+            expected = 2 * STEPS if model == "accelerated" else 0
+            assert len(calls) == expected, f"{len(calls)} of {expected} blocks ran in one call under {name}"
     torch.save(losses, folder / f"losses_{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"])
 def losses(request, tmp_path_factory):
-    """Losses of one process, and of two under each wrapper, by name."""
+    """Losses by model and wrapper: of one process ("alone"), and of two under each."""
     kind = request.param
     if not dist.is_available() or not dist.is_backend_available(BACKENDS[kind]):
         pytest.skip(f"needs torch.distributed with {BACKENDS[kind]}")
@@ -102,13 +160,14 @@ def losses(request, tmp_path_factory):
     before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     device = torch.device(kind)
-    alone = _train(_make_model(device), *_data(device))
+    alone = {(model, "alone"): _train(MODELS[model](device), *_data(device)) for model in MODELS}
     torch.backends.cudnn.conv.fp32_precision = before
-    return {"alone": alone, **of_ranks[0]}
+    return alone | of_ranks[0]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_like_one_process(losses, wrapper):
-    alone = losses["alone"]
-    assert losses[wrapper] == pytest.approx(alone, rel=1e-4)
+@pytest.mark.parametrize("model", MODELS)
+def test_like_one_process(losses, model, wrapper):
+    alone = losses[model, "alone"]
+    assert losses[model, wrapper] == pytest.approx(alone, rel=1e-4)
     assert alone[-1] < 0.98 * alone[0]

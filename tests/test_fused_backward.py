@@ -131,6 +131,30 @@ def test_tiny_and_huge_gradients(hopper, scale, kind):
         assert relative_error(gradient.double() / factor, expected[name].double()) <= 1e-3, name
 
 
+@both_layouts
+@pytest.mark.parametrize("k", [128, 40, 136])
+def test_uneven_gradients(hopper, monkeypatch, k, layout):
+    """Samples and channels whose gradients are 2^20 apart: float32's accuracy still, over each tensor."""
+    block = make_block(3, 64, k, (6, 10, 9), 3, num_groups=8, device=hopper, dtype=torch.float32)
+    block = replace(block, precision="ieee")
+    block = block.channels_last() if layout == "NDHWC" else block
+    y = block.ours()
+    sizes = 2.0 ** torch.randint(-10, 11, (3, k, 1, 1, 1), device=hopper)
+    grad_y = torch.randn_like(y) * sizes
+    wide = block.to(torch.float64).requires_grad()
+    conv = wide.conv().detach()
+    # Gates that rounding decides would be most of the error.
+    grad_y = torch.where(conv.abs() < 1e-4 * conv.std(), 0.0, grad_y)
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    eager = block.requires_grad()
+    eager.eager().backward(grad_y)
+    wide.eager().backward(grad_y.double())
+    for name, gradient in gradients(block, grad_y).items():
+        right = getattr(wide, name).grad
+        error, eager_error = (relative_error(g, right) for g in (gradient, getattr(eager, name).grad))
+        assert error <= max(2 * eager_error, 2.0**-21), f"{name}: {error:.2e}, eager {eager_error:.2e}"
+
+
 @every_kind
 def test_nan_spreads_as_far_as_eagers(hopper, kind):
     """A NaN in grad_y reaches every gradient of its norm group, and no other sample's grad_x."""
@@ -198,10 +222,7 @@ def test_cuda_graph_of_a_training_step(hopper, kind):
 @every_kind
 @both_layouts
 def test_peak_memory(hopper, layout, kind):
-    """Forward and backward, gradients included: at most 0.7 of what eager needs.
-
-    At float32's accuracy, both halves of x and grad_c as the tensor cores take them lie beside grad_c.
-    """
+    """Forward and backward, gradients included: at most 0.7 of what eager needs."""
     dtype, precision = KINDS[kind]
     block = make_block(4, 64, 128, 32, 3, num_groups=8, device=hopper, dtype=dtype)
     block = replace(block, precision=precision)
@@ -220,7 +241,7 @@ def test_peak_memory(hopper, layout, kind):
 
     ours, eager = peak(block.ours), peak(block.eager)
     print(f"{kind} {layout}: {ours / 2**20:.0f} MiB, eager {eager / 2**20:.0f} MiB, {ours / eager:.2f}")
-    assert ours <= (0.95 if kind == "ieee" else 0.7) * eager
+    assert ours <= 0.7 * eager
 
 
 @every_kind

@@ -188,8 +188,11 @@ def test_autocast_under_vmap(device):
             )
         y.float().sin().sum().backward()
         assert leaf.grad.dtype == torch.float32
-        results.append((y, leaf.grad))
-    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-2)
+        results.append((y.float(), leaf.grad))
+    # On CUDA, one of the two may be computed without the casts, and is then more exact.
+    for together, apart in zip(*results, strict=True):
+        error = (together - apart).detach().norm() / apart.detach().norm()
+        assert float(error) < 4 * torch.finfo(torch.bfloat16).eps
 
 
 def test_functionalize(device):

@@ -197,18 +197,21 @@ const void* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
-Tensor run_call(const OpArguments& a, CallExtras& extras) {
-  const auto call = prepare_call(a);
-  print_plan_if_asked(call->problem, call->plan);
-  if (!call->device.is_cuda && !call->problem.tail.is_relu_group_norm()) {
+Tensor run_call(const OpArguments& arguments, CallExtras& extras) {
+  return run_prepared(*prepare_call(arguments), arguments, extras);
+}
+
+Tensor run_prepared(const PreparedCall& call, const OpArguments& a, CallExtras& extras) {
+  print_plan_if_asked(call.problem, call.plan);
+  if (!call.device.is_cuda && !call.problem.tail.is_relu_group_norm()) {
     throw UnsupportedViolation(
         concat("upconv3d: on the CPU this operator computes relu before a group norm; got ",
-               describe(call->problem.tail), ". Call torch.ops.upconv3d.conv_transpose3d_norm_act."));
+               describe(call.problem.tail), ". Call torch.ops.upconv3d.conv_transpose3d_norm_act."));
   }
   const auto run = [&] {
-    const auto empty = [&] { return empty_strided_like(a.input, call->y_sizes, call->y_strides); };
-    if (call->problem.n == 0) {
-      if (call->problem.tail.returns_conv) extras.conv = empty();
+    const auto empty = [&] { return empty_strided_like(a.input, call.y_sizes, call.y_strides); };
+    if (call.problem.n == 0) {
+      if (call.problem.tail.returns_conv) extras.conv = empty();
       return empty();
     }
     const BlockTensors tensors = {batched(a.input),
@@ -218,7 +221,7 @@ Tensor run_call(const OpArguments& a, CallExtras& extras) {
                                   contiguous_vector(a.norm_bias),
                                   contiguous_vector(a.slopes),
                                   a.skip ? std::optional(batched(*a.skip)) : std::nullopt};
-    return run_plan(*call, tensors, a.for_training, extras);
+    return run_plan(call, tensors, a.for_training, extras);
   };
   const Tensor y = run();
   if (a.input.dim() == 5) return y;

@@ -19,6 +19,9 @@ struct CallExtras {
 /// Runs the call; a plan that keeps something for a backward pass fills extras.saved.
 Tensor run_call(const OpArguments& arguments, CallExtras& extras);
 
+/// The same where prepare_call(arguments) is at hand: finding it again would cost host time.
+Tensor run_prepared(const PreparedCall& call, const OpArguments& arguments, CallExtras& extras);
+
 const void* data_or_null(const std::optional<Tensor>& tensor);
 
 }  // namespace upconv3d::bindings

@@ -64,7 +64,8 @@ void require_matching(const PreparedCall& call, const Tensor& grad_y, const Tens
                                describe_tensor(input).device, "; got ", describe_tensor(grad_y).device,
                                " and ", describe_tensor(saved).device, ". Move them there."));
   }
-  if (!call.plan.keeps_activation || saved.numel() != call.saved_bytes || saved.element_size() != 1) {
+  const bool lies_as_kept = saved.element_size() == 1 && saved.is_contiguous();
+  if (!call.plan.keeps_activation || saved.numel() != call.saved_bytes || !lies_as_kept) {
     throw RuleViolation(
         concat("upconv3d: what the forward kept must be of the same call; got ", saved.numel(),
                " bytes where this call keeps ", call.saved_bytes,
@@ -113,7 +114,7 @@ void run_stage(const cuda::BackwardCall& call, cuda::BackwardStage stage, cuda::
   cuda::run_backward_stage(call, stage, t, static_cast<cudaStream_t>(current_cuda_stream(index)));
 }
 
-/// grad_c [N,Z,P,Q,pitch], and where it is scaled, its exponent behind it.
+/// grad_c [N,Z,P,Q,pitch], and its exponent where it is scaled.
 struct GradC {
   std::optional<Tensor> memory;  // none where it takes the activation's place
   std::optional<DeviceScratch> unscale;
@@ -121,11 +122,11 @@ struct GradC {
   GradC(const cuda::BackwardCall& call, const Tensor& like, bool consume_saved, cuda::BackwardTensors& t) {
     const BackwardPlan& plan = call.plan;
     if (plan.grad_c_pitch == 0) return;
-    if (plan.scaled) {
+    if (plan.scaled || plan.split) {
       unscale.emplace(like, static_cast<std::int64_t>(sizeof(std::int32_t)));
       t.unscale = static_cast<std::int32_t*>(unscale->data());
     }
-    if (consume_saved) t.grad_c = cuda::overwritable_activation(call, t.saved);
+    if (consume_saved) t.grad_c = cuda::overwritable_activation(call, t);
     if (t.grad_c) return;
     const std::int64_t values = call.problem.n * call.problem.positions() * plan.grad_c_pitch;
     memory = plan.scaled ? empty_bytes_like(like, values * size_of(DType::kFloat16))

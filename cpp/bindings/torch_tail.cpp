@@ -53,9 +53,10 @@ std::tuple<Tensor, Tensor, Tensor> numbered_tail_for_training(
   const OpArguments arguments =
       tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, true);
   const Tensor nothing = empty_strided_like(input, {0}, {1});
-  if (prepare_call(arguments)->saved_bytes == 0) return {nothing, nothing, nothing};
+  const auto call = prepare_call(arguments);
+  if (call->saved_bytes == 0) return {nothing, nothing, nothing};
   CallExtras extras;
-  const Tensor y = run_call(arguments, extras);
+  const Tensor y = run_prepared(*call, arguments, extras);
   return {y, nothing, *extras.saved};
 }
 

@@ -41,6 +41,7 @@ BackwardPlan select_backward_plan(const Problem& p, const Device& device, const 
     return plan;
   }
   plan.scaled = p.dtype == DType::kFloat32 && p.precision != Precision::kIEEE;
+  plan.split = p.dtype == DType::kFloat32 && p.precision == Precision::kIEEE;
   plan.grad_c_pitch = grad_c_pitch(p);
   if (plan.grad_x)
     plan.stages.insert(plan.stages.end(), plan.grad_x->stages.begin(), plan.grad_x->stages.end());
@@ -51,6 +52,7 @@ BackwardPlan select_backward_plan(const Problem& p, const Device& device, const 
 std::string describe(const BackwardPlan& plan) {
   std::string text = concat("backward: grad_c in ", plan.library  ? "the input's dtype, for the library"
                                                     : plan.scaled ? "float16 with a power of two"
+                                                    : plan.split  ? "two float16 with a power of two"
                                                                   : "the input's dtype");
   if (plan.library) text += concat("\n  because of ", plan.reason);
   if (plan.grad_x) text += concat("\n  grad_x: ", describe(*plan.grad_x));

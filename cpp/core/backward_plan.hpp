@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// How the backward pass runs after a forward pass that kept relu(conv): the gradient at the convolution's
+/// How the backward pass runs after a forward pass that kept before(conv): the gradient at the convolution's
 /// output, grad_c, from group_norm_backward; grad_x and grad_w from it by our kernels, or by the library.
 #pragma once
 
@@ -30,6 +30,7 @@ struct BackwardPlan {
   std::optional<GradWPlan> grad_w;
   bool library = false;  // grad_c is for PyTorch's convolution_backward, in its own dtype
   bool scaled = false;   // grad_c is float16 with one power of two for all
+  bool split = false;    // the same in two float16 of each value: rows of grad_c are SplitRows
   std::int64_t grad_c_pitch =
       0;  // channels of a row of grad_c [N,Z,P,Q,pitch], zeros behind K; 0: not wanted
   std::vector<std::string> stages;  // kernels in launch order, by name

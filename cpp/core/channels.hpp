@@ -52,6 +52,23 @@ inline bool has_operand_channels(const Problem& problem) {
   return problem.groups == 1 ? problem.c % kSectorChannels == 0 : group_inputs(problem) % kBlockInputs == 0;
 }
 
+/// A row of float32 as two float16 of each channel, v = hi + lo, in the memory of the floats: of channels
+/// that are whole k-blocks, 64 hi and then 64 lo of each block, which thus lie where its floats lay; of
+/// others all hi, then all lo.
+struct SplitRow {
+  std::int64_t channels;  // a multiple of kChannelUnit
+  std::int64_t lo_step;   // elements from a channel's hi to its lo
+
+  explicit SplitRow(std::int64_t channels_)
+      : channels(channels_), lo_step(channels_ % kBlockInputs == 0 ? kBlockInputs : channels_) {}
+
+  std::int64_t elements() const { return 2 * channels; }
+  /// Elements from the first channel's hi to behind the last one's; of lo as many.
+  std::int64_t extent() const { return elements() - lo_step; }
+  /// Elements from the hi of a k-block to that of the next.
+  std::int64_t block_step() const { return lo_step == kBlockInputs ? 2 * kBlockInputs : kBlockInputs; }
+};
+
 /// Tiles of `block_channels` output channels: none reaches from one group into the next.
 inline std::int64_t channel_tiles(const Problem& problem, std::int64_t block_channels) {
   return problem.groups * ceil_div(group_outputs(problem), block_channels);

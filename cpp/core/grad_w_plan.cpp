@@ -195,7 +195,7 @@ std::string describe(const GradWPlan& plan) {
   return concat(plan.instance->name, ", rows ", plan.rows_are_x ? "x" : "grad_c", ", ", moved(true),
                 " taps move x, ", moved(false), " grad_c, ", plan.row_tiles, 'x', plan.column_tiles,
                 " tiles x ", plan.splits, " splits of ", plan.k_blocks, " k-blocks",
-                plan.pack_x ? ", x packed" : "", plan.pack_grad_c() ? ", grad_c packed" : "");
+                plan.pack_x ? ", x packed" : "", plan.split_grad_c() ? ", grad_c split" : "");
 }
 
 }  // namespace upconv3d

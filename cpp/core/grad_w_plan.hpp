@@ -76,8 +76,8 @@ struct GradWPlan {
   std::int64_t splits = 0;   // of the k-blocks, summed up in a second launch
   bool pack_x = false;       // x is copied into operand form first
   std::int64_t x_pitch = 0;  // channels of a row of x as the kernel reads it
-  // Of float32's accuracy: grad_c comes as float32 and is copied into operand form first.
-  bool pack_grad_c() const { return instance->products == 3; }
+  // Of float32's accuracy: rows of grad_c are SplitRows (core/channels.hpp).
+  bool split_grad_c() const { return instance->products == 3; }
   double estimated_cycles = 0;  // without packing
 
   std::int64_t tiles() const { return row_tiles * column_tiles; }

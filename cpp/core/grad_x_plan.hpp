@@ -24,24 +24,24 @@ namespace upconv3d {
 Problem grad_x_problem(const Problem& block);
 
 /// Channels of a row of grad_c [N,Z,P,Q,pitch], zeros behind K. In operand form whole sectors, see
-/// operand_channels; float32 that is packed later lies as relu(conv) does, so that it may take its place.
+/// operand_channels; a SplitRow of float32's accuracy has as many as before(conv), so that it may take its
+/// place.
 inline std::int64_t grad_c_pitch(const Problem& block) {
-  const bool packed_later = block.dtype == DType::kFloat32 && block.precision == Precision::kIEEE;
-  return packed_later ? padded_channels(block.k) : ceil_div(block.k, kSectorChannels) * kSectorChannels;
+  const bool split = block.dtype == DType::kFloat32 && block.precision == Precision::kIEEE;
+  return split ? padded_channels(block.k) : ceil_div(block.k, kSectorChannels) * kSectorChannels;
 }
 
 struct GradXPlan {
   Problem problem;          // grad_x_problem of the block
-  ConvInstance instance{};  // operand is the dtype of grad_c, which is scaled where that is not x's dtype,
-                            // unless pack_grad_c()
+  ConvInstance instance{};  // operand is the dtype of grad_c, which is scaled where that is not x's dtype
   std::int64_t grad_c_pitch = 0;  // see there
   Cut cut;
   bool in_place = false;               // the kernel stores grad_x itself, else rows that are then unpacked
   double estimated_multiply_ms = 0.0;  // of the convolution, without packing and unpacking
   std::vector<std::string> stages;     // kernels in launch order, by name
 
-  // Of float32's accuracy: grad_c comes as float32 and is copied into operand form first.
-  bool pack_grad_c() const { return instance.products == 3; }
+  // Of float32's accuracy: rows of grad_c are SplitRows.
+  bool split_grad_c() const { return instance.products == 3; }
 };
 
 /// Sets the cut and what follows from it: whether the kernel can store grad_x where it belongs, in rows of

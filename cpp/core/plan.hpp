@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// The decision as data: which algorithm, which compiled kernel, how much scratch memory, and why.
+///
+/// before(conv) and after() are those of the problem's tail (core/tail.hpp); of the mission's block,
+/// relu(conv) and nothing.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +19,9 @@
 namespace upconv3d {
 
 enum class Algorithm : std::uint8_t {
-  kSm90ImplicitGemm,  // our TMA + wgmma convolution with the ReLU + moments epilogue
-  kSm80ImplicitGemm,  // our cp.async + mma.sync convolution with the same, then our normalize kernels
-  kCudaLibrary,       // PyTorch's convolution, then our ReLU + moments and normalize kernels
+  kSm90ImplicitGemm,  // our TMA + wgmma convolution, whose epilogue applies before() and takes moments
+  kSm80ImplicitGemm,  // our cp.async + mma.sync convolution with ReLU + moments, then our normalize kernels
+  kCudaLibrary,       // PyTorch's convolution, then our moments and normalize kernels
   kCpuLibrary,        // PyTorch's convolution, then our fused ReLU + GroupNorm on the host
 };
 
@@ -32,10 +35,10 @@ struct ConvInstance {
   DType operand;        // what the tensor cores multiply: kBFloat16 or kFloat16
   int products;         // 1, or 3 for the hi/lo split that carries float32's accuracy
   DType output;         // dtype of y
-  int stored_bits;      // of a value of relu(conv) until it is normalized
+  int stored_bits;      // of a value of before(conv) until it is normalized
   int block_channels;   // output channels of a tile
   int block_positions;  // output positions of a tile
-  bool twice;           // conv_transpose_twice_sm90: relu(conv) is never stored
+  bool twice;           // conv_transpose_twice_sm90: before(conv) is never stored
   bool compiled;        // false in a build without CUDA, or without an arch it runs on
 };
 
@@ -87,19 +90,19 @@ struct Plan {
   std::string reason;                    // why this algorithm and not a quicker one
   std::optional<ConvInstance> instance;  // kSm90ImplicitGemm and kSm80ImplicitGemm only
   Layout conv_layout = Layout::kNCDHW;   // memory format in which the convolution runs and stores
-  DType activation = DType::kFloat32;    // dtype of relu(conv) between convolution and normalize
+  DType activation = DType::kFloat32;    // dtype of before(conv) between convolution and normalize
   bool pack_x = false;                   // x is copied into operand form first (layout, dtype, channels or
                                          // alignment)
-  bool activation_in_y = false;          // relu(conv) is stored in y's memory and normalized in place
+  bool activation_in_y = false;          // before(conv) is stored in y's memory, and normalized there
   bool normalizes = false;               // SM90: the convolution's kernel normalizes too
-  bool keeps_activation = false;         // SM90: relu(conv) and its moments are kept for the backward pass
+  bool keeps_activation = false;         // SM90: before(conv) and its moments are kept for the backward
   bool linear = false;                   // SM90: no normalization follows, and so no moments are taken
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
   int split_axes = 0;                    // axes along which our kernels cut borders off (border_slabs)
   bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)
   std::int64_t window_tiles = 0;         // SM90: position tiles of a window of the launch order, 0: none
   bool twice = false;                    // SM90: the convolution is computed for its moments, and once more
-  double estimated_stored_ms = 0.0;      // SM90: without packing, relu(conv) stored in between
+  double estimated_stored_ms = 0.0;      // SM90: without packing, before(conv) stored in between
   double estimated_twice_ms = 0.0;       // the same, computed twice; 0 where that cannot run
   std::int64_t tiles = 0;                // partial moments per sample and channel (SM90: and granule of them)
   std::string channels;                  // how channels are padded or grouped, "" where they lie as they are
@@ -116,11 +119,11 @@ Plan select_plan(const Problem& problem, const Device& device,
                  const std::vector<ConvInstance>& instances = conv_instances());
 
 /// The plan of a forward pass that a backward pass will follow: as select_plan's, but where that is the SM90
-/// plan, relu(conv) is stored beside y and kept.
+/// plan, before(conv) is stored beside y and kept.
 Plan select_training_plan(const Problem& problem, const Device& device,
                           const std::vector<ConvInstance>& instances = conv_instances());
 
-/// Whether relu(conv) is stored in 16 bits with a step per channel and partial moment, not as
+/// Whether before(conv) is stored in 16 bits with a step per channel and partial moment, not as
 /// plan.activation.
 inline bool stores_steps(const Plan& plan) {
   return plan.instance && plan.instance->stored_bits < 8 * size_of(plan.instance->output);

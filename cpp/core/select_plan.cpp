@@ -52,7 +52,8 @@ Plan cuda_library_plan(const Problem& p, const std::string& reason) {
     plan.stages.insert(plan.stages.end(),
                        {"activation_moments", "group_norm_finalize", "group_norm_normalize"});
   } else if (p.has_bias || p.tail.has_skip || p.tail.activation != Activation::kNone) {
-    plan.stages.push_back(name(p.tail.activation));
+    const bool only_adds = p.tail.activation == Activation::kNone;
+    plan.stages.push_back(only_adds ? "add" : name(p.tail.activation));
   }
   return plan;
 }
@@ -92,7 +93,7 @@ bool backward_can_count(const Problem& p, const Plan& plan) {
          saturating_product(p.n, plan.tiles) <= kEnd;
 }
 
-/// \param keeps_activation whether a backward pass will want relu(conv)
+/// \param keeps_activation whether a backward pass will want before(conv)
 Plan choose(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances,
             bool keeps_activation) {
   validate(problem);
@@ -110,7 +111,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
       if (keeps_activation && has_backward && backward_can_count(problem, plan)) {
         plan.keeps_activation = true;
         plan.activation_in_y = false;
-        if (forced == "twice") plan.reason += "; stored, because the backward reads relu(conv)";
+        if (forced == "twice") plan.reason += "; stored, because the backward reads what is stored";
       } else if (problem.tail.norm) {
         const std::string twice_obstacle = consider_twice(problem, device, instances, plan);
         if (forced == "twice") require_no_obstacle(problem, forced, twice_obstacle);

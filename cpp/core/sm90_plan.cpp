@@ -7,6 +7,7 @@
 
 #include "core/border_slabs.hpp"
 #include "core/channels.hpp"
+#include "core/im2col_limits.hpp"
 #include "core/index_math.hpp"
 #include "core/text.hpp"
 #include "core/twice_layout.hpp"
@@ -14,34 +15,12 @@
 namespace upconv3d {
 namespace {
 
-// TMA im2col in 3-D: signed 5-bit box corners, 5-bit filter offsets, and channel strides in units of 16
-// bytes.
-constexpr std::int64_t kIm2colMinCorner = -16;
-constexpr std::int64_t kIm2colMaxCorner = 15;
-constexpr std::int64_t kIm2colMaxOffset = 30;
-constexpr std::int64_t kIm2colMaxStride = 8;
-
-/// Whether TMA im2col can describe what the slabs read.
-bool within_im2col(const Problem& p, const std::vector<Slab>& slabs, bool share_taps = false) {
-  return std::all_of(slabs.begin(), slabs.end(), [&](const Slab& slab) {
-    const InputBox box = input_box(p, slab, share_taps && shares_x_loads(p, slab));
-    for (int axis = 0; axis < 3; ++axis) {
-      if (slab.stride[axis] > kIm2colMaxStride || box.lower[axis] < kIm2colMinCorner ||
-          box.upper[axis] < kIm2colMinCorner || box.upper[axis] > kIm2colMaxCorner ||
-          (slab.taps[axis] - 1) * slab.dilation[axis] > kIm2colMaxOffset) {
-        return false;
-      }
-    }
-    return true;
-  });
-}
-
 /// The variant family that a dtype runs on: what is multiplied, in how many products, and what is stored.
 struct Family {
   DType operand;
   int products;
   DType output;
-  int stored_bits;  // of relu(conv) until it is normalized
+  int stored_bits;  // of before(conv) until it is normalized
 };
 
 /// Whether the SM90 kernel normalizes what it stored. That takes y's rows to be whole 16-byte chunks.
@@ -49,7 +28,7 @@ bool normalizes_in_place(const Problem& p) {
   return p.y_layout == Layout::kNDHWC && p.k % kChannelUnit == 0;
 }
 
-/// Whether the SM90 kernel, or the pass after it, is to leave relu(conv), or conv, in the dtype of y.
+/// Whether the SM90 kernel, or the pass after it, is to leave before(conv) in the dtype of y.
 bool wants_whole_values(const Problem& p) {
   return p.operation == Operation::kConv || !p.tail.norm || p.tail.returns_conv;
 }
@@ -293,7 +272,7 @@ std::optional<ConvInstance> cheapest_instance(const Problem& p, const Device& de
 }
 
 /// How the SM90 plan pads channels and keeps convolution groups apart, "" where nothing of the kind is done.
-std::string channels_text(const Problem& p) {
+std::string channels_text(const Problem& p, bool stored_in_place) {
   std::string text;
   const auto add = [&text](const std::string& part) { text += (text.empty() ? "" : "; ") + part; };
   const std::int64_t inputs = group_inputs(p), padded = operand_channels(p);
@@ -305,7 +284,7 @@ std::string channels_text(const Problem& p) {
     add(concat(p.groups == 1 ? "input" : "each group's input", " channels padded from ", inputs, " to ",
                padded));
   }
-  if (padded_channels(p.k) != p.k) {
+  if (!stored_in_place && padded_channels(p.k) != p.k) {
     add(concat("output channels stored beside y, padded from ", p.k, " to ", padded_channels(p.k)));
   }
   return text;
@@ -329,8 +308,8 @@ double estimated_multiply_ms(const Problem& p, const ConvInstance& instance, con
 
 namespace {
 
-/// Estimated time of a stored plan: x is read and relu(conv) written beside the multiplication; then
-/// relu(conv) is read and y written.
+/// Estimated time of a stored plan: x is read and before(conv) written beside the multiplication;
+/// then, where there is a normalization, before(conv) is read and y written.
 double estimated_stored_ms(const Problem& p, const ConvInstance& instance, const Cut& cut, int sm_count) {
   const double multiply = estimated_multiply_ms(p, instance, cut, sm_count);
   const double positions = static_cast<double>(p.positions());
@@ -469,20 +448,20 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   // Functions with exponentials are too much for the few warps that normalize beside the multiplication.
   plan.normalizes = p.tail.norm && normalizes_in_place(p) && is_piecewise_linear(p.tail.after());
   plan.activation_in_y = plan.normalizes && !p.tail.returns_conv;
-  plan.channels = channels_text(p);
   plan.tile_positions = moment_positions(instance);
   Cut cut = cheapest_cut(p, instance, device.sm_count);
   if (plan.linear) {
     const std::optional<Cut> in_place = cheapest_cut_in_place(p, cut);
     plan.activation_in_y = in_place.has_value();
+    if (in_place) plan.conv_layout = p.y_layout;
     cut = in_place.value_or(cut);
   }
+  plan.channels = channels_text(p, plan.activation_in_y);
   plan.split_axes = cut.split_axes;
   plan.share_taps = cut.share_taps;
   const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
-  if (cut.split_axes == 0 && p.stride != Extent3{1, 1, 1}) {
-    plan.window_tiles = window_tiles(p, slabs, instance);
-  }
+  const bool has_phases = p.stride != Extent3{1, 1, 1};
+  if (cut.split_axes == 0 && has_phases) plan.window_tiles = window_tiles(p, slabs, instance);
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
   plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
   if (p.dtype == DType::kFloat32) {

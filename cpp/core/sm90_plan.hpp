@@ -49,10 +49,11 @@ double estimated_multiply_ms(const Problem& problem, const ConvInstance& instanc
 /// to be quicker by far, as where samples of a few positions leave most of every tile empty.
 std::string sm90_disadvantage(const Problem& problem, const Plan& plan);
 
-/// The plan that runs `instance`, where there is no obstacle: relu(conv) is stored, then normalized.
+/// The plan that runs `instance`, where there is no obstacle: before(conv) is stored, then
+/// normalized where that is due.
 Plan sm90_plan(const Problem& problem, const Device& device, const ConvInstance& instance);
 
-/// Why the convolution cannot be computed twice, or "". In that case `plan`, which stores relu(conv), gets
+/// Why the convolution cannot be computed twice, or "". In that case `plan`, which stores before(conv), gets
 /// the estimate, and becomes one that computes twice where that is quicker or device.forced_plan asks for it.
 std::string consider_twice(const Problem& problem, const Device& device,
                            const std::vector<ConvInstance>& instances, Plan& plan);

@@ -37,10 +37,12 @@ GroupNormBackwardParams group_norm_params(const BackwardCall& call, const Backwa
   params.gamma = tensors.gamma;
   params.beta = tensors.beta;
   params.before = problem.tail.before();
-  params.after = {problem.tail.after(), static_cast<float>(problem.tail.parameter), tensors.slopes,
+  params.after = {problem.tail.after(), problem.tail.parameter, tensors.slopes,
                   problem.tail.slopes > 1 ? 1 : 0};
   params.signed_steps = params.steps != nullptr && params.before == Activation::kNone;
-  params.operand = call.plan.scaled ? GradOperand::kScaledFloat16 : GradOperand::kOwn;
+  params.operand = call.plan.scaled  ? GradOperand::kScaledFloat16
+                   : call.plan.split ? GradOperand::kSplitFloat16
+                                     : GradOperand::kOwn;
   params.grad_c = tensors.grad_c;
   params.grad_c_pitch = call.plan.grad_c_pitch;
   params.unscale = tensors.unscale;
@@ -85,14 +87,10 @@ void run_input(const BackwardCall& call, const BackwardTensors& tensors, cudaStr
 
 }  // namespace
 
-void* overwritable_activation(const BackwardCall& call, void* saved) {
-  const Problem& problem = call.problem;
-  const std::int64_t bits = 8 * size_of(call.plan.scaled ? DType::kFloat16 : problem.dtype);
-  const bool same_rows =
-      call.forward.instance->stored_bits == bits && call.plan.grad_c_pitch == padded_channels(problem.k);
-  if (!same_rows) return nullptr;
-  Carver carver(saved);
-  return ActivationMemory(problem, call.forward, carver).a;
+void* overwritable_activation(const BackwardCall& call, const BackwardTensors& tensors) {
+  if (!may_overwrite_activation(group_norm_params(call, tensors))) return nullptr;
+  Carver carver(tensors.saved);
+  return ActivationMemory(call.problem, call.forward, carver).a;
 }
 
 std::int64_t backward_workspace_bytes(const BackwardCall& call, BackwardStage stage,
@@ -101,7 +99,7 @@ std::int64_t backward_workspace_bytes(const BackwardCall& call, BackwardStage st
     case BackwardStage::kGroupNorm:
       return group_norm_backward_scratch_bytes(group_norm_params(call, tensors));
     case BackwardStage::kGradW:
-      return grad_w_workspace_bytes(call.problem, *call.plan.grad_w, call.plan.grad_c_pitch);
+      return grad_w_workspace_bytes(call.problem, *call.plan.grad_w);
     case BackwardStage::kGradX:
       return grad_x_workspace_bytes(*call.plan.grad_x);
   }

@@ -34,16 +34,16 @@ struct BackwardTensors {
   void* grad_beta = nullptr;    // [K] dtype
   void* grad_slopes = nullptr;  // [tail.slopes] dtype
   // Gradient at the convolution's output, between the stages, 16-byte aligned: [N,Z,P,Q,plan.grad_c_pitch],
-  // dtype or float16 (plan.scaled). May be overwritable_activation.
+  // dtype or float16 (plan.scaled) or SplitRows (plan.split). May be overwritable_activation.
   void* grad_c = nullptr;
-  std::int32_t* unscale = nullptr;  // [1] with plan.scaled: grad_c is to be multiplied by 2^unscale
+  std::int32_t* unscale = nullptr;  // [1] with plan.scaled or split: grad_c is to be multiplied by 2^unscale
   void* workspace = nullptr;        // of the stage that runs, 256-byte aligned
 };
 
 /// In launch order; the last two where the plan has them.
 enum class BackwardStage : std::uint8_t { kGroupNorm, kGradW, kGradX };
 
-/// What a stage is to run: a forward plan that kept relu(conv), and the backward plan.
+/// What a stage is to run: a forward plan that kept before(conv), and the backward plan.
 struct BackwardCall {
   const Problem& problem;
   const Plan& forward;
@@ -51,8 +51,8 @@ struct BackwardCall {
   const Device& device;
 };
 
-/// Where relu(conv) lies in `saved` if grad_c may take its place, element by element; else null.
-void* overwritable_activation(const BackwardCall& call, void* saved);
+/// Where before(conv) lies in tensors.saved if grad_c may take its place; else null. Reads grad_y_layout too.
+void* overwritable_activation(const BackwardCall& call, const BackwardTensors& tensors);
 
 /// Scratch memory of a stage; pointers of `tensors` tell which gradients are wanted.
 std::int64_t backward_workspace_bytes(const BackwardCall& call, BackwardStage stage,

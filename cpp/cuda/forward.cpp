@@ -82,7 +82,7 @@ struct LibraryWorkspace {
 
 /// One of the tail's activations as kernels take it.
 ActivationParams activation_params(const Tail& tail, Activation kind, const ForwardTensors& tensors) {
-  return {kind, static_cast<float>(tail.parameter), tensors.slopes, tail.slopes > 1 ? 1 : 0};
+  return {kind, tail.parameter, tensors.slopes, tail.slopes > 1 ? 1 : 0};
 }
 
 /// Normalization as a pass over a, or, without one, the activation: y_layout to y_layout in y itself.

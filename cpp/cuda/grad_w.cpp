@@ -14,57 +14,44 @@
 namespace upconv3d::cuda {
 namespace {
 
-/// An operand in packed form: hi, lo and what it was scaled by.
-struct PackedOperand {
-  void* hi;      // [N,positions,operand_channels] operand
+/// x in packed form: hi, lo and what it was scaled by.
+struct PackedInput {
+  void* hi;      // [N,D,H,W,operand_channels] operand
   void* lo;      // the same, three products only
   void* scales;  // operand_scales_bytes
 
-  PackedOperand(const Problem& packed, const GradWInstance& instance, bool needed, Carver& carver) {
-    const std::int64_t row_bytes = operand_channels(packed) * size_of(instance.operand);
-    const std::int64_t bytes = needed ? packed.n * volume(packed.in) * row_bytes : 0;
+  PackedInput(const Problem& problem, const GradWPlan& plan, Carver& carver) {
+    const std::int64_t row_bytes = operand_channels(problem) * size_of(plan.instance->operand);
+    const std::int64_t bytes = plan.pack_x ? problem.n * volume(problem.in) * row_bytes : 0;
     hi = carver.take(bytes);
-    lo = carver.take(instance.products == 3 ? bytes : 0);
-    scales = carver.take(needed ? operand_scales_bytes(packed) : 0);
+    lo = carver.take(plan.instance->products == 3 ? bytes : 0);
+    scales = carver.take(plan.pack_x ? operand_scales_bytes(problem) : 0);
   }
 
-  /// Packs `from`, the input of `packed`, with one exponent per channel for all samples. Returns those, [C]
-  /// int32, or null for 16-bit dtypes.
-  const std::int32_t* pack(const Problem& packed, const GradWInstance& instance, const void* from,
+  /// Packs x with one exponent per channel for all samples. Returns those, [C] int32, or null for 16-bit
+  /// dtypes.
+  const std::int32_t* pack(const Problem& problem, const GradWInstance& instance, const void* x,
                            cudaStream_t stream) const {
     PackParams params;
-    params.problem = packed;
+    params.problem = problem;
     params.operand = instance.operand;
     params.products = instance.products;
-    params.x = from;
+    params.x = x;
     params.x_hi = hi;
     params.x_lo = lo;
     params.shared_samples = true;
-    if (scales) params.scales = carve_operand_scales(packed, scales);
+    if (scales) params.scales = carve_operand_scales(problem, scales);
     launch_pack_x(params, stream);
     return params.scales.channel;
   }
 };
 
-/// grad_c [N,Z,P,Q,pitch] as the input of a problem, for packing.
-Problem grad_c_as_input(const Problem& problem, std::int64_t pitch) {
-  Problem packed = problem;
-  packed.in = problem.out();
-  packed.c = pitch;
-  packed.x_layout = Layout::kNDHWC;
-  return packed;
-}
-
 /// The workspace's parts.
 struct Scratch {
-  Problem grad_c_problem;
-  PackedOperand x, grad_c;
+  PackedInput x;
   float* partial;  // [plan.partial_floats()]
 
-  Scratch(const Problem& problem, const GradWPlan& plan, std::int64_t grad_c_pitch, Carver& carver)
-      : grad_c_problem(grad_c_as_input(problem, grad_c_pitch)),
-        x(problem, *plan.instance, plan.pack_x, carver),
-        grad_c(grad_c_problem, *plan.instance, plan.pack_grad_c(), carver) {
+  Scratch(const Problem& problem, const GradWPlan& plan, Carver& carver) : x(problem, plan, carver) {
     partial =
         static_cast<float*>(carver.take(plan.partial_floats() * static_cast<std::int64_t>(sizeof(float))));
   }
@@ -76,10 +63,9 @@ void require(bool kept, const std::string& rule, const Problem& problem) {
 
 }  // namespace
 
-std::int64_t grad_w_workspace_bytes(const Problem& problem, const GradWPlan& plan,
-                                    std::int64_t grad_c_pitch) {
+std::int64_t grad_w_workspace_bytes(const Problem& problem, const GradWPlan& plan) {
   Carver carver(nullptr);
-  const Scratch counted(problem, plan, grad_c_pitch, carver);
+  const Scratch counted(problem, plan, carver);
   return carver.used();
 }
 
@@ -92,7 +78,7 @@ void run_grad_w(const Problem& problem, const GradWPlan& plan, const Device& dev
           problem);
   try {
     Carver carver(tensors.workspace);
-    const Scratch scratch(problem, plan, tensors.grad_c_pitch, carver);
+    const Scratch scratch(problem, plan, carver);
     GradWParams params;
     GradWReduceParams reduce;
     params.problem = problem;
@@ -105,11 +91,9 @@ void run_grad_w(const Problem& problem, const GradWPlan& plan, const Device& dev
     }
     params.grad_c = tensors.grad_c;
     params.grad_c_pitch = tensors.grad_c_pitch;
-    if (plan.pack_grad_c()) {
-      reduce.scale_k = scratch.grad_c.pack(scratch.grad_c_problem, *plan.instance, tensors.grad_c, stream);
-      params.grad_c = scratch.grad_c.hi;
-      params.grad_c_lo = scratch.grad_c.lo;
-      params.grad_c_pitch = operand_channels(scratch.grad_c_problem);
+    if (plan.split_grad_c()) {
+      params.grad_c_lo = static_cast<const char*>(tensors.grad_c) +
+                         SplitRow(tensors.grad_c_pitch).lo_step * size_of(plan.instance->operand);
     }
     params.partial = scratch.partial;
     params.sm_count = device.sm_count;

@@ -14,22 +14,12 @@
 namespace upconv3d::cuda {
 namespace {
 
-/// The plain convolution as packing sees it: where grad_c is packed, its input channels are those of a row,
-/// zeros behind K included. operand_channels is the same.
-Problem packed_problem(const GradXPlan& plan) {
-  Problem packed = plan.problem;
-  if (plan.pack_grad_c()) packed.c = plan.grad_c_pitch;
-  return packed;
-}
-
 /// Scratch memory of a call; letters as in the block.
 struct GradXWorkspace {
-  void* grad_c_hi;       // [N,Z,P,Q,operand_channels] operand, where grad_c is packed
-  void* grad_c_lo;       // the same
-  void* w;               // [T*R*S,C,operand_channels] operand
-  void* w_lo;            // the same, where grad_c is packed
-  OperandScales scales;  // float32 only; unscale_column alone where grad_c is not packed
-  void* counters;        // [counter_count] int32
+  void* w;                       // [T*R*S,C,operand_channels] operand
+  void* w_lo;                    // the same, three products only
+  std::int32_t* unscale_column;  // [C], float32 only
+  void* counters;                // [counter_count] int32
   std::int64_t counter_bytes;
   void* rows;  // [N,D,H,W,padded_channels(C)] dtype, where grad_x is not stored in place
   std::int64_t bytes;
@@ -37,21 +27,11 @@ struct GradXWorkspace {
   GradXWorkspace(const GradXPlan& plan, void* base) {
     const Problem& p = plan.problem;
     Carver carver(base);
-    const bool packs = plan.pack_grad_c();
     const std::int64_t row_bytes = operand_channels(p) * size_of(plan.instance.operand);
-    const std::int64_t grad_c_bytes = packs ? p.n * volume(p.in) * row_bytes : 0;
     const std::int64_t w_bytes = volume(p.kernel) * p.k * row_bytes;
-    grad_c_hi = carver.take(grad_c_bytes);
-    grad_c_lo = carver.take(grad_c_bytes);
     w = carver.take(w_bytes);
-    w_lo = carver.take(packs ? w_bytes : 0);
-    if (packs) {
-      const Problem packed = packed_problem(plan);
-      void* const memory = carver.take(operand_scales_bytes(packed));
-      if (base) scales = carve_operand_scales(packed, memory);
-    } else if (p.dtype == DType::kFloat32) {
-      scales.unscale_column = carver.take<std::int32_t>(p.k);
-    }
+    w_lo = carver.take(plan.split_grad_c() ? w_bytes : 0);
+    unscale_column = carver.take<std::int32_t>(p.dtype == DType::kFloat32 ? p.k : 0);
     counter_bytes = counter_count(p) * static_cast<std::int64_t>(sizeof(std::int32_t));
     counters = carver.take(counter_bytes);
     rows = carver.take(plan.in_place ? 0 : p.n * p.positions() * padded_channels(p.k) * size_of(p.dtype));
@@ -59,11 +39,11 @@ struct GradXWorkspace {
   }
 };
 
-/// w [C,K,T,R,S] as the plain convolution takes it: from K to C channels; with grad_c where it is packed too.
+/// w [C,K,T,R,S] as the plain convolution takes it: from K to C channels.
 void pack(const GradXPlan& plan, const GradXTensors& tensors, const GradXWorkspace& workspace,
           cudaStream_t stream) {
   PackParams params;
-  params.problem = packed_problem(plan);
+  params.problem = plan.problem;
   params.operand = plan.instance.operand;
   params.products = plan.instance.products;
   params.w = tensors.w;
@@ -71,15 +51,10 @@ void pack(const GradXPlan& plan, const GradXTensors& tensors, const GradXWorkspa
   std::swap(params.w_strides[0], params.w_strides[1]);
   params.w_hi = workspace.w;
   params.w_lo = workspace.w_lo;
-  params.scales = workspace.scales;
+  params.scales.unscale_column = workspace.unscale_column;
   params.zero = workspace.counters;
   params.zero_bytes = workspace.counter_bytes;
-  if (!plan.pack_grad_c()) return launch_pack_w(params, stream);
-  params.x = tensors.grad_c;
-  params.x_hi = workspace.grad_c_hi;
-  params.x_lo = workspace.grad_c_lo;
-  params.w_channels = plan.problem.c;
-  launch_pack(params, stream);
+  launch_pack_w(params, stream);
 }
 
 void convolve(const GradXPlan& plan, const Device& device, const GradXTensors& tensors,
@@ -87,20 +62,18 @@ void convolve(const GradXPlan& plan, const Device& device, const GradXTensors& t
   ConvTransposeParams conv;
   conv.problem = plan.problem;
   conv.linear = true;
-  if (plan.pack_grad_c()) {
-    conv.x_hi = workspace.grad_c_hi;
-    conv.x_lo = workspace.grad_c_lo;
-    conv.x_packed = true;
-    conv.w_lo = workspace.w_lo;
-    conv.unscale_sample = workspace.scales.unscale_sample;
-  } else {
-    conv.x_hi = tensors.grad_c;
-    conv.x_pitch = plan.grad_c_pitch;
-    conv.unscale_sample = tensors.unscale;
-    conv.one_unscale_sample = true;
+  conv.x_hi = tensors.grad_c;
+  conv.x_pitch = plan.grad_c_pitch;
+  if (plan.split_grad_c()) {
+    conv.x_split = true;
+    conv.x_lo = static_cast<const char*>(tensors.grad_c) +
+                SplitRow(plan.grad_c_pitch).lo_step * size_of(plan.instance.operand);
   }
+  conv.unscale_sample = tensors.unscale;
+  conv.one_unscale_sample = true;
   conv.w_hi = workspace.w;
-  conv.unscale_column = workspace.scales.unscale_column;
+  conv.w_lo = workspace.w_lo;
+  conv.unscale_column = workspace.unscale_column;
   conv.a = plan.in_place ? tensors.grad_x : workspace.rows;
   conv.counters = static_cast<std::int32_t*>(workspace.counters);
   conv.channels_first = plan.in_place && plan.problem.y_layout == Layout::kNCDHW;

@@ -6,10 +6,11 @@ from ._extension import load_extension, require_torch
 require_torch()
 _C = load_extension()
 
-from . import _autograd, _fake, _numbered, _tail_op, _transforms  # noqa: E402  (they register with the operator that _C has just defined)
+from . import _autocast, _autograd, _fake, _numbered, _tail_op, _transforms  # noqa: E402  (they register with the operator that _C has just defined)
 from .accelerate import Finding, Report, accelerate  # noqa: E402
 from .explain import Plan, build_config, explain, explain_norm_act  # noqa: E402
 from .functional import conv_transpose3d_relu_group_norm  # noqa: E402
+from .inductor import InductorPass, inductor_pass  # noqa: E402
 from .module import ConvTranspose3dReLUGroupNorm  # noqa: E402
 from .norm_act import conv_transpose3d_norm_act  # noqa: E402
 from .norm_act_module import ConvTranspose3dNormAct  # noqa: E402
@@ -20,6 +21,7 @@ __all__ = [
     "ConvTranspose3dNormAct",
     "ConvTranspose3dReLUGroupNorm",
     "Finding",
+    "InductorPass",
     "Plan",
     "Report",
     "__version__",
@@ -29,9 +31,11 @@ __all__ = [
     "conv_transpose3d_relu_group_norm",
     "explain",
     "explain_norm_act",
+    "inductor_pass",
 ]
 
 _autograd.register()
+_autocast.register()
 _fake.register()
 _numbered.register()
 _tail_op.register()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backward of the block, and the block under autocast.
+"""Backward of the block.
 
     grad_a      = native_group_norm_backward(grad_y, a, mean, rstd, gamma),      a = relu(c)
     grad_c      = grad_a where a > 0
@@ -393,67 +393,8 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
 record_block: Callable[..., Tensor] = super(torch.autograd.Function, ConvTranspose3dReLUGroupNorm).apply
 
 
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
-
-
-def autocast_dtype(input: Tensor) -> torch.dtype | None:
-    """What the block's tensors are cast to; None where autocast is off for the device, or for the dtype."""
-    device_type = input.device.type
-    if device_type not in ("cpu", "cuda") or input.dtype is torch.float64:
-        return None
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
-def under_autocast(run: Callable[..., Tensor], tensors: Sequence[Tensor | None], *numbers: Any) -> Tensor:
-    """run(*tensors, *numbers) as autocast runs the block: autograd records the casts around it too."""
-    input: Any = tensors[0]
-    low = autocast_dtype(input)
-    if low is not None:
-        tensors = [tensor if tensor is None else tensor.to(low) for tensor in tensors]
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-        y = run(*tensors, *numbers)
-    return y.float() if low is not None and y.is_cuda else y
-
-
-def _autocast_kernel(device_type: str) -> Callable[..., Tensor]:
-    key = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}[device_type]
-    autocast = torch._C.DispatchKeySet(key)
-
-    def kernel(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        output_padding: Sequence[int],
-        groups: int,
-        dilation: Sequence[int],
-        num_groups: int,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        eps: float,
-        precision: str,
-    ) -> Tensor:
-        """As autocast runs the three calls: conv_transpose3d in 16 bit; group_norm gives float32 on CUDA."""
-        numbers = (stride, padding, output_padding, groups, dilation, num_groups)
-        tensors: Sequence[Tensor | None] = (input, weight, bias, norm_weight, norm_bias)
-        op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
-        with torch._C._ExcludeDispatchKeyGuard(autocast):
-            casts = input.dtype != torch.float64 and input.device.type == device_type
-            if casts:
-                low = torch.get_autocast_dtype(device_type)
-                tensors = [t if t is None else t.to(low) for t in tensors]
-            x, w, b, gamma, beta = tensors
-            y: Tensor = op(x, w, b, *numbers, gamma, beta, eps, precision)
-            return y.float() if casts and device_type == "cuda" else y
-
-    return kernel
-
-
 def register() -> None:
-    """Defines the backward operator and ties it, and autocast, to the forward; the package calls it once."""
+    """Defines the backward operator and ties it to the forward; the package calls it once."""
     _library.define(  # type: ignore[no-untyped-call]
         "conv_transpose3d_relu_group_norm_backward(Tensor grad_y, Tensor input, Tensor weight, Tensor? bias, "
         "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation, "
@@ -464,10 +405,6 @@ def register() -> None:
     for key in ("CPU", "CUDA"):
         _library.impl(  # type: ignore[no-untyped-call]
             "conv_transpose3d_relu_group_norm_backward", _backward_kernel, key
-        )
-    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        _library.impl(  # type: ignore[no-untyped-call]
-            "conv_transpose3d_relu_group_norm", _autocast_kernel(device_type), key
         )
     torch.library.register_autograd(
         "upconv3d::conv_transpose3d_relu_group_norm", _backward, setup_context=_setup_context

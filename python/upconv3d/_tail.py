@@ -284,6 +284,11 @@ def tail_backward(
     return in_sizes_of(t, gradients, mask)
 
 
+def _dense_as(gradient: Tensor, tensor: Tensor) -> bool:
+    dense = gradient.is_contiguous() or gradient.is_contiguous(memory_format=torch.channels_last_3d)
+    return dense and gradient.stride() == tensor.stride()
+
+
 def in_sizes_of(t: Tensors, gradients: Sequence[Any], mask: Sequence[bool]) -> list[Tensor | None]:
     """Gradients in the sizes, dtype and, of input, weight and skip, memory format of what they belong to."""
     result: list[Tensor | None] = []
@@ -291,11 +296,13 @@ def in_sizes_of(t: Tensors, gradients: Sequence[Any], mask: Sequence[bool]) -> l
         if not wanted or tensor is None or gradient is None:
             result.append(None)
             continue
-        like = batched(tensor)
-        gradient = gradient.to(tensor.dtype)
-        if like.dim() == 5:
-            gradient = gradient.contiguous(memory_format=memory_format_of(like))
-        result.append(gradient if gradient.shape == tensor.shape else gradient.reshape(tensor.shape))
+        if gradient.dtype is not tensor.dtype:
+            gradient = gradient.to(tensor.dtype)
+        same = gradient.shape == tensor.shape
+        # Strides first: what else a memory format asks for is questions in Python, for 3 us.
+        if gradient.dim() == 5 and not (same and _dense_as(gradient, tensor)):
+            gradient = gradient.contiguous(memory_format=memory_format_of(batched(tensor)))
+        result.append(gradient if same else gradient.reshape(tensor.shape))
     return result
 
 

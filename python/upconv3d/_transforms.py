@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 
-from ._autograd import _backward, _setup_context, under_autocast
+from ._autocast import under_autocast
+from ._autograd import _backward, _setup_context
 
 _MASK = 13  # the backward operator's output_mask among its arguments; `saved` follows, or not
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """accelerate(model): its blocks in one call each, in place, and back."""
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._accelerated.chain import Block, Options, call_of, find_block
+from ._accelerated.chain import Block, Options, admits, call_of, find_block, takes
 from ._accelerated.proof import UnprovableError
 from ._accelerated.swap import (
     Accelerated,
@@ -64,7 +65,8 @@ class Report:
     """What accelerate() did to a model: one Finding per ConvTranspose3d; print() it."""
 
     findings: tuple[Finding, ...]
-    _swapped: list[nn.Module] = field(default_factory=list, repr=False)
+    # Weak: a report that is kept keeps no model's memory.
+    _swapped: list["weakref.ref[nn.Module]"] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def replaced(self) -> tuple[Finding, ...]:
@@ -72,9 +74,15 @@ class Report:
 
     def restore(self) -> None:
         """Gives every changed module its class back. Copies of the model stay as they are."""
-        for module in self._swapped:
-            unswap(module)
+        for reference in self._swapped:
+            module = reference()
+            if module is not None:
+                unswap(module)
         self._swapped.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Of copies and pickles, which are of findings alone: what was changed is not theirs to restore.
+        return {"findings": self.findings, "_swapped": []}
 
     def __str__(self) -> str:
         head = f"upconv3d.accelerate: {len(self.replaced)} of {len(self.findings)} ConvTranspose3d replaced"
@@ -173,7 +181,7 @@ class _Planner:
                 self.reasons[id(module.get_submodule(path))] = why
             for chain in traced.found.values():
                 self._take(id(chain[0]), _Place(module, name, blocks_of(chain)), AcceleratedForward)
-                self.traces[id(module)] = traced
+                self.traces[id(module)] = traced.traced
 
     def bare(self) -> None:
         for key, (name, conv) in self.convs.items():
@@ -193,6 +201,8 @@ def _plan(block: Block | str, meta: Tensor | None, options: Options) -> str | No
         return None
     device = block.conv.weight.device
     x = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=device)
+    if not takes(x) or not admits(block, x):
+        return None
     positional, named = call_of(block, x, options)
     return explain_norm_act(*positional, **named).algorithm
 
@@ -222,10 +232,10 @@ def _sample_inputs(model: nn.Module, planner: _Planner, sample: Any) -> dict[int
     handles = []
     for key, (_, conv) in planner.convs.items():
 
-        def keep(module: nn.Module, args: tuple[Any, ...], key: int = key) -> None:
-            inputs[key] = args[0].to("meta")
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: int = key) -> None:
+            inputs[key] = (args[0] if args else kwargs["input"]).to("meta")
 
-        handles.append(conv.register_forward_pre_hook(keep))
+        handles.append(conv.register_forward_pre_hook(keep, with_kwargs=True))
     try:
         with torch.no_grad():
             model(*sample)
@@ -275,9 +285,10 @@ def accelerate(
     if bare:
         planner.bare()
     options = Options(precision)
+    findings = tuple(_finding(planner, key, sizes, options) for key in planner.convs)
+    # From here on nothing raises: a model is changed as a whole, or not at all.
     for module, mixin in planner.swaps.values():
         swap(module, mixin, options)
         if id(module) in planner.traces:
             module.__dict__[_TRACED] = planner.traces[id(module)]
-    findings = tuple(_finding(planner, key, sizes, options) for key in planner.convs)
-    return Report(findings, [module for module, _ in planner.swaps.values()])
+    return Report(findings, [weakref.ref(module) for module, _ in planner.swaps.values()])

@@ -23,11 +23,11 @@ class Plan:
         kernel: name of the compiled variant, None for the library plans.
         tile: output channels and output positions of one tile of that kernel.
         conv_layout: memory order in which the convolution runs and stores.
-        activation: dtype of relu(conv) between convolution and normalize. Under "tf32" it is stored in
-            16 bits with a step, as the plan's text says.
+        activation: dtype of what is normalized, relu(conv) or conv, between convolution and normalize. Under
+            "tf32" it is stored in 16 bits with a step, as the plan's text says.
         pack_x: whether input is copied into operand form first.
-        activation_in_y: whether relu(conv) is stored in the result's memory and normalized in place.
-        keeps_activation: whether relu(conv) and its moments are kept for the backward pass.
+        activation_in_y: whether that is stored in the result's memory and normalized in place.
+        keeps_activation: whether that and its moments are kept for the backward pass.
         split_axes: axes, depth first, along which the kernel treats borders apart, to skip taps that would
             read only padding.
         share_taps: whether one load of input serves all taps along the height, with borders cut off along the

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
-from ._autograd import record_block, under_autocast
+from ._autocast import block_under_autocast
+from ._autograd import record_block
 from ._numbered import numbered_block, settings_number
 from ._transforms import differentiated, transformed_block
 
@@ -254,7 +255,8 @@ def conv_transpose3d_relu_group_norm(
         NotImplementedError: input's dtype is another one, or forward-mode AD is asked for.
 
     Under autocast all tensors are cast to its dtype, as for conv_transpose3d alone; the result is float32 on
-    CUDA and of that dtype on the CPU, as it is from the three calls.
+    CUDA and of that dtype on the CPU, as it is from the three calls. On an SM90 GPU a small block of float32
+    parameters is computed as under precision="tf32" instead, which is more exact and saves the casts.
 
     Source: GroupNorm, Wu & He, arXiv:1803.08494.
     """
@@ -303,10 +305,10 @@ def conv_transpose3d_relu_group_norm(
         numbers = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
         # Who watches operators is to see the one that he knows.
         watched = tracing or _profiling() or _dispatch_modes() > 0
+        if _autocast_enabled():
+            return block_under_autocast(tensors, numbers, watched, recording, recompute)
         number = None if watched else settings_number(numbers)
         if recording:
-            if _autocast_enabled():
-                return under_autocast(record_block, tensors, numbers, number, recompute)
             y = record_block(*tensors, numbers, number, recompute)
             return y
         if number is not None:

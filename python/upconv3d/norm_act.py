@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from . import _C
-from ._autograd import _AUTOCAST_KEYS, autocast_dtype
+from ._autocast import _AUTOCAST_KEYS, autocast_dtype, computes_in_float32
 from ._tail import ACTIVATIONS, DEFAULT_PARAMETERS, NORMS, ORDERS, composite
 from ._tail_op import (
     autocast_result_dtype,
@@ -229,12 +229,21 @@ def _run_cuda(
     # Nobody but autograd knows what to do with operators that are not PyTorch's: transforms of torch.func and
     # forward-mode AD get PyTorch's.
     plain = not _transforms_active() and forward_ad._current_level < 0
+    # No plan keeps anything for a backward of these.
+    unkept = settings[5] == 0 or settings[11] or tensors[6] is not None
+    if recording and unkept:
+        plain = False
     if plain and (_has_torch_function(tensors) or (recording and _tracing())):
         pair = public_tail(tensors, settings)
     elif plain and low is None:
         pair = _run_kernels(tensors, settings, recording)
     elif plain:
-        cast = tuple(None if tensor is None else tensor.to(low) for tensor in tensors)
+        cast = tensors
+        if not unkept and computes_in_float32(tensors, low, settings[0], settings[3]):  # type: ignore[arg-type]
+            cast = (tensors[0].float(), *tensors[1:])
+            settings = (*settings[:7], "tf32", *settings[8:])
+        else:
+            cast = tuple(None if tensor is None else tensor.to(low) for tensor in tensors)
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
             pair = _run_kernels(cast, settings, recording)
         if pair is not None:
@@ -248,6 +257,8 @@ def _run(tensors: tuple[Any, ...], settings: tuple[Any, ...], norm: str | None, 
     conv: Tensor | None
     input, skip = tensors[0], tensors[6]
     low = autocast_dtype(input) if _dynamo_compiling() or _autocast_enabled() else None
+    if low is None and skip is None and runs_kernels(input) and not _dynamo_compiling():
+        return _run_cuda(tensors, settings, None, norm, precise)
     dtype = input.dtype if low is None else low
     summed = dtype if skip is None or skip.dtype is dtype else torch.promote_types(dtype, skip.dtype)
     if runs_kernels(input) and (skip is None or skip.dtype is dtype):
@@ -261,9 +272,22 @@ def _run(tensors: tuple[Any, ...], settings: tuple[Any, ...], norm: str | None, 
             _require_dtype(summed, *tensors[3:6])
         y, conv = composite(tensors, settings, precise)
     # instance_norm returns the dtype that it gets; ours is group_norm, which autocast runs in float32.
-    if low is not None and norm == "instance" and y.dtype is not summed and settings[9] != "prelu":
-        y = y.to(summed)
+    if low is not None and norm == "instance":
+        expected = low if settings[9] == "prelu" else summed
+        y = y if y.dtype is expected else y.to(expected)
     return y, conv
+
+
+def run_checked(tensors: tuple[Any, ...], settings: tuple[Any, ...], norm: str | None, precise: bool) -> Pair:
+    """What checked_arguments returned, computed; `precise` as in composite(). Raises RuntimeError."""
+    if _dynamo_compiling():
+        return _run(tensors, settings, norm, precise)
+    try:
+        return _run(tensors, settings, norm, precise)
+    except RuntimeError:
+        # PyTorch refused. Where one of our rules is what is broken, that says so with value and remedy.
+        _C.validate(facts_of(tensors, settings))
+        raise
 
 
 def conv_transpose3d_norm_act(
@@ -340,6 +364,7 @@ def conv_transpose3d_norm_act(
         and order == "act_norm"
         and norm == "group"
         and num_groups is not None
+        and (_dynamo_compiling() or forward_ad._current_level < 0)  # that path has no tangents
         and activation_param is None
         and skip is None
         and not return_conv
@@ -357,16 +382,7 @@ def conv_transpose3d_norm_act(
         *(order, norm, num_groups, norm_weight, norm_bias, eps),
         *(activation, activation_param, skip, return_conv, precision),
     )
-    precise = precision is not None
-    if _dynamo_compiling():
-        y, conv = _run(tensors, settings, norm, precise)
-    else:
-        try:
-            y, conv = _run(tensors, settings, norm, precise)
-        except RuntimeError:
-            # PyTorch refused. Where one of our rules is what is broken, that says so with value and remedy.
-            _C.validate(facts_of(tensors, settings))
-            raise
+    y, conv = run_checked(tensors, settings, norm, precision is not None)
     if not return_conv:
         return y
     return y, conv if settings[-1] else y

@@ -47,11 +47,12 @@ void test_backward_plans() {
          "headline: " + describe(bf16));
   Problem tf32 = headline(DType::kFloat32, Layout::kNCDHW);
   tf32.precision = Precision::kTF32;
-  expect(plan_of(tf32, kAll).scaled, "float32 at TF32's accuracy takes scaled float16");
+  expect(plan_of(tf32, kAll).scaled && !plan_of(tf32, kAll).split,
+         "float32 at TF32's accuracy takes scaled float16");
   const BackwardPlan ieee = plan_of(headline(DType::kFloat32), kAll);
-  expect(ieee.grad_x && ieee.grad_w && !ieee.library && !ieee.scaled && ieee.grad_x->pack_grad_c() &&
-             ieee.grad_w->pack_grad_c(),
-         "float32's accuracy takes float32: " + describe(ieee));
+  expect(ieee.grad_x && ieee.grad_w && !ieee.library && !ieee.scaled && ieee.split &&
+             ieee.grad_x->split_grad_c() && ieee.grad_w->split_grad_c() && ieee.grad_c_pitch == 128,
+         "float32's accuracy takes two float16 in the place of a float: " + describe(ieee));
   const BackwardPlan vectors = plan_of(headline(), {false, false, true, true, true});
   expect(!vectors.grad_x && !vectors.grad_w && !vectors.library && vectors.grad_c_pitch == 0,
          "grad_c is not wanted for vectors alone");

@@ -75,12 +75,24 @@ void test_channels() {
   expect(moment_granule_shift(p) == 5, "and one of 32 the 96 of all");
 }
 
+void test_split_rows() {
+  const SplitRow blocks(192), rest(72), one(64), few(8);
+  expect(blocks.lo_step == 64 && blocks.block_step() == 128 && blocks.extent() == 320,
+         "whole k-blocks have their lo behind their hi");
+  expect(rest.lo_step == 72 && rest.block_step() == 64 && rest.extent() == 72, "others behind all hi");
+  expect(one.lo_step == 64 && one.extent() == 64 && few.lo_step == 8 && few.extent() == 8, "one k-block");
+  for (const SplitRow& row : {blocks, rest, one, few}) {
+    expect(row.lo_step + row.extent() == row.elements(), "a row ends with its last lo");
+  }
+}
+
 }  // namespace
 }  // namespace upconv3d
 
 int main() {
   try {
     upconv3d::test_channels();
+    upconv3d::test_split_rows();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());
   }

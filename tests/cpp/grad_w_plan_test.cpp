@@ -100,11 +100,11 @@ void test_choices() {
   p = headline(DType::kFloat32, Layout::kNCDHW);
   p.precision = Precision::kTF32;
   const GradWPlan packed = plan_of(p);
-  expect(packed.pack_x && !packed.pack_grad_c() && packed.instance->operand == DType::kFloat16,
+  expect(packed.pack_x && !packed.split_grad_c() && packed.instance->operand == DType::kFloat16,
          "float32 is packed to float16");
   p.precision = Precision::kIEEE;
   const GradWPlan split = plan_of(p);
-  expect(split.pack_x && split.pack_grad_c() && split.instance->products == 3, "float32 in three products");
+  expect(split.pack_x && split.split_grad_c() && split.instance->products == 3, "float32 in three products");
   p = headline();
   p.c = 20;
   expect(plan_of(p).pack_x && plan_of(p).x_pitch == 64, "rows that are no whole chunks of 16 bytes");

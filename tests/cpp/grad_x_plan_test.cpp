@@ -170,10 +170,10 @@ void test_plans() {
   expect(plan_of(tf32).instance.stored_bits == 32 && plan_of(tf32).instance.operand == DType::kFloat16,
          "float32 is stored as it is");
   const GradXPlan ieee = plan_of([](Problem& p) { p.dtype = DType::kFloat32; });
-  expect(ieee.pack_grad_c() && ieee.stages[1] == "pack_input" && !ieee.cut.share_taps && ieee.in_place,
-         "float32's accuracy takes three products of a grad_c that is packed");
+  expect(ieee.split_grad_c() && ieee.stages.size() == 2 && !ieee.cut.share_taps && ieee.in_place,
+         "float32's accuracy takes three products of a grad_c that comes split");
   const GradXPlan narrow = plan_of([](Problem& p) { p.dtype = DType::kFloat32, p.k = 35, p.num_groups = 1; });
-  expect(narrow.grad_c_pitch == 40, "whose rows are those of relu(conv)");
+  expect(narrow.grad_c_pitch == 40, "whose rows are those of before(conv)");
   const auto ncdhw = [](Problem& p) { p.x_layout = Layout::kNCDHW; };
   expect(plan_of(ncdhw).in_place && plan_of(ncdhw).cut.share_taps, "channels first too, whole planes");
   expect(plan_of([&](Problem& p) { ncdhw(p), p.c = 20; }).in_place, "of any number of channels");

@@ -20,6 +20,7 @@ namespace upconv3d::test {
 using cuda::GradOperand;
 using cuda::group_norm_backward_scratch_bytes;
 using cuda::GroupNormBackwardParams;
+using cuda::may_overwrite_activation;
 
 inline int multiprocessors() {
   int count = 0;
@@ -51,14 +52,21 @@ struct Arena {
   Buffer grad_y, a, steps, moment_of, table, gamma, beta, slopes, grad_c, unscale, grad_gamma, grad_beta,
       grad_bias, grad_slopes, scratch;
   GroupNormBackwardParams params;
+  bool in_place = false;
+
+  /// Where grad_c is written.
+  char* grad_c_memory() const { return in_place ? a.data() : grad_c.data(); }
 
   static GroupNormBackwardParams shape(const BackwardCase& c) {
     GroupNormBackwardParams params;
     params.n = c.n, params.k = c.k, params.positions = c.positions, params.num_groups = c.num_groups;
     params.dtype = c.dtype, params.grad_y_layout = c.layout;
-    params.a_pitch = padded(c.k) + c.more_pitch, params.grad_c_pitch = padded(c.k) + 2 * c.more_pitch;
+    params.a_pitch = padded(c.k) + c.more_pitch;
+    params.grad_c_pitch = c.in_place ? params.a_pitch : padded(c.k) + 2 * c.more_pitch;
     params.moments = c.steps ? BackwardReference::kMoments : 0;
-    params.operand = c.scaled ? GradOperand::kScaledFloat16 : GradOperand::kOwn;
+    params.operand = c.split    ? GradOperand::kSplitFloat16
+                     : c.scaled ? GradOperand::kScaledFloat16
+                                : GradOperand::kOwn;
     params.sm_count = multiprocessors();
     params.before = c.before, params.after.kind = c.after;
     params.after.parameter = c.parameter, params.after.slope_step = c.slopes > 1 ? 1 : 0;
@@ -76,7 +84,7 @@ struct Arena {
   explicit Arena(const BackwardCase& c)
       : a_pitch(shape(c).a_pitch),
         grad_c_pitch(shape(c).grad_c_pitch),
-        grad_c_dtype(c.scaled ? DType::kFloat16 : c.dtype),
+        grad_c_dtype(c.scaled && !c.split ? DType::kFloat16 : c.dtype),
         grad_y((c.n * c.k * c.positions + c.misalign) * size_of(c.dtype)),
         a(c.n * c.positions * a_pitch * (c.steps ? 2 : size_of(c.dtype))),
         steps(c.n * BackwardReference::kMoments * a_pitch),
@@ -101,7 +109,8 @@ struct Arena {
     }
     params.table = reinterpret_cast<const float*>(table.data());
     if (c.gamma != Gamma::kNull) params.gamma = gamma.data();
-    if (!c.sums_only) params.grad_c = grad_c.data();
+    in_place = c.in_place && may_overwrite_activation(params);
+    if (!c.sums_only) params.grad_c = grad_c_memory();
     if (c.scaled) params.unscale = reinterpret_cast<std::int32_t*>(unscale.data());
     params.grad_gamma = grad_gamma.data();
     params.grad_beta = grad_beta.data();
@@ -136,7 +145,8 @@ struct Arena {
 
   std::vector<char> outputs() const {
     std::vector<char> all;
-    for (const Buffer* buffer : {&grad_c, &unscale, &grad_gamma, &grad_beta, &grad_bias, &grad_slopes}) {
+    const Buffer* const own = in_place ? &a : &grad_c;
+    for (const Buffer* buffer : {own, &unscale, &grad_gamma, &grad_beta, &grad_bias, &grad_slopes}) {
       const std::vector<char> bytes = download_bytes(buffer->data(), buffer->bytes());
       all.insert(all.end(), bytes.begin(), bytes.end());
     }

@@ -36,20 +36,23 @@ struct BackwardCase {
   std::int64_t slopes = 0;  // of prelu: 1 or k
   bool beta = true;         // else null
   bool signed_steps = false;
+  bool split = false;     // scaled: grad_c in two float16
+  bool in_place = false;  // grad_c over a, where that is possible
+  bool uneven = false;    // grad_y of odd channels is 2^20 times smaller
 };
 
 inline std::string describe(const BackwardCase& c) {
-  char line[448];
+  char line[512];
   std::snprintf(line, sizeof(line),
                 "n=%lld k=%lld positions=%lld groups=%lld %s steps=%d scaled=%d %s gamma=%d a_mean=%g "
                 "grad_size=%g special=%g misalign=%lld more_pitch=%lld sums_only=%d before=%s after=%s "
-                "parameter=%g slopes=%lld beta=%d signed_steps=%d",
+                "parameter=%g slopes=%lld beta=%d signed_steps=%d split=%d in_place=%d uneven=%d",
                 static_cast<long long>(c.n), static_cast<long long>(c.k), static_cast<long long>(c.positions),
                 static_cast<long long>(c.num_groups), name(c.dtype), c.steps, c.scaled, name(c.layout),
                 static_cast<int>(c.gamma), c.a_mean, c.grad_size, c.special,
                 static_cast<long long>(c.misalign), static_cast<long long>(c.more_pitch), c.sums_only,
                 name(c.before), name(c.after), c.parameter, static_cast<long long>(c.slopes), c.beta,
-                c.signed_steps);
+                c.signed_steps, c.split, c.in_place, c.uneven);
   return line;
 }
 
@@ -108,6 +111,9 @@ inline void fill_data(const BackwardCase& c, BackwardReference& ref) {
   ref.grad_y.resize(elements);
   ref.a.resize(elements);
   for (double& grad : ref.grad_y) grad = round_to((random.normal() + 0.2) * c.grad_size, c.dtype);
+  for (std::int64_t i = 1; c.uneven && i < elements; ++i) {
+    if (i % c.k % 2 == 1) ref.grad_y[i] *= 0x1p-20;
+  }
   if (c.special != 0) ref.grad_y[elements - 1 - c.positions / 2 * c.k] = c.special;
   for (std::int64_t p = 0; p < c.positions; ++p) {
     ref.moment_of.push_back(static_cast<int>(random.uniform() * kMoments));

@@ -28,6 +28,7 @@
 #include "cuda/grad_w.hpp"
 #include "gpu_test.hpp"
 #include "grad_w_reference.cuh"
+#include "split_rows.cuh"
 
 namespace {
 
@@ -94,10 +95,10 @@ int channel_exponent(bool uneven, std::int64_t c) {
   return uneven ? static_cast<int>(c % 7) * 5 - 45 : 0;
 }
 
-constexpr int kGradCExponent = 5;  // of float32's grad_c operand
+constexpr int kGradCExponent = 2;  // of float32's grad_c operand
 
 /// One case's tensors and its exact gradient, for all plans. T: dtype of x and grad_w. Operand: of grad_c,
-/// float where it is still to be packed.
+/// float for SplitRows.
 template <class T, class Operand>
 class Fixture {
  public:
@@ -124,10 +125,14 @@ class Fixture {
     }
     expected_ = tests::reference_grad_w(problem, x, grad_c);
     x_.upload(tests::rounded<T>(layout == Layout::kNDHWC ? x : transposed(x)));
-    const bool scaled = kScaled;
-    grad_c_.upload(tests::rounded<Operand>(tests::packed(grad_c, 1, 1, problem.k, pitch_),
-                                           scaled ? std::ldexp(1.0, kGradCExponent) : 1.0));
-    unscale_.upload({scaled ? -kGradCExponent : 0});
+    const auto rows = tests::packed(grad_c, 1, 1, problem.k, pitch_);
+    const double scale = kScaled ? std::ldexp(1.0, kGradCExponent) : 1.0;
+    if constexpr (kIeee) {
+      grad_c_.upload(tests::split_rows(rows, pitch_, scale));
+    } else {
+      grad_c_.upload(tests::rounded<Operand>(rows, scale));
+    }
+    unscale_.upload({kScaled ? -kGradCExponent : 0});
   }
 
   std::string check_plan(const GradWPlan& plan, const Device& device, bool channels_last) {
@@ -167,7 +172,7 @@ class Fixture {
 
  private:
   static constexpr bool kIeee = std::is_same_v<Operand, float>;
-  static constexpr bool kScaled = std::is_same_v<T, float> && !kIeee;
+  static constexpr bool kScaled = std::is_same_v<T, float>;
 
   std::int64_t weights() const { return problem.c * problem.k * volume(problem.kernel); }
 
@@ -182,7 +187,7 @@ class Fixture {
   }
 
   void run(const GradWPlan& plan, const Device& device, bool channels_last) {
-    const std::int64_t bytes = cuda::grad_w_workspace_bytes(problem, plan, pitch_);
+    const std::int64_t bytes = cuda::grad_w_workspace_bytes(problem, plan);
     if (bytes > workspace_bytes_) {
       workspace_ = std::make_unique<DeviceBuffer<char>>(bytes);
       workspace_bytes_ = bytes;
@@ -245,7 +250,9 @@ struct Workload {
   GradWPlan plan;
   Device device = this_device();
   DeviceBuffer<T> x, grad_w;
-  DeviceBuffer<Operand> grad_c;
+  DeviceBuffer<Operand> grad_c;  // what the kernel is to multiply; float for SplitRows as well
+  DeviceBuffer<Operand> rows;    // of SplitRows, the values that they stand for
+  DeviceBuffer<std::int32_t> unscale;
   DeviceBuffer<char> workspace;
   cuda::GradWTensors tensors;
 
@@ -255,14 +262,27 @@ struct Workload {
         x(problem.n * problem.c * volume(problem.in)),
         grad_w(problem.c * problem.k * volume(problem.kernel)),
         grad_c(problem.n * problem.positions() * padded_channels(problem.k)),
-        workspace(cuda::grad_w_workspace_bytes(problem, plan, padded_channels(problem.k))) {
+        rows(kSplit ? problem.n * problem.positions() * padded_channels(problem.k) : 0),
+        unscale(1),
+        workspace(cuda::grad_w_workspace_bytes(problem, plan)) {
     tests::fill(x.get(), problem.n * problem.c * volume(problem.in), 1, noise);
-    tests::fill(grad_c.get(), problem.n * problem.positions() * problem.k, 2, tests::Noise::kNormal);
+    const std::int64_t values = problem.n * problem.positions() * problem.k;
+    tests::fill(kSplit ? rows.get() : grad_c.get(), values, 2, tests::Noise::kNormal);
+    if constexpr (kSplit) {
+      constexpr int kExponent = 12;  // of values below 8
+      tests::split_on_device(rows.get(), grad_c.get(), values, padded_channels(problem.k), 1 << kExponent);
+      unscale.upload({-kExponent});
+      tensors.unscale_grad_c = unscale.get();
+    }
     tensors.x = x.get(), tensors.grad_c = grad_c.get(), tensors.grad_w = grad_w.get();
     tensors.grad_c_pitch = padded_channels(problem.k), tensors.workspace = workspace.get();
     std::copy_n(weight_strides(problem, false).begin(), 5, tensors.w_strides);
   }
   void run() { cuda::run_grad_w(problem, plan, device, tensors, nullptr); }
+  const Operand* values() const { return kSplit ? rows.get() : grad_c.get(); }
+
+ private:
+  static constexpr bool kSplit = std::is_same_v<Operand, float>;
 };
 
 const Case kHeadline = {16, 64, 128, {32, 32, 32}, {3, 3, 3}, {1, 1, 1}, {0, 0, 0}};
@@ -280,8 +300,7 @@ void run_accuracy(DType dtype, tests::Noise noise, double bound) {
   double error = 0, size = 0, largest = 0;
   const std::int64_t per_channel = problem.k * volume(problem.kernel);
   for (const std::int64_t c : {std::int64_t{0}, problem.c - 1}) {
-    const std::vector<double> expected =
-        tests::reference_channel(problem, work.x.get(), work.grad_c.get(), c);
+    const std::vector<double> expected = tests::reference_channel(problem, work.x.get(), work.values(), c);
     for (std::int64_t i = 0; i < per_channel; ++i) {
       const double delta = double(float(got[c * per_channel + i])) - expected[i];
       error += delta * delta, size += expected[i] * expected[i];
@@ -337,9 +356,9 @@ void time_plan(const Problem& problem, const GradWPlan& plan) {
   Workload<T, Operand> work(problem, plan, tests::Noise::kNormal);
   const double all = median_ms([&] { work.run(); });
   cuda::GradWReduceParams reduce{.problem = problem, .plan = plan};
-  reduce.partial = reinterpret_cast<const float*>(
-      work.workspace.get() + cuda::grad_w_workspace_bytes(problem, plan, padded_channels(problem.k)) -
-      plan.partial_floats() * std::int64_t(sizeof(float)));
+  reduce.partial =
+      reinterpret_cast<const float*>(work.workspace.get() + cuda::grad_w_workspace_bytes(problem, plan) -
+                                     plan.partial_floats() * std::int64_t(sizeof(float)));
   reduce.grad_w = work.grad_w.get();
   std::copy_n(work.tensors.w_strides, 5, reduce.w_strides);
   const double last = median_ms([&] { cuda::launch_grad_w_reduce(reduce, nullptr); });

@@ -24,6 +24,7 @@
 #include "gpu_test.hpp"
 #include "group_norm_backward_arena.hpp"
 #include "group_norm_backward_reference.hpp"
+#include "split_rows.cuh"
 
 using namespace upconv3d;
 using namespace upconv3d::cuda;
@@ -43,10 +44,18 @@ double smallest(DType dtype) {
   return dtype == DType::kFloat16 ? 0x1p-25 : dtype == DType::kBFloat16 ? 0x1p-134 : 0x1p-149;
 }
 
+/// grad_c as stored, [n*positions,grad_c_pitch].
+std::vector<double> download_grad_c(const BackwardCase& c, const Arena& arena) {
+  const std::int64_t count = c.n * c.positions * arena.grad_c_pitch;
+  if (!c.split) return download(arena.grad_c_memory(), count, arena.grad_c_dtype);
+  return tests::joined_rows(download_bytes(arena.grad_c_memory(), count * 4), arena.grad_c_pitch);
+}
+
 void check_grad_c(const BackwardCase& c, const BackwardReference& ref, const Arena& arena) {
   const std::int64_t rows = c.n * c.positions;
-  const std::vector<double> got =
-      download(arena.grad_c.data(), rows * arena.grad_c_pitch, arena.grad_c_dtype);
+  const std::vector<double> got = download_grad_c(c, arena);
+  const double roundoff = c.split ? 0x1p-23 : unit_roundoff(arena.grad_c_dtype);
+  const double step = smallest(c.split ? DType::kFloat16 : arena.grad_c_dtype);
   int exponent = 0;
   if (c.scaled) {
     std::int32_t unscale;
@@ -59,7 +68,7 @@ void check_grad_c(const BackwardCase& c, const BackwardReference& ref, const Are
         std::abs(exponent - (reach - 15)) <= (ref.bound > 0 ? 1 : 0),
         "unscale " + std::to_string(exponent) + ", not " + std::to_string(reach - 15) + ": " + describe(c));
   }
-  double worst = 0, largest = 0;
+  double worst = 0, largest = 0, error = 0, size = 0;
   std::int64_t worst_at = 0, not_zero = 0;
   for (std::int64_t row = 0; row < rows; ++row) {
     for (std::int64_t k = 0; k < arena.grad_c_pitch; ++k) {
@@ -71,8 +80,9 @@ void check_grad_c(const BackwardCase& c, const BackwardReference& ref, const Are
       if (std::isfinite(stored)) largest = std::max(largest, std::fabs(stored));
       const std::int64_t i = row * c.k + k;
       const double want = ref.grad_c[i];
-      const double slack = ref.grad_c_slack[i] + 1.01 * unit_roundoff(arena.grad_c_dtype) * std::fabs(want) +
-                           std::ldexp(smallest(arena.grad_c_dtype), exponent);
+      const double slack =
+          ref.grad_c_slack[i] + 1.01 * roundoff * std::fabs(want) + std::ldexp(step, exponent);
+      error += std::pow(std::ldexp(stored, exponent) - want, 2), size += want * want;
       // float16 that is not scaled may overflow, as PyTorch's does.
       const bool overflow = arena.grad_c_dtype == DType::kFloat16 && !c.scaled && std::fabs(want) > 65500;
       const double off = overflow ? 0 : excess(std::ldexp(stored, exponent), want, slack);
@@ -82,6 +92,8 @@ void check_grad_c(const BackwardCase& c, const BackwardReference& ref, const Are
   expect(worst <= 1, "grad_c, " + std::to_string(worst) + " times the tolerance at " +
                          std::to_string(worst_at) + ", want " + std::to_string(ref.grad_c[worst_at]) + ": " +
                          describe(c));
+  expect(!c.uneven || error <= size * 0x1p-42,
+         "grad_c's rms error, " + std::to_string(std::sqrt(error / size)) + " of its rms: " + describe(c));
   expect(not_zero == 0, "grad_c is not zero behind its channels: " + describe(c));
   expect(!c.scaled || largest <= 32768, "scaled grad_c leaves its range: " + describe(c));
 }
@@ -115,6 +127,7 @@ void run_case(const BackwardCase& c) {
   if (!c.sums_only) check_grad_c(c, ref, arena);
   check_parameters(c, ref, arena);
 
+  arena.fill(c, ref);  // of which a may have been written over
   check(cudaMemset(arena.grad_c.data(), 0xA5, arena.grad_c.bytes()), "filling a test buffer");
   check(cudaMemset(arena.scratch.data(), 0xA5, arena.scratch.bytes()), "filling a test buffer");
   check(cudaMemset(arena.scratch.data(), 0, group_norm_backward_counter_bytes(arena.params)), "clearing");
@@ -126,11 +139,12 @@ void run_case(const BackwardCase& c) {
 
 struct Kind {
   DType dtype;
-  bool steps, scaled;
+  bool steps, scaled, split = false;
 };
-constexpr Kind kKinds[] = {{DType::kBFloat16, false, false}, {DType::kFloat16, false, false},
-                           {DType::kFloat32, false, false},  {DType::kFloat32, false, true},
-                           {DType::kFloat32, true, false},   {DType::kFloat32, true, true}};
+constexpr Kind kKinds[] = {{DType::kBFloat16, false, false},    {DType::kFloat16, false, false},
+                           {DType::kFloat32, false, false},     {DType::kFloat32, false, true},
+                           {DType::kFloat32, true, false},      {DType::kFloat32, true, true},
+                           {DType::kFloat32, false, true, true}};
 constexpr Layout kLayouts[] = {Layout::kNDHWC, Layout::kNCDHW};
 
 void run_shapes() {
@@ -153,8 +167,43 @@ void run_shapes() {
         c.more_pitch = turn % 3 == 0 ? 8 : 0;
         c.a_mean = turn % 4 == 0 ? 1.0 : 0.0;
         c.sums_only = turn % 11 == 0 && !kind.scaled;
+        c.split = kind.split, c.in_place = turn % 2 == 0;
         run_case(c);
+        c.in_place = !c.in_place;
+        if (c.split) run_case(c);
       }
+    }
+  }
+}
+
+/// Channels whose gradients are far apart do not cost the others' accuracy, nor the tensor's.
+void run_uneven() {
+  for (const std::int64_t k : {24, 64, 192}) {
+    for (const Layout layout : kLayouts) {
+      BackwardCase c{2, k, 1001, 4, DType::kFloat32, false, true, layout};
+      c.split = c.in_place = c.uneven = true;
+      run_case(c);
+    }
+  }
+}
+
+/// Sums of 512 values per thread: added up one after the other, they would be off by 3600 units of 2^-24
+/// here.
+void run_sum_accuracy() {
+  for (const Layout layout : kLayouts) {
+    for (const Activation before : {Activation::kRelu, Activation::kNone}) {
+      BackwardCase c{1, 64, 16384, 4, DType::kFloat32};
+      c.layout = layout, c.before = before;
+      const BackwardReference ref = make_reference(c);
+      Arena arena(c);
+      arena.params.sm_count = 1;
+      arena.fill(c, ref);
+      launch_group_norm_backward(arena.params, nullptr);
+      const std::vector<double> got = download(arena.grad_beta.data(), c.k, c.dtype);
+      double squares = 0;
+      for (std::int64_t k = 0; k < c.k; ++k) squares += std::pow(got[k] - ref.grad_beta[k], 2);
+      const double error = std::ldexp(std::sqrt(squares / double(c.k)), 24);
+      expect(error <= 2600, "grad_beta is off by " + std::to_string(error) + " units: " + describe(c));
     }
   }
 }
@@ -163,7 +212,8 @@ void run_special() {
   const std::int64_t n = 3, k = 24, positions = 301, groups = 3;
   for (const Layout layout : kLayouts) {
     for (const Kind& kind : kKinds) {
-      const BackwardCase c{n, k, positions, groups, kind.dtype, kind.steps, kind.scaled, layout};
+      BackwardCase c{n, k, positions, groups, kind.dtype, kind.steps, kind.scaled, layout};
+      c.split = c.in_place = kind.split;
       BackwardCase special = c;
       special.special = std::nan("");
       run_case(special);
@@ -219,6 +269,7 @@ void run_tails() {
             c.more_pitch = turn % 3 == 1 ? 8 : 0;
             c.a_mean = turn % 6 == 0 ? 1.0 : 0.0;
             c.sums_only = turn % 11 == 0 && !kind.scaled;
+            c.split = kind.split, c.in_place = turn % 4 < 2;
             set_tail(c, before, after, turn / 2);
             run_case(c);
           }
@@ -234,6 +285,7 @@ void run_special_tails() {
   for (const Activation after : kAfters) {
     for (const Kind& kind : kKinds) {
       BackwardCase c{3, 24, 301, 3, kind.dtype, kind.steps, kind.scaled, kLayouts[turn % 2]};
+      c.split = c.in_place = kind.split;
       set_tail(c, Activation::kNone, after, ++turn);
       for (const double special : {std::nan(""), -HUGE_VAL}) {
         BackwardCase one = c;
@@ -290,6 +342,9 @@ void run_refusals() {
   refused([](auto& params) { params.dtype = DType::kFloat64; }, "float64");
   refused([](auto& params) { params.dtype = DType::kBFloat16; }, "scaled bfloat16");
   refused([](auto& params) { params.unscale = nullptr; }, "scaled without unscale");
+  refused([](auto& params) { params.operand = GradOperand::kSplitFloat16, params.unscale = nullptr; },
+          "split without unscale");
+  refused([](auto& params) { params.grad_c = const_cast<void*>(params.a); }, "16 bits over 32");
   refused([](auto& params) { params.a_pitch = 20; }, "a_pitch 20");
   refused([](auto& params) { params.grad_c_pitch = 8; }, "grad_c_pitch below k");
   refused([](auto& params) { params.num_groups = 3; }, "3 groups of 16 channels");
@@ -359,6 +414,11 @@ void run_times() {
   time_case("16x128x34^3 f32 steps NCDHW to scaled f16", {16, 128, out, 8, kF32, true, true, kPlanes});
   time_case("16x128x34^3 f32 steps NDHWC to scaled f16", {16, 128, out, 8, kF32, true, true, kRows});
   time_case("16x128x34^3 f32 NCDHW to f32", {16, 128, out, 8, kF32, false, false, kPlanes});
+  for (const Layout layout : kLayouts) {
+    BackwardCase c{16, 128, out, 8, kF32, false, true, layout};
+    c.split = c.in_place = true;
+    time_case((std::string("16x128x34^3 f32 to two f16 in place, ") + name(layout)).c_str(), c);
+  }
   time_case("2x128x64^3 bf16 NDHWC", {2, 128, big, 8, kBF16, false, false, kRows});
   time_case("2x128x64^3 bf16 NCDHW", {2, 128, big, 8, kBF16, false, false, kPlanes});
   time_case("2x128x64^3 f32 steps NCDHW to scaled f16", {2, 128, big, 8, kF32, true, true, kPlanes});
@@ -379,6 +439,8 @@ int main(int argc, char** argv) {
     }
     run_refusals();
     run_shapes();
+    run_uneven();
+    run_sum_accuracy();
     run_special();
     run_tails();
     run_special_tails();

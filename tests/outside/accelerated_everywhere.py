@@ -17,6 +17,7 @@ import torch
 import upconv3d
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from upconv3d._accelerated.swap import unswap
 
 _call = nn.Module.__call__
 _busy = threading.local()
@@ -50,6 +51,8 @@ def _replaces_something(model):
 
 
 def _first_call(model, args, kwargs):
+    for module in model.modules():  # a test may have called a part of it before
+        unswap(module)
     twin = copy.deepcopy(model)
     # Either run may change its arguments; tensors that have a history cannot be deepcopied.
     twin_args, twin_kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))

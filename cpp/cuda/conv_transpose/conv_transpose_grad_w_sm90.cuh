@@ -2,7 +2,8 @@
 /// conv_transpose_grad_w_sm90: the gradient of the weight, but for its final sum.
 ///
 ///   x       [N,D,H,W,x_pitch]       operand  read through TMA im2col, zeros behind C
-///   grad_c  [N,Z,P,Q,grad_c_pitch]  operand  gradient at the convolution's output, likewise, zeros behind K
+///   grad_c  [N,Z,P,Q,grad_c_pitch]  operand  gradient at the convolution's output, likewise, zeros behind K;
+///                                            with three products SplitRows
 ///   partial [splits,tiles,...]      float    accumulators as they lie (grad_w_partials.cuh)
 ///
 /// An implicit GEMM that is reduced over positions of all samples; its rows and columns are taps and channels
@@ -26,6 +27,7 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
 
+#include "core/channels.hpp"
 #include "core/index_math.hpp"
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_grad_w_sm90.hpp"
@@ -63,10 +65,15 @@ inline GradWOperandParams grad_w_operand_params(const GradWParams& params, DType
   GradWOperandParams to{};
   const void* const x[2] = {params.x, params.x_lo};
   const void* const grad_c[2] = {params.grad_c, params.grad_c_lo};
-  for (int split = 0; split < (params.plan.instance->products == 3 ? 2 : 1); ++split) {
-    to.map[split] =
-        is_x ? encode_grad_w_operand("x", problem, element, x[split], walk, params.plan.x_pitch)
-             : encode_grad_w_operand("grad_c", problem, element, grad_c[split], walk, params.grad_c_pitch);
+  const bool three = params.plan.instance->products == 3;
+  const std::int64_t pitch = is_x ? params.plan.x_pitch : params.grad_c_pitch;
+  const SplitRow split_row(pitch);
+  const RowBox row = three && !is_x ? row_box(split_row) : RowBox{pitch, pitch};
+  to.chunk_step = static_cast<int>(three && !is_x ? split_row.block_step() : kGradWChunk);
+  static_assert(kGradWChunk == kBlockInputs, "a SplitRow's blocks are read as chunks");
+  for (int split = 0; split < (three ? 2 : 1); ++split) {
+    to.map[split] = encode_grad_w_operand(is_x ? "x" : "grad_c", problem, element,
+                                          is_x ? x[split] : grad_c[split], walk, row);
   }
   for (int axis = 0; axis < 3; ++axis) {
     to.step[axis] = static_cast<int>(walk.step[axis]);

@@ -16,13 +16,15 @@ namespace upconv3d::cuda {
 struct GradWParams {
   Problem problem;
   GradWPlan plan;
-  const void* x = nullptr;          // [N,D,H,W,plan.x_pitch] operand, 16-byte aligned, zeros behind C
-  const void* grad_c = nullptr;     // [N,Z,P,Q,grad_c_pitch] operand, 16-byte aligned, zeros behind K
-  std::int64_t grad_c_pitch = 0;    // a multiple of 8
-  const void* x_lo = nullptr;       // as x, three products only: what rounding it to hi left
-  const void* grad_c_lo = nullptr;  // as grad_c, likewise
-  float* partial = nullptr;         // [plan.partial_floats()] written, 256-byte aligned
-  int sm_count = 0;                 // blocks of the persistent grid
+  const void* x = nullptr;        // [N,D,H,W,plan.x_pitch] operand, 16-byte aligned, zeros behind C
+  const void* grad_c = nullptr;   // [N,Z,P,Q,grad_c_pitch] operand, 16-byte aligned, zeros behind K
+  std::int64_t grad_c_pitch = 0;  // channels of a row, a multiple of 8
+  const void* x_lo = nullptr;     // as x, three products only: what rounding it to hi left
+  // Three products only: grad_c is the first hi and this the first lo of rows that are SplitRows
+  // (core/channels.hpp).
+  const void* grad_c_lo = nullptr;
+  float* partial = nullptr;  // [plan.partial_floats()] written, 256-byte aligned
+  int sm_count = 0;          // blocks of the persistent grid
 };
 
 using GradWLauncher = void (*)(const GradWParams& params, cudaStream_t stream);
@@ -37,7 +39,6 @@ struct GradWReduceParams {
   const float* partial = nullptr;  // [plan.partial_floats()]
   // float32 only, else null:
   const std::int32_t* scale_c = nullptr;         // [C] exponents that x was scaled by, or null
-  const std::int32_t* scale_k = nullptr;         // [K] exponents that grad_c was scaled by, or null
   const std::int32_t* unscale_grad_c = nullptr;  // [1] exponent that undoes grad_c's scale, or null
   void* grad_w = nullptr;                        // [C,K,T,R,S] dtype, written
   std::int64_t w_strides[5] = {};                // of grad_w, in elements

@@ -227,6 +227,8 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
   const std::int64_t x_samples = params.x_packed ? problem.n * problem.groups : problem.n;
   const std::int64_t x_pitch = params.x_pitch != 0 ? params.x_pitch : problem.c;
   const std::int64_t x_channels = params.x_packed ? operand_channels(problem) : x_pitch;
+  const RowBox x_row = params.x_split ? row_box(SplitRow(x_pitch)) : RowBox{x_channels, x_channels};
+  to.x_block_step = static_cast<int>(params.x_split ? SplitRow(x_pitch).block_step() : kBlockInputs);
   std::int64_t tiles = 0, moments = 0;
   int shared_rows = 0;
   for (const Slab& from : slabs) {
@@ -239,7 +241,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
       shared_rows = std::max(shared_rows, rows);
     }
     for (int split = 0; split < Traits::SPLITS; ++split) {
-      slab.x[split] = encode_slab_input(problem, from, operand, x[split], x_samples, x_channels,
+      slab.x[split] = encode_slab_input(problem, from, operand, x[split], x_samples, x_row,
                                         Traits::BLK_POS + rows, Traits::BLK_C, slab.shared_taps > 1);
     }
     const DType element = Traits::QUANTIZED ? DType::kFloat16 : output;  // any of 16 bit

@@ -22,13 +22,14 @@ namespace upconv3d::cuda {
 /// is ReLU, else conv + bias.
 struct ConvTransposeParams {
   Problem problem;
-  const void* x_hi = nullptr;                    // [N,D,H,W,C] operand, 16-byte aligned, or packed:
-  bool x_packed = false;                         // [N,groups,D,H,W,operand_channels] operand
-  std::int64_t x_pitch = 0;                      // channels of a row of x that is not packed; 0: C
-  const void* x_lo = nullptr;                    // as x_hi, three products only
-  const void* w_hi = nullptr;                    // [T*R*S,K,operand_channels] operand
-  const void* w_lo = nullptr;                    // the same, three products only
-  const void* bias = nullptr;                    // [K] dtype, or null
+  const void* x_hi = nullptr;  // [N,D,H,W,C] operand, 16-byte aligned, or packed:
+  bool x_packed = false;       // [N,groups,D,H,W,operand_channels] operand
+  std::int64_t x_pitch = 0;    // channels of a row of x that is not packed; 0: C
+  const void* x_lo = nullptr;  // as x_hi, three products only
+  bool x_split = false;        // x_hi and x_lo are the same SplitRows, x_pitch channels each
+  const void* w_hi = nullptr;  // [T*R*S,K,operand_channels] operand
+  const void* w_lo = nullptr;  // the same, three products only
+  const void* bias = nullptr;  // [K] dtype, or null
   const std::int32_t* unscale_sample = nullptr;  // [N] exponents, or null where operands are unscaled
   const std::int32_t* unscale_column = nullptr;  // [K] exponents, or null
   bool one_unscale_sample = false;               // unscale_sample is [1]: the same exponent for every sample

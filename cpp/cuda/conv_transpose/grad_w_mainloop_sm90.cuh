@@ -16,7 +16,7 @@ namespace upconv3d::cuda {
 
 /// What distinguishes a chunk's loads: its channels and its tap's offsets.
 struct GradWChunk {
-  int channel;            // first; -1: there is no such chunk
+  int channel;            // element of a row, the first; -1: there is no such chunk
   std::uint16_t w, h, d;  // offsets
 
   CUTLASS_DEVICE static GradWChunk make(GradWOperandParams const& operand, int index) {
@@ -24,7 +24,7 @@ struct GradWChunk {
     int channel_chunk, s, r;
     int const tap = operand.channel_chunks.divmod(channel_chunk, index);
     int const t = operand.taps_r.divmod(r, operand.taps_s.divmod(s, tap));
-    return {channel_chunk * int(kGradWChunk), std::uint16_t(s * operand.dilation[2]),
+    return {channel_chunk * operand.chunk_step, std::uint16_t(s * operand.dilation[2]),
             std::uint16_t(r * operand.dilation[1]), std::uint16_t(t * operand.dilation[0])};
   }
 };

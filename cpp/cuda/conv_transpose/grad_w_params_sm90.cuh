@@ -81,7 +81,8 @@ struct GradWOperandParams {
   int dilation[3];                     // from one tap to the next, 0 along axes of one tap
   cutlass::FastDivmod taps_s, taps_r;  // of this operand
   cutlass::FastDivmod channel_chunks;
-  int chunks;  // taps and channels, channels innermost
+  int chunk_step;  // elements of a row from one chunk of channels to the next
+  int chunks;      // taps and channels, channels innermost
 };
 
 struct GradWKernelParams {

@@ -40,7 +40,6 @@ struct ReduceOperand {
 struct ReduceArgs {
   const float4* partial;               // [splits,tiles,2,blocks,128]
   const std::int32_t* scale_c;         // [C] or null
-  const std::int32_t* scale_k;         // [K] or null
   const std::int32_t* unscale_grad_c;  // [1] or null
   void* grad_w;                        // [C,K,T,R,S] dtype
   std::int64_t strides[5];             // of grad_w, in elements
@@ -165,8 +164,7 @@ __device__ inline void write_element(const ReduceArgs& args, const Destination& 
   float sum = parts[0];
   for (int part = 1; part < args.warps_per_tap; ++part) sum += parts[part];
   if constexpr (std::is_same_v<T, float>) {  // 16-bit operands are not scaled
-    const int exponent =
-        unscale - (args.scale_c ? args.scale_c[to.c] : 0) - (args.scale_k ? args.scale_k[to.k] : 0);
+    const int exponent = unscale - (args.scale_c ? args.scale_c[to.c] : 0);
     sum = power_of_two(exponent).times(sum);
   }
   to_tap[to.c * args.strides[0] + to.k * args.strides[1]] = from_stat<T>(sum);
@@ -247,7 +245,6 @@ ReduceArgs reduce_args(const GradWReduceParams& params) {
   ReduceArgs args{};
   args.partial = reinterpret_cast<const float4*>(params.partial);
   args.scale_c = params.scale_c;
-  args.scale_k = params.scale_k;
   args.unscale_grad_c = params.unscale_grad_c;
   args.grad_w = params.grad_w;
   std::copy_n(params.w_strides, 5, args.strides);

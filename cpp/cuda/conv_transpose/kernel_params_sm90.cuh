@@ -195,6 +195,7 @@ struct KernelParams {
   int pitch;                          // Stored of a row of a: of K channels, or more in y's memory or padded
   int step_pitch;                     // channels of a row of steps, K in whole units of 8
   int x_groups;                       // groups that x holds apart, as samples; else they share its rows
+  int x_block_step;                   // elements of a row of x from one k-block to the next
   cutlass::FastDivmod group_k;        // output channels of a convolution group
   int group_c;                        // input channels of one
   cutlass::FastDivmod group_k_tiles;  // ceil(group_k / BLK_K): a tile's channels are one group's

@@ -67,8 +67,8 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
     TwiceClassParams& cls = to.classes[to.num_classes++];
     Slab window = from.window;
     if (!from.reached) window.taps = {};
-    cls.x =
-        encode_slab_input(problem, window, operand, x, problem.n, x_channels, Traits::BLK_POS, Traits::BLK_C);
+    cls.x = encode_slab_input(problem, window, operand, x, problem.n, {x_channels, x_channels},
+                              Traits::BLK_POS, Traits::BLK_C);
     cls.width = cutlass::FastDivmod(static_cast<int>(window.extent[2]));
     cls.height = cutlass::FastDivmod(static_cast<int>(window.extent[1]));
     copy_extent(input_box(problem, window).lower, cls.corner);

@@ -66,8 +66,9 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
               control.x.wait_empty(x);
               cute::SM90_TMA_LOAD_IM2COL_5D::copy(
                   &slab.x[split], control.x.expect(x.slot, x_bytes), shared.x + x.slot * rings.x_unit_bytes,
-                  x_channel + c, v, h, d, x_sample, std::uint16_t(s * slab.dilation[2]),
-                  std::uint16_t(r_begin * slab.dilation[1]), std::uint16_t(t * slab.dilation[0]));
+                  x_channel + c_block * params.x_block_step, v, h, d, x_sample,
+                  std::uint16_t(s * slab.dilation[2]), std::uint16_t(r_begin * slab.dilation[1]),
+                  std::uint16_t(t * slab.dilation[0]));
               x.advance(rings.x_units);
             }
             for (int r = r_begin; r < r_begin + slab.shared_taps; ++r) {

@@ -63,10 +63,10 @@ constexpr cuuint32_t kUnitStrides[5] = {1, 1, 1, 1, 1};
 
 /// An im2col descriptor over a box of a dense [N,D,H,W,C] tensor, of every step-th element of it.
 struct Im2colBox {
-  std::int64_t samples;   // N
-  Extent3 volume;         // D,H,W of the tensor
-  std::int64_t channels;  // C
-  Extent3 origin;         // of the box
+  std::int64_t samples;  // N
+  Extent3 volume;        // D,H,W of the tensor
+  RowBox row;            // C
+  Extent3 origin;        // of the box
   Extent3 step;
   Extent3 extent;              // in steps
   Extent3 lower, upper;        // corners of the bounding box, relative to the box
@@ -78,10 +78,10 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
                           CUtensorMapL2promotion promotion) {
   static const auto encode = driver_function<EncodeIm2col>("cuTensorMapEncodeIm2col");
   const auto& [depth, height, width] = box.volume;
-  const std::int64_t pixel = box.channels * size_of(dtype);
+  const std::int64_t pixel = box.row.pitch * size_of(dtype);
   // Innermost axis first, as TMA counts: C,W,H,D,N; the byte stride of C is implied.
   const cuuint64_t extents[5] = {
-      static_cast<cuuint64_t>(box.channels), static_cast<cuuint64_t>(box.extent[2]),
+      static_cast<cuuint64_t>(box.row.channels), static_cast<cuuint64_t>(box.extent[2]),
       static_cast<cuuint64_t>(box.extent[1]), static_cast<cuuint64_t>(box.extent[0]),
       static_cast<cuuint64_t>(box.samples)};
   const cuuint64_t strides[4] = {static_cast<cuuint64_t>(pixel * box.step[2]),
@@ -110,10 +110,10 @@ CUtensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtyp
 }  // namespace
 
 CUtensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
-                              std::int64_t samples, std::int64_t channels, int box_positions,
-                              int box_channels, bool shares_taps) {
+                              std::int64_t samples, const RowBox& row, int box_positions, int box_channels,
+                              bool shares_taps) {
   const InputBox part = input_box(problem, slab, shares_taps);
-  const Im2colBox box{samples,     problem.in, channels,   part.origin, {1, 1, 1},
+  const Im2colBox box{samples,     problem.in, row,        part.origin, {1, 1, 1},
                       part.extent, part.lower, part.upper, slab.stride};
   return encode_im2col("x", problem, operand, const_cast<void*>(x), box, box_positions, box_channels,
                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
@@ -123,8 +123,9 @@ CUtensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType e
                                void* y, int box_positions, int box_channels, int fold) {
   Extent3 out = problem.out();
   out[2] /= fold;
-  const Im2colBox box{problem.n, out, channels, slab.origin, slab.step, slab.extent, {}, {}, {1, 1, 1}};
-  return encode_im2col("relu(conv)", problem, element, y, box, box_positions, box_channels,
+  const Im2colBox box{problem.n, out,      {channels, channels}, slab.origin, slab.step, slab.extent, {},
+                      {},        {1, 1, 1}};
+  return encode_im2col("before(conv)", problem, element, y, box, box_positions, box_channels,
                        CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
@@ -171,15 +172,15 @@ CUtensorMap encode_slab_channels(const Problem& problem, const Slab& slab, DType
 
 CUtensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_positions, int box_k) {
   const auto k = static_cast<cuuint64_t>(problem.k);
-  return encode_tiled("relu(conv)", problem, element, y,
+  return encode_tiled("before(conv)", problem, element, y,
                       {k, static_cast<cuuint64_t>(problem.positions()), static_cast<cuuint64_t>(problem.n)},
                       k, {static_cast<cuuint32_t>(box_k), static_cast<cuuint32_t>(box_positions), 1},
                       CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 CUtensorMap encode_grad_w_operand(const char* tensor, const Problem& problem, DType operand, const void* data,
-                                  const GradWOperand& walk, std::int64_t pitch) {
-  const Im2colBox box{problem.n,   walk.extent, pitch,      {},       {1, 1, 1},
+                                  const GradWOperand& walk, const RowBox& row) {
+  const Im2colBox box{problem.n,   walk.extent, row,        {},       {1, 1, 1},
                       walk.extent, walk.lower,  walk.upper, walk.step};
   return encode_im2col(tensor, problem, operand, const_cast<void*>(data), box, kGradWBlock, kGradWChunk,
                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B);

@@ -10,12 +10,24 @@
 #include <cstdint>
 
 #include "core/border_slabs.hpp"
+#include "core/channels.hpp"
 #include "core/grad_w_plan.hpp"
 #include "core/problem.hpp"
 
 namespace upconv3d::cuda {
 
-/// The part of x [samples,D,H,W,channels] 16 bit that a slab reads, for TMA im2col: `box_positions` output
+/// What is read of a row of an operand.
+struct RowBox {
+  std::int64_t channels;  // elements that there are to read; behind them TMA fills in zeros
+  std::int64_t pitch;     // elements from one row to the next
+};
+
+/// Of hi, where data begin with the first hi, and of lo where they begin with the first lo.
+inline RowBox row_box(const SplitRow& row) {
+  return {row.extent(), row.elements()};
+}
+
+/// The part of x [samples,D,H,W,row.pitch] 16 bit that a slab reads, for TMA im2col: `box_positions` output
 /// positions x `box_channels` channels. Groups that were packed apart count as samples.
 ///
 /// Within a slab a transposed convolution is a plain one of stride 1: positions i read x at window + i +
@@ -26,8 +38,8 @@ namespace upconv3d::cuda {
 ///
 /// \param shares_taps the loads serve all taps along the height, see input_box
 CUtensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType operand, const void* x,
-                              std::int64_t samples, std::int64_t channels, int box_positions,
-                              int box_channels, bool shares_taps = false);
+                              std::int64_t samples, const RowBox& row, int box_positions, int box_channels,
+                              bool shares_taps = false);
 
 /// w [T*R*S,K,operand_channels] 16 bit, read in tiles of one tap x `box_k` output channels x `box_channels`.
 CUtensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels);
@@ -49,9 +61,9 @@ CUtensorMap encode_slab_channels(const Problem& problem, const Slab& slab, DType
 /// channels.
 CUtensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_positions, int box_k);
 
-/// An operand of the gradient of the weight, [N,extent...,pitch] 16 bit, for TMA im2col: k-blocks of
+/// An operand of the gradient of the weight, [N,extent...,row.pitch] 16 bit, for TMA im2col: k-blocks of
 /// positions x chunks of channels.
 CUtensorMap encode_grad_w_operand(const char* tensor, const Problem& problem, DType operand, const void* data,
-                                  const GradWOperand& walk, std::int64_t pitch);
+                                  const GradWOperand& walk, const RowBox& row);
 
 }  // namespace upconv3d::cuda

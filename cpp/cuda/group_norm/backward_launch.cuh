@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
+#include "core/channels.hpp"
 #include "cuda/conv_transpose/cooperative_launch.hpp"
 #include "cuda/group_norm/backward_launch.hpp"
 #include "cuda/group_norm/group_norm_backward.cuh"
@@ -42,6 +44,7 @@ BackwardArgs<T, A, Out> backward_args(const GroupNormBackwardParams& params) {
   args.a_pitch = static_cast<int>(params.a_pitch);
   args.grad_c_pitch = static_cast<int>(params.grad_c_pitch);
   args.moments = static_cast<int>(params.moments);
+  args.lo_step = std::is_same_v<Out, SplitHalf> ? static_cast<int>(SplitRow(params.grad_c_pitch).lo_step) : 0;
 
   const BackwardScratch scratch(params, params.scratch);
   args.arrivals = static_cast<int*>(scratch.counters);

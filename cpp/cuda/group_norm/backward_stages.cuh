@@ -35,7 +35,10 @@ struct BackwardTraits {
       kAccess == GradAccess::kPlaneVectors || kAccess == GradAccess::kPlaneElements;
   static constexpr bool kWhole = kAccess == GradAccess::kRowVectors || kAccess == GradAccess::kPlaneVectors;
   static constexpr bool kSteps = std::is_same_v<A, std::uint16_t>;
-  static constexpr bool kScaled = std::is_same_v<T, float> && std::is_same_v<Out, __half>;
+  static constexpr bool kSplit = std::is_same_v<Out, SplitHalf>;
+  static constexpr bool kScaled = kSplit || (std::is_same_v<T, float> && std::is_same_v<Out, __half>);
+  using Stored = std::conditional_t<kSplit, __half, Out>;  // elements of a row of grad_c
+  static constexpr int kOutElements = kSplit ? 2 : 1;      // of a channel
 
   static constexpr int kVector = kBackwardVector;                // channels of a thread
   static constexpr int kRows = 8 / int(sizeof(T));               // positions of a thread and stage

@@ -29,6 +29,12 @@ enum SumField {
 /// the largest |g| and the largest |a - mean|.
 inline constexpr int kPartFields = 8;
 
+/// An element of grad_c as two float16, whose sum it is. How they lie in a row: SplitRow in
+/// core/channels.hpp.
+struct SplitHalf {
+  __half hi, lo;
+};
+
 /// A channel's sums over a sample.
 struct ChannelSums {
   double grad, grad_xhat, count_open, grad_open, xhat_open;
@@ -88,6 +94,7 @@ struct BackwardArgs {
   T* grad_beta;
   T* grad_bias;
   int a_pitch, grad_c_pitch, moments;
+  int lo_step;             // of grad_c's SplitRows, else 0
   Divisor group_channels;  // K/G
   // Scratch. The first four are 0 when the kernel begins.
   int* arrivals;      // [steps] blocks that have written their part of a step

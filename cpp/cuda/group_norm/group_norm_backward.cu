@@ -5,6 +5,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "core/channels.hpp"
 #include "core/text.hpp"
 #include "cuda/group_norm/backward_launch.hpp"
 #include "cuda/group_norm/backward_work.cuh"
@@ -36,6 +37,13 @@ void require_supported(const GroupNormBackwardParams& params) {
       params.operand == GradOperand::kOwn || (params.dtype == DType::kFloat32 && params.unscale != nullptr),
       concat("scales float32 alone, and then says how; got ", name(params.dtype),
              params.unscale != nullptr ? "" : " without unscale", ". Ask for its own dtype."));
+  require(params.operand != GradOperand::kSplitFloat16 || params.steps == nullptr,
+          "splits float32 where a is float32 too; got steps. Ask for kScaledFloat16.");
+  require(
+      params.grad_c == nullptr || params.grad_c != params.a || may_overwrite_activation(params),
+      concat(
+          "writes split rows over a where a block of threads has whole blocks of 64 channels; got rows of ",
+          params.grad_c_pitch, " over rows of ", params.a_pitch, ". Give grad_c memory of its own."));
   require(
       params.before == Activation::kRelu || params.before == Activation::kNone,
       concat("takes relu or none before the normalization; got ", name(params.before), ". Use PyTorch's."));
@@ -106,6 +114,16 @@ BackwardShape backward_shape(const GroupNormBackwardParams& params) {
   return shape;
 }
 
+bool may_overwrite_activation(const GroupNormBackwardParams& params) {
+  const std::int64_t a_bytes = params.steps != nullptr ? 2 : size_of(params.dtype);
+  const std::int64_t bytes = params.operand == GradOperand::kScaledFloat16 ? 2 : size_of(params.dtype);
+  if (params.a_pitch * a_bytes != params.grad_c_pitch * bytes) return false;
+  if (params.operand != GradOperand::kSplitFloat16) return a_bytes == bytes;
+  const BackwardShape shape = backward_shape(params);
+  return shape.channel_blocks == 1 ||
+         (SplitRow(params.grad_c_pitch).lo_step == kBlockInputs && shape.block_channels % kBlockInputs == 0);
+}
+
 BackwardScratch::BackwardScratch(const GroupNormBackwardParams& params, void* base) : carver(base) {
   const BackwardShape shape = backward_shape(params);
   const std::int64_t units = std::max(shape.max_blocks, shape.channel_blocks);
@@ -142,6 +160,8 @@ void launch_group_norm_backward(const GroupNormBackwardParams& params, cudaStrea
   } else if (params.steps != nullptr) {
     scaled ? launch_backward<float, std::uint16_t, __half>(params, stream)
            : launch_backward<float, std::uint16_t, float>(params, stream);
+  } else if (params.operand == GradOperand::kSplitFloat16) {
+    launch_backward<float, float, SplitHalf>(params, stream);
   } else {
     scaled ? launch_backward<float, float, __half>(params, stream)
            : launch_backward<float, float, float>(params, stream);

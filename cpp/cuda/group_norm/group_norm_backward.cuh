@@ -4,7 +4,7 @@
 ///
 ///   grad_y [N,K,Z,P,Q] or [N,Z,P,Q,K]  float, bf16, fp16
 ///   a      [N,Z,P,Q,a_pitch]           its dtype, or uint16 with steps
-///   grad_c [N,Z,P,Q,grad_c_pitch]      its dtype, or fp16 * 2^-unscale
+///   grad_c [N,Z,P,Q,grad_c_pitch]      its dtype, or fp16 * 2^-unscale, or two of those
 ///
 /// One persistent kernel of phases: sums of a step, merging (backward_merge.cuh), grad_c of the step. Blocks
 /// wait for each other between them, so all must be on the card: a cooperative launch. While they wait, the
@@ -16,19 +16,22 @@
 
 #include <cstdint>
 
+#include "core/channels.hpp"
 #include "cuda/group_norm/backward_after.cuh"
 #include "cuda/group_norm/backward_merge.cuh"
 #include "cuda/group_norm/backward_stages.cuh"
 
 namespace upconv3d::cuda {
 
-/// Shared memory in which a block merges its threads' sums: those of half its threads. In the apply phase it
-/// holds a ChannelGrad for each of a unit's channels.
+/// Shared memory in which threads put sums aside, and a block then merges those of half its threads at a
+/// time. In the apply phase it holds a ChannelGrad for each of a unit's channels.
 template <class Traits>
 struct alignas(16) MergeMemory {
   /// Odd, so that a channel's fields and neighbouring channels lie in different banks.
   static constexpr int kPitch = kStreamThreads / 2 + 1;
-  float sums[Traits::kFields * Traits::kVector * kPitch];
+  static constexpr int kMerged = Traits::kFields * Traits::kVector * kPitch;
+  static constexpr int kSettled = (Traits::kSums - 1) * Traits::kVector * kStreamThreads;
+  float sums[kMerged > kSettled ? kMerged : kSettled];
 };
 
 template <class Traits>
@@ -42,11 +45,33 @@ __device__ __forceinline__ float closed(const typename Traits::Args& args) {
   return Traits::kAnyTail ? args.closed : 0.f;
 }
 
-/// A thread's sums of its channels over its positions of a unit.
+/// A thread's sums of its channels over its positions of a unit, hundreds of them as a rule. Added up one
+/// after the other in float, they would come out with more than PyTorch's error: so it is sums of a few that
+/// are added up.
 template <class Traits>
 struct ThreadSums {
   static constexpr int kVector = Traits::kVector;
+  /// Stages between two calls of settle(). Of 250 positions, sums of 16 each have 0.35 times the error.
+  static constexpr int kSettleStages = 16 / Traits::kRows;
   float at[Traits::kFields][kVector] = {};
+
+  /// Adds what `at` has been given since the last time to what this thread has put aside: of every field but
+  /// the count, which is exact.
+  ///
+  /// \param first whether nothing has been put aside yet
+  template <bool kLast>
+  __device__ __forceinline__ void settle(MergeMemory<Traits>& memory, bool first) {
+    float* settled = memory.sums + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < Traits::kSums * kVector; ++i) {
+      if (i / kVector == kCountOpen) continue;
+      float& recent = at[i / kVector][i % kVector];
+      const float sum = first ? recent : *settled + recent;
+      if (!kLast) *settled = sum;
+      recent = kLast ? sum : 0.f;
+      settled += kStreamThreads;
+    }
+  }
 
   /// \param grad g
   __device__ __forceinline__ void add(const typename Traits::Args& args, const float (&grad)[kVector],
@@ -73,7 +98,7 @@ struct ThreadSums {
                                         MergeMemory<Traits>& memory, int channels, float* part) const {
     constexpr int kPitch = MergeMemory<Traits>::kPitch;
     const int half = args.slots / 2, lower = place.slot % half;
-    __syncthreads();  // the map of the apply phase before, in the same memory, may still be read
+    __syncthreads();  // others may still read what they have put aside
     float* const own = memory.sums + lower * args.vectors + place.vector;
     if (place.used && place.slot >= half) {
 #pragma unroll
@@ -146,22 +171,35 @@ struct GradMap {
 
   __device__ __forceinline__ void store(const typename Traits::Args& args, const float (&grad)[kVector],
                                         const float (&a)[kVector], int channel,
-                                        typename Traits::Out* to) const {
-    using Out = typename Traits::Out;
-    Vector<Out, kVector> out;
+                                        typename Traits::Stored* to) const {
+    using Stored = typename Traits::Stored;
+    float values[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const float own = Traits::kScaled ? grad[j] * prescale : grad[j];
       const float value =
           at[j].from_grad * own + (at[j].from_deviation * (a[j] - at[j].mean) + at[j].constant);
-      // What float16 rounds to zero may be zero: its smallest value would be many times a small gradient.
-      out.at[j] = from_stat<Out>(a[j] <= closed<Traits>(args) ? 0.f : value);
+      values[j] = a[j] <= closed<Traits>(args) ? 0.f : value;
     }
     if (channel + kVector > args.k) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        if (channel + j >= args.k) out.at[j] = from_stat<Out>(0.f);
+        if (channel + j >= args.k) values[j] = 0.f;
       }
+    }
+    Vector<Stored, kVector> out;
+    // What float16 rounds to zero may be zero: its smallest value would be many times a small gradient.
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) out.at[j] = from_stat<Stored>(values[j]);
+    if constexpr (Traits::kSplit) {
+      Vector<Stored, kVector> lo;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        // Of what is not finite, one of the three products must carry it alone.
+        if (!isfinite(values[j])) out.at[j] = from_stat<Stored>(0.f);
+        lo.at[j] = from_stat<Stored>(values[j] - to_stat(out.at[j]));
+      }
+      store_once<kVector>(to + args.lo_step, lo);
     }
     store_once<kVector>(to, out);
   }
@@ -191,6 +229,7 @@ class BackwardBlock {
   using Args = typename Traits::Args;
   static constexpr int kVector = Traits::kVector;
   static constexpr int kRows = Traits::kRows;
+  static constexpr int kSettleStages = ThreadSums<Traits>::kSettleStages;
 
   __device__ __forceinline__ BackwardBlock(const Args& args, char* memory, MergeMemory<Traits>& merge,
                                            const FirstUnits& first)
@@ -234,6 +273,8 @@ class BackwardBlock {
     AfterGradient<Traits> after;
     after.load(args_, unit.sample, channel);
     ThreadSums<Traits> sums;
+    int stages = 0;
+    __syncthreads();  // the map of the apply phase before, in the memory of the sums, may still be read
 #pragma unroll 1
     for (int first = unit.begin; first < unit.end; first += Place<Traits>::stage_positions(args_)) {
       ring_.next();
@@ -251,7 +292,9 @@ class BackwardBlock {
         }
         sums.add(args_, grad, a, mean);
       }
+      if (++stages % kSettleStages == 0) sums.template settle<false>(merge_, stages == kSettleStages);
     }
+    sums.template settle<true>(merge_, stages < kSettleStages);
     sums.merge(args_, place_, merge_, min(args_.block_channels, args_.k - unit.channel),
                args_.part + std::int64_t{index} * args_.block_channels * kPartFields);
   }
@@ -263,13 +306,18 @@ class BackwardBlock {
     GradMap<Traits> map;
     map.load(args_, place_, unit, Traits::kScaled ? MergeWarp<Traits>::scale_exponent(args_) : 0,
              reinterpret_cast<ChannelGrad*>(merge_.sums));
-    typename Traits::Out* const to =
-        args_.grad_c + std::int64_t{unit.sample} * args_.positions * args_.grad_c_pitch + channel;
+    // Behind whole k-blocks of a SplitRow lie as many lo as hi.
+    const int blocks_before = args_.lo_step == int(kBlockInputs) ? channel & -int(kBlockInputs) : 0;
+    auto* const to = reinterpret_cast<typename Traits::Stored*>(
+                         args_.grad_c + std::int64_t{unit.sample} * args_.positions * args_.grad_c_pitch) +
+                     channel + (Traits::kSplit ? blocks_before : 0);
     const bool stored = place_.used && channel < args_.grad_c_pitch;
     const int stage = Place<Traits>::stage_positions(args_);
 #pragma unroll 1
     for (int first = last_stage(unit, stage); first >= unit.begin; first -= stage) {
       ring_.next();
+      // Hi and lo of a channel may lie where other channels' a did: that must have been read.
+      if constexpr (Traits::kSplit && !Traits::kPlanes) __syncthreads();
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int position = first + place_.position(args_, i);
@@ -283,7 +331,8 @@ class BackwardBlock {
           for (int j = 0; j < kVector; ++j) deviation[j] = a[j] - map.at[j].mean;
           after.multiply(args_, deviation, grad, nullptr);
         }
-        map.store(args_, grad, a, channel, to + std::int64_t{position} * args_.grad_c_pitch);
+        map.store(args_, grad, a, channel,
+                  to + std::int64_t{position} * args_.grad_c_pitch * Traits::kOutElements);
       }
     }
   }

@@ -28,6 +28,14 @@ namespace upconv3d::cuda {
 enum class GradOperand : std::uint8_t {
   kOwn,            // grad_y's dtype
   kScaledFloat16,  // float32 only: float16(grad_c * 2^-unscale), |grad_c * 2^-unscale| < 2^15
+  // float32 with a in float32 only: the same as hi + lo in float16 each, in rows that are SplitRows
+  // (core/channels.hpp) of grad_c_pitch channels. One power of two for all: values down to 2^-16 of the
+  // bound on the largest are held to 2^-23 of themselves, smaller ones to 2^-39 of it, 2^-15 of what float32
+  // does to the largest. So what is summed from all of grad_c is as exact as from float32 wherever values
+  // near the largest take part, as they do in the rms of a tensor's error; the gradients of a sample or
+  // channel whose own largest lies 2^-16 below are less exact than from float32. What is not finite has hi =
+  // 0.
+  kSplitFloat16,
 };
 
 struct GroupNormBackwardParams {
@@ -53,14 +61,13 @@ struct GroupNormBackwardParams {
   ActivationParams after;
 
   GradOperand operand = GradOperand::kOwn;
-  void* grad_c = nullptr;         // [N,Z,P,Q,grad_c_pitch] operand, zeros behind K; or null: sums only
-  std::int64_t grad_c_pitch = 0;  // at least k, a multiple of 8; grad_c is 16-byte aligned
-  std::int32_t* unscale =
-      nullptr;                  // [1] written: grad_c = operand * 2^unscale, in [-163, 113]; kScaledFloat16
-  void* grad_gamma = nullptr;   // [K] dtype, or null
-  void* grad_beta = nullptr;    // [K] dtype, or null
-  void* grad_bias = nullptr;    // [K] dtype, or null
-  void* grad_slopes = nullptr;  // [1] or [K] dtype, as after.slope_step says, or null; with prelu
+  void* grad_c = nullptr;           // [N,Z,P,Q,grad_c_pitch] operand, zeros behind K; or null: sums only
+  std::int64_t grad_c_pitch = 0;    // at least k, a multiple of 8; grad_c is 16-byte aligned
+  std::int32_t* unscale = nullptr;  // [1] written: grad_c = operand * 2^unscale, in [-163, 113]; not for kOwn
+  void* grad_gamma = nullptr;       // [K] dtype, or null
+  void* grad_beta = nullptr;        // [K] dtype, or null
+  void* grad_bias = nullptr;        // [K] dtype, or null
+  void* grad_slopes = nullptr;      // [1] or [K] dtype, as after.slope_step says, or null; with prelu
 
   void* scratch = nullptr;        // group_norm_backward_scratch_bytes, 256-byte aligned
   bool counters_cleared = false;  // the first group_norm_backward_counter_bytes of scratch are 0 already
@@ -73,6 +80,10 @@ std::int64_t group_norm_backward_counter_bytes(const GroupNormBackwardParams& pa
 /// Bytes of scratch; pointers of `params` are not looked at, except for whether there are steps and whether
 /// grad_slopes are wanted.
 std::int64_t group_norm_backward_scratch_bytes(const GroupNormBackwardParams& params);
+
+/// Whether grad_c may be written over a, which must have rows of as many bytes. Blocks read what others have
+/// not yet written over; so their channels' SplitRow must lie where their floats do.
+bool may_overwrite_activation(const GroupNormBackwardParams& params);
 
 /// N = 0 writes zeros to the parameters' gradients, and unscale.
 /// \throws std::invalid_argument for dtypes, pitches or alignments that no kernel takes.

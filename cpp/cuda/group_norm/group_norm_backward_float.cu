@@ -7,5 +7,6 @@ namespace upconv3d::cuda {
 
 template void launch_backward<float, float, float>(const GroupNormBackwardParams&, cudaStream_t);
 template void launch_backward<float, float, __half>(const GroupNormBackwardParams&, cudaStream_t);
+template void launch_backward<float, float, SplitHalf>(const GroupNormBackwardParams&, cudaStream_t);
 
 }  // namespace upconv3d::cuda

@@ -109,8 +109,6 @@ struct PackParams {
   // float32: what pack_weight takes for granted of every channel[c]. launch_pack takes assumed_exponent
   // instead, whatever stands here.
   int assumed_channel = 0;
-  // float32 of one group: the input channels that w has, where x has more, all of them zeros; 0: C.
-  std::int64_t w_channels = 0;
   bool shared_samples = false;  // sample[n] = 0: x' is scaled by channel alone, for sums over samples
 };
 

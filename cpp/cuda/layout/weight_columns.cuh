@@ -79,7 +79,7 @@ inline WeightArgs weight_args(const PackParams& params, std::int64_t sector_colu
       .stride_r = stride[3],
       .stride_s = stride[4],
       .stride_group = group_inputs(problem) * stride[0] - group_outputs(problem) * stride[1],
-      .channels = params.w_channels != 0 ? params.w_channels : group_inputs(problem),
+      .channels = group_inputs(problem),
       .pitch = operand_channels(problem),
       .group_k = static_cast<std::uint32_t>(group_outputs(problem)),
       .k = problem.k,

@@ -5,15 +5,25 @@ Everything is decided at the call, from the modules as they are then: hooks that
 exchanged, train() or eval(). What is no block runs as it would without us.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..norm_act import conv_transpose3d_norm_act
+from ..functional import (
+    _DTYPES,
+    _dynamo_compiling,
+    _tracing,
+    conv_transpose3d_relu_group_norm,
+    resolve_precision,
+)
+from ..module import _parameter
+from ..norm_act import checked_arguments, conv_transpose3d_norm_act, run_checked
 
 
 @dataclass(frozen=True)
@@ -78,136 +88,141 @@ def why_watched(module: nn.Module) -> str | None:
     return None
 
 
-def _activation_of(module: nn.Module) -> tuple[str, Any] | None:
-    """Name and parameter of an activation module, or None where it is none of ours."""
-    if runs_forward_of(module, nn.ReLU):
-        return "relu", None
-    if runs_forward_of(module, nn.PReLU):
-        return "prelu", module
-    if runs_forward_of(module, nn.LeakyReLU):
-        return "leaky_relu", module.negative_slope
-    if runs_forward_of(module, nn.ELU):
-        return "elu", module.alpha
-    if runs_forward_of(module, nn.SiLU):
-        return "silu", None
-    if runs_forward_of(module, nn.GELU):
-        return {"none": "gelu", "tanh": "gelu_tanh"}[str(module.approximate)], None
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+# Modules that blocks are made of, and what each is; no class among them is another's subclass.
+_KNOWN: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.Identity, "identity"),
+    *((cls, "dropout") for cls in _DROPOUTS),
+    (nn.GroupNorm, "group"),
+    (nn.InstanceNorm3d, "instance"),
+    (nn.BatchNorm3d, "batch"),
+    (nn.ReLU, "relu"),
+    (nn.PReLU, "prelu"),
+    (nn.LeakyReLU, "leaky_relu"),
+    (nn.ELU, "elu"),
+    (nn.SiLU, "silu"),
+    (nn.GELU, "gelu"),
+    (nn.ConvTranspose3d, "conv"),
+)
+_KINDS = dict(_KNOWN)
+_ACTIVATIONS = frozenset({"relu", "prelu", "leaky_relu", "elu", "silu", "gelu"})
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """What module computes, as _KNOWN names it; None where it is nothing of that."""
+    if not _dynamo_compiling():  # Dynamo is not asked to look up classes
+        kind = _KINDS.get(type(module))
+        if kind is not None:
+            return None if "forward" in module.__dict__ else kind
+    for cls, name in _KNOWN:
+        if runs_forward_of(module, cls):
+            return name
     return None
 
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+def _activation_of(module: nn.Module, kind: str | None) -> tuple[str, Any] | None:
+    """Name and parameter of an activation module of that kind, or None where it is none of ours."""
+    if kind is None or kind not in _ACTIVATIONS:
+        return None
+    if kind == "prelu":
+        return kind, module
+    if kind == "leaky_relu":
+        return kind, module.negative_slope
+    if kind == "elu":
+        return kind, module.alpha
+    if kind == "gelu":
+        return {"none": ("gelu", None), "tanh": ("gelu_tanh", None)}.get(str(module.approximate))
+    return kind, None
 
 
-def _is_identity(module: nn.Module) -> bool | str:
-    """Whether module returns its input, and why not where it is one that might."""
-    if runs_forward_of(module, nn.Identity):
-        return True
-    for cls in _DROPOUTS:
-        if runs_forward_of(module, cls):
-            if not module.training or module.p == 0:
-                return True
-            return f"{type(module).__name__}(p={module.p}) follows, in training"
-    return False
+def _norm_of(conv: Any, module: Any, kind: str | None) -> tuple[str | None, str | None]:
+    """The norm that module, of that kind, is, None where it is none; and why it cannot be taken, if so.
 
-
-def _norm_of(conv: nn.ConvTranspose3d, module: nn.Module) -> str | None:
-    """The norm that module is, None where it is none.
-
-    Raises: UnfitError, where it is one that cannot be taken.
+    No exception says so: torch.compile cannot trace what reads its text.
     """
-    kind: str | None = None
-    channels: Any = 0
-    if runs_forward_of(module, nn.GroupNorm):
-        kind, channels = "group", module.num_channels
-    elif runs_forward_of(module, nn.InstanceNorm3d):
+    channels: Any
+    if kind == "group":
+        channels = module.num_channels
+    elif kind == "instance":
         if module.track_running_stats:
-            raise UnfitError("InstanceNorm3d has running statistics")
-        kind, channels = "instance", module.num_features
-    elif runs_forward_of(module, nn.BatchNorm3d):
+            return None, "InstanceNorm3d has running statistics"
+        channels = module.num_features
+    elif kind == "batch":
         if module.training or module.running_mean is None or module.running_var is None:
-            raise UnfitError(
-                "BatchNorm3d takes the batch's statistics (in training): folded in eval mode only"
-            )
+            return None, "BatchNorm3d takes the batch's statistics (in training): folded in eval mode only"
         if conv.groups != 1:
-            raise UnfitError(
-                f"BatchNorm3d is folded into convolutions of one group; got groups={conv.groups}"
-            )
+            return None, f"BatchNorm3d is folded into convolutions of one group; got groups={conv.groups}"
         if conv.weight.dtype is torch.float16:
-            raise UnfitError("BatchNorm3d is not folded into float16, whose range it may leave")
-        kind, channels = "batch", module.num_features
-    if kind is not None and channels != conv.out_channels:
-        raise UnfitError(
-            f"{type(module).__name__} has {channels} channels, the convolution returns {conv.out_channels}"
+            return None, "BatchNorm3d is not folded into float16, whose range it may leave"
+        channels = module.num_features
+    else:
+        return None, None
+    if channels != conv.out_channels:
+        return (
+            None,
+            f"{type(module).__name__} has {channels} channels, the convolution returns {conv.out_channels}",
         )
-    return kind
+    return kind, None
 
 
-class UnfitError(Exception):
-    """Why a module is left alone."""
-
-
-def _after(chain: Sequence[nn.Module], at: int) -> tuple[int, str | None]:
-    """The next module that is no identity; why what stands there cannot be taken, where that is known."""
+def _after(chain: Sequence[nn.Module], at: int) -> tuple[int, str | None, str | None]:
+    """The next module that is no identity, and its kind; why it cannot be taken, where that is known."""
     while at < len(chain):
-        watched = why_watched(chain[at])
+        module = chain[at]
+        watched = why_watched(module)
         if watched is not None:
-            return at, watched
-        identity = _is_identity(chain[at])
-        if isinstance(identity, str):
-            return at, identity
-        if not identity:
-            return at, None
+            return at, None, watched
+        kind = kind_of(module)
+        if kind == "dropout":
+            dropout: Any = module
+            if dropout.training and dropout.p != 0:
+                return at, None, f"{type(module).__name__}(p={dropout.p}) follows, in training"
+        elif kind != "identity":
+            return at, kind, None
         at += 1
-    return at, "nothing that is known follows"
+    return at, None, "nothing that is known follows"
 
 
 def find_block(chain: Sequence[nn.Module], at: int) -> Block | str:
     """The longest block that begins with the ConvTranspose3d chain[at], or why there is none."""
-    conv = chain[at]
-    assert isinstance(conv, nn.ConvTranspose3d)
-    if not runs_forward_of(conv, nn.ConvTranspose3d):
+    conv: Any = chain[at]
+    if kind_of(conv) != "conv":
         return f"{type(conv).__name__} has a forward of its own"
     why = why_watched(conv)
     if why is not None:
         return why
     if conv.padding_mode != "zeros":
         return f"padding_mode={conv.padding_mode!r} is not defined for it"
-    first, why = _after(chain, at + 1)
-    try:
-        if why is None:
-            norm = _norm_of(conv, chain[first])
-            if norm is not None:
-                return _norm_first(chain, at, first, norm)
-            activation = _activation_of(chain[first])
-            if activation is not None:
-                return _activation_first(chain, at, first, activation)
-            why = f"{type(chain[first]).__name__} follows"
-    except UnfitError as unfit:
-        why = str(unfit)
-    return why
+    first, kind, why = _after(chain, at + 1)
+    if why is not None:
+        return why
+    norm, why = _norm_of(conv, chain[first], kind)
+    if norm is not None:
+        return _norm_first(chain, at, first, norm)
+    if why is not None:
+        return why
+    activation = _activation_of(chain[first], kind)
+    if activation is not None:
+        return _activation_first(chain, at, first, activation)
+    return f"{type(chain[first]).__name__} follows"
 
 
 def _norm_first(chain: Sequence[nn.Module], at: int, place: int, norm: str) -> Block:
-    conv, normalizer = chain[at], chain[place]
-    assert isinstance(conv, nn.ConvTranspose3d)
-    second, why = _after(chain, place + 1)
-    activation = _activation_of(chain[second]) if why is None else None
+    conv: Any = chain[at]
+    second, kind, why = _after(chain, place + 1)
+    activation = _activation_of(chain[second], kind) if why is None else None
     if activation is None:
-        return Block(conv, place + 1 - at, "norm_act", norm, normalizer, None, None)
-    return Block(conv, second + 1 - at, "norm_act", norm, normalizer, *activation)
+        return Block(conv, place + 1 - at, "norm_act", norm, chain[place], None, None)
+    return Block(conv, second + 1 - at, "norm_act", norm, chain[place], *activation)
 
 
 def _activation_first(chain: Sequence[nn.Module], at: int, place: int, activation: tuple[str, Any]) -> Block:
-    conv = chain[at]
-    assert isinstance(conv, nn.ConvTranspose3d)
-    second, why = _after(chain, place + 1)
+    conv: Any = chain[at]
+    second, kind, why = _after(chain, place + 1)
     norm = None
     if why is None:
-        try:
-            norm = _norm_of(conv, chain[second])
-        except UnfitError:
-            norm = None  # conv and activation are a block of their own
-    if norm is None or norm == "batch":
+        norm, _ = _norm_of(conv, chain[second], kind)
+    if norm is None or norm == "batch":  # conv and activation are a block of their own
         return Block(conv, place + 1 - at, "act_norm", None, None, *activation)
     return Block(conv, second + 1 - at, "act_norm", norm, chain[second], *activation)
 
@@ -240,18 +255,18 @@ def call_of(block: Block, x: Tensor, options: Options) -> tuple[tuple[Any, ...],
         weight, bias = fold(conv, normalizer)
         normalization: dict[str, Any] = {"norm": None}
     else:
-        weight, bias = conv.weight, conv.bias  # type: ignore[assignment]
+        weight, bias = _parameter(conv, "weight"), _parameter(conv, "bias")
         normalization = {"norm": norm}
         if norm is not None:
             normalization |= {
-                "norm_weight": normalizer.weight,
-                "norm_bias": normalizer.bias,
+                "norm_weight": _parameter(normalizer, "weight"),
+                "norm_bias": _parameter(normalizer, "bias"),
                 "eps": normalizer.eps,
             }
             if norm == "group":
                 normalization["num_groups"] = normalizer.num_groups
     geometry: Any = (conv.stride, conv.padding, conv.output_padding, conv.groups, conv.dilation)
-    parameter = block.parameter.weight if block.activation == "prelu" else block.parameter
+    parameter = _parameter(block.parameter, "weight") if block.activation == "prelu" else block.parameter
     named = {
         "order": block.order,
         "activation": block.activation,
@@ -261,20 +276,141 @@ def call_of(block: Block, x: Tensor, options: Options) -> tuple[tuple[Any, ...],
     return (x, weight, bias, *geometry), named | normalization
 
 
-def run_block(block: Block, x: Tensor, options: Options) -> Tensor:
-    """One call for all modules of the block."""
-    positional, named = call_of(block, x, options)
-    y: Tensor = conv_transpose3d_norm_act(*positional, **named)
-    return y
-
-
 # Where a batch norm is folded. On a CPU little is gained, and PyTorch's calls keep its last bit.
 FOLDING_DEVICES = frozenset({"cuda"})
 
 
+_DEVICES = frozenset({"cpu", "cuda", "meta"})
+
+
 def takes(x: Any) -> bool:
     """Whether x is what blocks compute on: a batch of volumes, and no tracer's stand-in for one."""
-    return isinstance(x, Tensor) and x.dim() == 5
+    return (
+        isinstance(x, Tensor)
+        and x.dim() == 5
+        and x.dtype in _DTYPES
+        and (x.is_cuda or x.device.type in _DEVICES)
+    )
+
+
+# The fields of Settings that checked_arguments was once content with.
+_checked: set[tuple[Any, ...]] = set()
+_MOST_CHECKED = 4096  # of a parameter that changes at every call, nothing more is remembered
+
+
+def _check_and_run(
+    block: Block, x: Tensor, options: Options, settings: tuple[Any, ...] | None
+) -> Tensor | None:
+    """run_block by the public function; `settings` are remembered if it makes them of its arguments."""
+    if not admits(block, x):
+        return None
+    positional, named = call_of(block, x, options)
+    y: Tensor = conv_transpose3d_norm_act(*positional, **named)
+    if settings is not None and len(_checked) < _MOST_CHECKED:
+        rest: Any = {"num_groups": None, "norm_weight": None, "norm_bias": None, "eps": 1e-5} | named
+        rest |= {"skip": None, "return_conv": False}
+        found = checked_arguments(*positional, **rest)[1]
+        if found == settings:
+            _checked.add(settings)
+    return y
+
+
+def _same_dtype(x: Tensor, *tensors: Any) -> bool:
+    # A loop: a generator expression over these takes twice as long.
+    dtype = x.dtype
+    for tensor in tensors:  # noqa: SIM110
+        if tensor is not None and tensor.dtype is not dtype:
+            return False
+    return True
+
+
+def admits(block: Block, x: Tensor) -> bool:
+    """Whether one call is to x what the block's modules are, and they are not the ones to say what is wrong.
+
+    PyTorch takes some vectors of another dtype than x, and numbers that are none of Python's.
+    """
+    conv, _, _, norm, normalizer, activation, parameter = block
+    if norm == "batch" and x.device.type not in FOLDING_DEVICES:
+        return False
+    vectors: Any = (None, None)
+    if norm is not None and norm != "batch":
+        vectors = (_parameter(normalizer, "weight"), _parameter(normalizer, "bias"))
+        if not -math.inf < normalizer.eps < math.inf:
+            return False
+    slopes = None
+    if activation == "prelu":
+        slopes = _parameter(parameter, "weight")
+        if slopes.dim() != 1 or slopes.size(0) not in (1, conv.out_channels):
+            return False
+    elif parameter is not None and not (
+        isinstance(parameter, (int, float)) and -math.inf < parameter < math.inf
+    ):
+        return False
+    same = _same_dtype(x, _parameter(conv, "weight"), _parameter(conv, "bias"), *vectors, slopes)
+    return same or torch.is_autocast_enabled(x.device.type)
+
+
+def run_block(block: Block, x: Tensor, options: Options) -> Tensor | None:
+    """One call for all modules of the block; None where they are to be called themselves (see admits)."""
+    conv, _, order, norm, normalizer, activation, parameter = block
+    if _dynamo_compiling() or _tracing() or norm == "batch" or forward_ad._current_level >= 0:
+        return _check_and_run(block, x, options, None)
+    weight, bias, slopes = _parameter(conv, "weight"), _parameter(conv, "bias"), None
+    if activation == "prelu":
+        slopes, parameter = _parameter(parameter, "weight"), None
+    groups, eps, gamma, beta = 0, 1e-5, None, None
+    if norm is not None:
+        groups = normalizer.num_groups if norm == "group" else conv.out_channels
+        eps, gamma, beta = normalizer.eps, _parameter(normalizer, "weight"), _parameter(normalizer, "bias")
+    precision = resolve_precision(x, options.precision)
+    padding: Any = conv.padding  # nn.ConvTranspose3d's is never one of the names that a convolution's may be
+    stride, output_padding, dilation = conv.stride, conv.output_padding, conv.dilation
+    geometry = (stride, padding, output_padding, conv.groups, dilation)
+    if activation == "relu" and order == "act_norm" and norm == "group":
+        if not admits(block, x):
+            return None
+        return conv_transpose3d_relu_group_norm(
+            *(x, weight, bias, *geometry),
+            num_groups=groups,
+            norm_weight=gamma,
+            norm_bias=beta,
+            eps=eps,
+            precision=options.precision,
+        )
+    name = "none" if activation is None else activation
+    settings = (
+        *geometry,
+        groups,
+        eps,
+        precision,
+        order,
+        name,
+        0.0 if parameter is None else parameter,
+        False,
+    )
+    try:
+        known = settings in _checked
+    except TypeError:  # of lists, say, which have no hash
+        return _check_and_run(block, x, options, None)
+    if not known:
+        return _check_and_run(block, x, options, settings)
+    # The rest of admits: what it asks of numbers is so of settings that are known.
+    if not _same_dtype(x, weight, bias, gamma, beta, slopes) and not torch.is_autocast_enabled(x.device.type):
+        return None
+    if slopes is not None and (slopes.dim() != 1 or slopes.size(0) not in (1, conv.out_channels)):
+        return None
+    # A norm group of a single value is refused: only an output of one position has such.
+    if (
+        norm is not None
+        and (x.size(4) - 1) * stride[2]
+        - 2 * padding[2]
+        + output_padding[2]
+        + dilation[2] * (weight.size(4) - 1)
+        == 0
+    ):
+        return _check_and_run(block, x, options, None)
+    tensors = (x, weight, bias, gamma, beta, slopes, None)
+    return run_checked(tensors, settings, norm, options.precision is not None)[0]
 
 
 def run_chain(chain: Sequence[nn.Module], x: Any, options: Options) -> Any:
@@ -282,11 +418,11 @@ def run_chain(chain: Sequence[nn.Module], x: Any, options: Options) -> Any:
     at, watched = 0, _has_any_global_hook()  # type: ignore[no-untyped-call]
     while at < len(chain):
         module = chain[at]
-        if isinstance(module, nn.ConvTranspose3d) and takes(x) and not watched:
+        if isinstance(module, nn.ConvTranspose3d) and not watched and takes(x):
             block = find_block(chain, at)
-            if isinstance(block, Block) and (block.norm != "batch" or x.device.type in FOLDING_DEVICES):
-                x = run_block(block, x, options)
-                at += block.length
+            y = run_block(block, x, options) if isinstance(block, Block) else None
+            if isinstance(block, Block) and y is not None:
+                x, at = y, at + block.length
                 continue
         x = module(x)
         at += 1

@@ -210,7 +210,7 @@ class _Reader:
         raise UnprovableError(f"its forward calls self.{name}()")
 
 
-_ABSENT = object()
+_ABSENT = object()  # of an attribute that is not there
 
 
 def _is_simple(value: Any) -> bool:
@@ -218,13 +218,21 @@ def _is_simple(value: Any) -> bool:
     return isinstance(value, _SIMPLE) or (isinstance(value, tuple) and all(map(_is_simple, value)))
 
 
+def _keys(container: nn.Module) -> tuple[Any, ...]:
+    """What a loop over container, and over containers in it, depends on."""
+    return tuple(
+        (name, _keys(child) if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) else None)
+        for name, child in container._modules.items()
+    )
+
+
 def _state(module: nn.Module, name: str) -> Any:
     """What is compared of an attribute: a number itself, a container's keys, else whether there is one."""
     value = getattr(module, name, _ABSENT)
     if value is _ABSENT:
-        return False
-    if isinstance(value, (nn.ModuleList, nn.ModuleDict)):
-        return tuple(value._modules)
+        return ...
+    if isinstance(value, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return _keys(value)
     return value if _is_simple(value) else True
 
 

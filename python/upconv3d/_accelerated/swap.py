@@ -28,9 +28,9 @@ class Accelerated(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # object.__getstate__ exists from Python 3.11 on.
         getter = getattr(self, "__getstate__", None)
-        state = dict(self.__dict__ if getter is None else getter())
-        for name in type(self)._upconv3d_volatile:
-            state.pop(name, None)
+        state = self.__dict__ if getter is None else getter()
+        if isinstance(state, dict):  # a __getstate__ of its class's may return anything
+            state = {k: v for k, v in state.items() if k not in type(self)._upconv3d_volatile}
         mixin = next(cls for cls in type(self).__mro__ if cls in MIXINS)
         return rebuild, (mixin.__name__, self._upconv3d_base), state
 
@@ -64,17 +64,16 @@ class AcceleratedConvTranspose(Accelerated):
             return base.forward(self, input, output_size)
         conv: Any = self
         block = Block(conv, 1, "norm_act", None, None, None, None)
-        return run_block(block, input, self.__dict__[_OPTIONS])
+        y = run_block(block, input, self.__dict__[_OPTIONS])
+        return base.forward(self, input) if y is None else y
 
 
 def is_sequential(module: nn.Module) -> bool:
     """Whether calling module is calling its children, one after the other."""
-    if isinstance(module, AcceleratedSequential):
-        return True
-    return (
-        isinstance(module, nn.Sequential)
-        and runs_forward_of(module, nn.Sequential)
-        and type(module).__iter__ is nn.Sequential.__iter__
+    if not isinstance(module, nn.Sequential):
+        return False
+    return isinstance(module, AcceleratedSequential) or (
+        runs_forward_of(module, nn.Sequential) and type(module).__iter__ is nn.Sequential.__iter__
     )
 
 
@@ -83,7 +82,7 @@ def leaves(sequential: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     for child in sequential._modules.values():
         assert child is not None
-        if is_sequential(child) and why_watched(child) is None:
+        if isinstance(child, nn.Sequential) and is_sequential(child) and why_watched(child) is None:
             found.extend(leaves(child))
         else:
             found.append(child)

@@ -7,16 +7,18 @@ runs what was written only where it is as it was when it was recorded, and its o
 """
 
 import inspect
+import operator
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from .chain import Block, Options, find_block, run_chain, why_watched
+from .functions import activation_of
 from .proof import Guards, UnprovableError, holds, prove
 from .swap import _OPTIONS, MIXINS, Accelerated, is_sequential, leaves
 
@@ -39,8 +41,34 @@ def is_open(sequential: nn.Module) -> bool:
     return bool(kept) and isinstance(kept[-1], nn.ConvTranspose3d)
 
 
+def in_place(operation: str, left: Any, right: Any) -> Any:
+    """The statement of that name, "iadd" for left += right, on whatever left is."""
+    return getattr(operator, operation)(left, right)
+
+
+def _recorded(operation: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    def record(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", in_place, (operation, self, other), {})
+
+    return record
+
+
+class _Proxy(fx.Proxy):
+    """A value while it is recorded. torch.fx's own records x += y as x = x + y, and other names keep x."""
+
+
+for _operation in (
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
+    *("iand", "ior", "ixor", "ilshift", "irshift"),
+):
+    setattr(_Proxy, f"__{_operation}__", _recorded(_operation))
+
+
 class _Tracer(fx.Tracer):
     """Records calls of submodules; looks into Sequentials that end with a transposed convolution."""
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return not (is_sequential(m) and why_watched(m) is None and is_open(m))
@@ -55,25 +83,25 @@ class Traced:
         guards: what the module's forward reads, and what it was.
         opened: Sequentials that are not called by themselves: path, and the names in them.
         arguments: how many tensors forward takes; calls with others run the module's own.
-        found: names of the convolutions that were given a block, with the chain that it is in.
-        reasons: why the others were not.
     """
 
     functions: dict[bool, Callable[..., Any]]
     guards: Guards
     opened: tuple[tuple[str, tuple[str, ...]], ...]
     arguments: int
-    found: dict[str, list[nn.Module]]
-    reasons: dict[str, str]
 
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if kwargs or len(args) != self.arguments or not all(isinstance(a, Tensor) for a in args):
             return False
+        if not holds(module, self.guards):  # which says too that what is opened is still there
+            return False
         for path, names in self.opened:
             sequential = module.get_submodule(path)
-            if tuple(sequential._modules) != names or why_watched(sequential) is not None:
+            if not is_sequential(sequential) or tuple(sequential._modules) != names:
                 return False
-        return holds(module, self.guards)
+            if why_watched(sequential) is not None:
+                return False
+        return not self.opened or not _has_any_global_hook()  # type: ignore[no-untyped-call]
 
 
 class AcceleratedForward(Accelerated):
@@ -93,9 +121,15 @@ class AcceleratedForward(Accelerated):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         with as_its_base(self):
             try:
-                traced = trace(self)
-            except UnprovableError:
-                return  # its source changed or is gone: it runs its own forward
+                traced = trace(self).traced
+            except UnprovableError as error:
+                warnings.warn(
+                    f"upconv3d: a copy of an accelerated {type(self).__name__} needs the source of its "
+                    f"forward as it was; got {error}. It runs its own forward. Remedy: "
+                    f"upconv3d.accelerate(model) again.",
+                    stacklevel=2,
+                )
+                return
         self.__dict__[_TRACED] = traced
 
 
@@ -142,31 +176,15 @@ def _defaults(module: nn.Module) -> tuple[int, dict[str, Any]]:
 
 
 def _activation_function(node: fx.Node) -> tuple[str, Any] | None:
-    """Name and parameter where node applies one of our activations to its first argument alone."""
-    given = {**node.kwargs}
-    given.pop("inplace", None)
-    rest, target = list(node.args[1:]), node.target
-    if target in (F.relu, torch.relu) or (node.op == "call_method" and target in ("relu", "relu_")):
-        return ("relu", None) if not given and (not rest or target is F.relu) else None
-    if target is F.silu and not rest and not given:
-        return "silu", None
-    for function, name, parameter, default in (
-        (F.leaky_relu, "leaky_relu", "negative_slope", 0.01),
-        (F.elu, "elu", "alpha", 1.0),
-        (F.gelu, "gelu", "approximate", "none"),
-    ):
-        if target is function:
-            value = rest[0] if rest else given.pop(parameter, default)
-            if given or not isinstance(value, (int, float, str)):
-                return None
-            return name, value
-    return None
+    """Name and parameter where node applies one of our activations, with a plain number if any."""
+    found = activation_of(node)
+    return found if found is not None and isinstance(found[1], (int, float, type(None))) else None
 
 
 def _module_of(function: tuple[str, Any]) -> nn.Module:
     name, value = function
-    if name == "gelu":
-        return nn.GELU(value)
+    if name in ("gelu", "gelu_tanh"):
+        return nn.GELU("none" if name == "gelu" else "tanh")
     if name == "leaky_relu":
         return nn.LeakyReLU(value)
     return nn.ELU(value) if name == "elu" else {"relu": nn.ReLU, "silu": nn.SiLU}[name]()
@@ -237,9 +255,8 @@ def _one_mode(module: nn.Module, defaults: dict[str, Any], training: bool) -> tu
         with in_mode(inner, training):
             graph = tracer.trace(module, concrete_args=defaults or None)
     except Exception as error:  # whatever a forward does that torch.fx cannot record
-        raise UnprovableError(
-            f"torch.fx cannot trace its forward: {str(error).splitlines()[0][:120]}"
-        ) from error
+        said = str(error).strip().partition("\n")[0][:120] or type(error).__name__
+        raise UnprovableError(f"torch.fx cannot trace its forward: {said}") from error
     found: dict[str, list[nn.Module]] = {}
     reasons: dict[str, str] = {}
     for node in list(graph.nodes):
@@ -268,7 +285,20 @@ def _compiled(graph: fx.Graph) -> Callable[..., Any]:
     return function
 
 
-def trace(module: nn.Module) -> Traced:
+class Tracing(NamedTuple):
+    """A traced forward, and what of it concerns the report.
+
+    Attributes:
+        found: names of the convolutions that were given a block, with the chain that it is in.
+        reasons: why the others were not.
+    """
+
+    traced: Traced
+    found: dict[str, list[nn.Module]]
+    reasons: dict[str, str]
+
+
+def trace(module: nn.Module) -> Tracing:
     """module's forward with its blocks in one call each.
 
     Raises: UnprovableError, where its forward might do what a trace does not show.
@@ -285,4 +315,4 @@ def trace(module: nn.Module) -> Traced:
         found |= found_here
         reasons |= reasons_here
     reasons = {name: why for name, why in reasons.items() if name not in found}
-    return Traced(functions, guards, tuple(opened), needed, found, reasons)
+    return Tracing(Traced(functions, guards, tuple(opened), needed), found, reasons)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block under autocast: as PyTorch runs the three calls, or, where that is quicker, without any cast."""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._autograd import record_block
+from ._numbered import numbered_block, settings_number
+
+_forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
+_library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
+
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+
+def autocast_dtype(input: Tensor) -> torch.dtype | None:
+    """What the block's tensors are cast to; None where autocast is off for the device, or for the dtype."""
+    device_type = input.device.type
+    if device_type not in ("cpu", "cuda") or input.dtype is torch.float64:
+        return None
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+@cache
+def _runs_sm90_plan(device: torch.device) -> bool:
+    """Whether blocks on `device` take the SM90 plan, where their shapes allow it."""
+    forced = os.environ.get("UPCONV3D_PLAN", "")  # the compiled module reads it once as well
+    return forced in ("", "sm90", "stored", "twice") and torch.cuda.get_device_capability(device)[0] == 9
+
+
+# Output values of a block up to which the casts of its tensors are expected to take longer, on the host, than
+# float32 costs the device. An estimate: on an H200 a strided block of 2^26 takes 0.44 ms in float32 and 0.3
+# in bfloat16, and the casts of a call 0.15 to 0.45 of host time.
+_MOST_FLOAT32_VALUES = 2**25
+
+
+def computes_in_float32(
+    tensors: Sequence[Tensor | None], low: torch.dtype, stride: Sequence[int], groups: int
+) -> bool:
+    """Whether autocast's casts, to `low`, are left out: on a GPU whose plan for float32 "tf32" is quick.
+
+    That plan multiplies in 16 bit too, in float16 with scales, which is more exact than either `low`, and its
+    result is the float32 that autocast wants of a group norm. Six casts with their gradients are saved.
+    """
+    input, weight = tensors[:2]
+    assert input is not None and weight is not None
+    if not input.is_cuda or (input.dtype is not torch.float32 and input.dtype is not low):
+        return False
+    if any(tensor is not None and tensor.dtype is not torch.float32 for tensor in tensors[1:]):
+        return False
+    positions = input.numel() // max(input.size(-4), 1) * stride[0] * stride[1] * stride[2]  # about
+    values = positions * weight.size(1) * groups
+    return values <= _MOST_FLOAT32_VALUES and _runs_sm90_plan(input.device)
+
+
+def under_autocast(run: Callable[..., Tensor], tensors: Sequence[Tensor | None], *numbers: Any) -> Tensor:
+    """run(*tensors, *numbers) as autocast runs the block: autograd records the casts around it too."""
+    input: Any = tensors[0]
+    low = autocast_dtype(input)
+    if low is not None:
+        tensors = [tensor if tensor is None else tensor.to(low) for tensor in tensors]
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+        y = run(*tensors, *numbers)
+    return y.float() if low is not None and y.is_cuda else y
+
+
+def block_under_autocast(
+    tensors: Sequence[Tensor | None], block: tuple[Any, ...], watched: bool, recording: bool, recompute: bool
+) -> Tensor:
+    """The block as autocast runs it, where nothing but autograd looks on.
+
+    block: the fields of BlockArguments. watched: whether the operator is to be called by its public name.
+    """
+    input: Any = tensors[0]
+    low = autocast_dtype(input)
+    if low is not None and computes_in_float32(tensors, low, block[0], block[3]):
+        tensors = [input.float(), *tensors[1:]]
+        block = (*block[:7], "tf32")
+    elif low is not None:
+        tensors = [tensor if tensor is None else tensor.to(low) for tensor in tensors]
+    number = None if watched else settings_number(block)
+    y: Tensor
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+        if recording:
+            y = record_block(*tensors, block, number, recompute)
+        elif number is not None:
+            y = numbered_block(*tensors, number)
+        else:
+            x, weight, bias, gamma, beta = tensors
+            with torch._C._AutoDispatchBelowAutograd():
+                y = _forward_op(x, weight, bias, *block[:6], gamma, beta, *block[6:])
+    return y.float() if low is not None and y.is_cuda else y
+
+
+def _autocast_kernel(*arguments: Any) -> Tensor:
+    """The operator under autocast: conv_transpose3d in 16 bit; group_norm gives float32 on CUDA."""
+    input, weight, bias, *numbers, norm_weight, norm_bias, eps, precision = arguments
+
+    def run(x: Tensor, w: Tensor, b: Any, gamma: Any, beta: Any) -> Tensor:
+        y: Tensor = _forward_op(x, w, b, *numbers, gamma, beta, eps, precision)
+        return y
+
+    return under_autocast(run, (input, weight, bias, norm_weight, norm_bias))
+
+
+def register() -> None:
+    """Ties autocast to the forward operator; the package calls it once."""
+    for key in ("AutocastCPU", "AutocastCUDA"):
+        _library.impl(  # type: ignore[no-untyped-call]
+            "conv_transpose3d_relu_group_norm", _autocast_kernel, key
+        )

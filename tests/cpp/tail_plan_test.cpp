@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// Plans of every tail (core/tail.hpp), without a GPU: what the kernels demand of a plan holds whatever is
+/// asked for, and each family of tails runs where it should.
+
+#include "core/tail.hpp"
+
+#include <exception>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "core/arguments.hpp"
+#include "core/channels.hpp"
+#include "core/errors.hpp"
+#include "core/plan.hpp"
+#include "core/sm90_plan.hpp"
+#include "core_cases.hpp"
+
+namespace upconv3d {
+namespace {
+
+constexpr Activation kActivations[] = {Activation::kNone,     Activation::kRelu, Activation::kLeakyRelu,
+                                       Activation::kElu,      Activation::kSilu, Activation::kGelu,
+                                       Activation::kGeluTanh, Activation::kPrelu};
+
+Problem with_tail(Problem p, Order order, Activation activation, bool norm = true) {
+  p.tail.order = order;
+  p.tail.activation = activation;
+  p.tail.norm = norm;
+  if (activation == Activation::kPrelu) p.tail.slopes = 1;
+  if (!norm) p.num_groups = 1;
+  return p;
+}
+
+/// Every order, activation and normalization, with and without a skip and a returned convolution.
+std::vector<Problem> all_tails(const Problem& p) {
+  std::vector<Problem> problems;
+  for (const Activation activation : kActivations) {
+    for (int bits = 0; bits < 16; ++bits) {
+      const Order order = (bits & 1) != 0 ? Order::kNormAct : Order::kActNorm;
+      Problem own = with_tail(p, order, activation, (bits & 2) == 0);
+      own.tail.has_skip = (bits & 4) != 0;
+      own.tail.returns_conv = (bits & 8) != 0;
+      problems.push_back(own);
+    }
+  }
+  return problems;
+}
+
+/// Blocks of whole and of padded channels, of strides, and of convolution groups.
+std::vector<Problem> blocks() {
+  std::vector<Problem> problems;
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
+    for (const Layout layout : {Layout::kNCDHW, Layout::kNDHWC}) {
+      for (const Precision precision : {Precision::kIEEE, Precision::kTF32}) {
+        Problem p = headline(dtype, layout);
+        p.precision = precision;
+        problems.push_back(p);
+        p.kernel = p.stride = {2, 2, 2};
+        problems.push_back(p);
+        p.k = 100, p.num_groups = 10;
+        problems.push_back(p);
+        p = headline(dtype, layout);
+        p.precision = precision;
+        p.groups = 2;
+        problems.push_back(p);
+      }
+    }
+  }
+  return problems;
+}
+
+/// What forward.cpp and the SM90 kernels take for granted of their plan.
+std::string broken_promise(const Problem& p, const Plan& plan) {
+  const Tail& tail = p.tail;
+  const bool whole_rows = p.y_layout == Layout::kNDHWC && p.k % kChannelUnit == 0;
+  if (plan.linear == tail.norm) return "linear is without normalization";
+  if (tail.has_skip) return "a skip";
+  if (tail.norm && tail.before() != Activation::kNone && tail.before() != Activation::kRelu) return "before";
+  if (plan.normalizes && !(whole_rows && is_piecewise_linear(tail.after()))) return "normalizes";
+  if (plan.twice && !(plan.normalizes && plan.activation_in_y)) return "twice";
+  if (plan.linear && (plan.normalizes || plan.twice || plan.keeps_activation)) return "linear, and more";
+  if (plan.linear && plan.activation_in_y != stores_in_place(p, {plan.split_axes, plan.share_taps}))
+    return "stored in place";
+  if ((plan.linear || tail.returns_conv) && stores_steps(plan)) return "steps of a result";
+  if (tail.returns_conv && (plan.linear || plan.activation_in_y || tail.before() != Activation::kNone))
+    return "the returned convolution";
+  if (plan.keeps_activation && (plan.activation_in_y || plan.twice || tail.returns_conv)) return "kept";
+  return "";
+}
+
+void test_every_tail_has_a_plan() {
+  for (const Problem& block : blocks()) {
+    for (const Problem& p : all_tails(block)) {
+      for (const char* forced : {"", "sm90", "stored", "twice", "sm80", "library"}) {
+        Device device = hopper();
+        device.forced_plan = forced;
+        const auto check = [&](const Plan& plan) {
+          if (plan.algorithm == Algorithm::kSm80ImplicitGemm) {
+            expect(p.tail.is_relu_group_norm(), "the SM80 kernel has one tail; got " + describe(p));
+          }
+          if (plan.algorithm != Algorithm::kSm90ImplicitGemm) return;
+          const std::string broken = broken_promise(p, plan);
+          expect(broken.empty(), broken + ": " + describe(p) + "\n" + describe(plan));
+        };
+        try {
+          check(select_plan(p, device, all_compiled()));
+          check(select_training_plan(p, device, all_compiled()));
+        } catch (const RuleViolation& error) {
+          const bool may_refuse = *forced != '\0' && std::string(forced) != "library";
+          expect(may_refuse, std::string("a plan for every tail; got ") + error.what());
+        }
+      }
+    }
+  }
+}
+
+void test_where_tails_run() {
+  const auto plan_of = [](const Problem& p) { return select_plan(p, hopper(), all_compiled()); };
+  for (const Activation activation : kActivations) {
+    const Plan plan = plan_of(with_tail(headline(), Order::kNormAct, activation));
+    expect(
+        plan.algorithm == Algorithm::kSm90ImplicitGemm && plan.normalizes == is_piecewise_linear(activation),
+        std::string("our kernel convolves before ") + name(activation) + ": " + describe(plan));
+    const Plan linear = plan_of(with_tail(headline(), Order::kActNorm, activation, false));
+    expect(linear.linear && linear.activation_in_y, std::string("no normalization: ") + describe(linear));
+    const bool has_pass = linear.stages.back() == name(activation);
+    expect(has_pass != is_in_epilogue(activation), "an activation is in the epilogue, or a pass of its own");
+  }
+  Problem gelu_first = with_tail(headline(), Order::kActNorm, Activation::kGelu);
+  expect(plan_of(gelu_first).algorithm == Algorithm::kCudaLibrary, "gelu before a normalization");
+  Problem returned = with_tail(headline(), Order::kNormAct, Activation::kRelu);
+  returned.tail.returns_conv = true;
+  expect(plan_of(returned).normalizes && !plan_of(returned).activation_in_y, "c beside y");
+  expect(!select_training_plan(returned, hopper(), all_compiled()).keeps_activation, "no backward for it");
+}
+
+void test_channels_of_what_is_stored_in_place() {
+  Problem p =
+      with_tail(headline(DType::kBFloat16, Layout::kNCDHW), Order::kActNorm, Activation::kRelu, false);
+  p.k = 100;
+  const Plan plan = select_plan(p, hopper(), all_compiled());
+  expect(plan.activation_in_y && plan.channels.empty() && plan.conv_layout == Layout::kNCDHW,
+         "nothing is padded, and NCDHW stored: " + describe(plan));
+}
+
+void test_stages_of_the_library_plan() {
+  Device device = hopper();
+  device.forced_plan = "library";
+  Problem p = with_tail(headline(), Order::kActNorm, Activation::kNone, false);
+  p.has_bias = true;
+  expect(select_plan(p, device, all_compiled()).stages.back() == "add", "a bias is added");
+  p.has_bias = false;
+  expect(select_plan(p, device, all_compiled()).stages.size() == 1, "nothing follows the convolution");
+}
+
+/// A call of [1,8,2,2,2] with weight [8,8,1,1,1], its result as large.
+Arguments small_call() {
+  Arguments a;
+  a.input = {{1, 8, 2, 2, 2}, {64, 8, 4, 2, 1}, "float32", "cpu", "strided", 0};
+  a.weight = {{8, 8, 1, 1, 1}, {8, 1, 1, 1, 1}, "float32", "cpu", "strided", 0};
+  a.stride = a.dilation = {1, 1, 1};
+  a.padding = a.output_padding = {0, 0, 0};
+  return a;
+}
+
+void test_rules_of_slopes_and_skip() {
+  const TensorDesc vector = {{3}, {1}, "float32", "cpu", "strided", 0};
+  const auto expect_rule = [](const Arguments& a, const std::string& part) {
+    expect_violation<RuleViolation>([&] { make_problem(a); }, part, part);
+  };
+  Arguments a = small_call();
+  a.tail.activation = Activation::kPrelu;
+  expect_rule(a, "activation_param must be a tensor");
+  a.slopes = vector;
+  expect_rule(a, "activation_param.shape=[3]");
+  a.slopes->sizes = {8};
+  expect(make_problem(a).tail.slopes == 8, "a slope per channel");
+  a.tail.activation = Activation::kRelu;
+  expect_rule(a, "and for no other");
+  a = small_call();
+  a.skip = a.input;
+  expect(make_problem(a).tail.has_skip, "a skip like the result");
+  a.skip->sizes = {1, 8, 1, 2, 2};
+  expect_rule(a, "skip must have the sizes");
+  a.skip = a.input;
+  a.skip->dtype = "bfloat16";
+  expect_rule(a, "skip.dtype=bfloat16");
+  a = small_call();
+  a.tail.norm = false;
+  a.norm_bias = vector;
+  expect_rule(a, "norm=None");
+}
+
+}  // namespace
+}  // namespace upconv3d
+
+int main() {
+  try {
+    upconv3d::test_every_tail_has_a_plan();
+    upconv3d::test_where_tails_run();
+    upconv3d::test_channels_of_what_is_stored_in_place();
+    upconv3d::test_stages_of_the_library_plan();
+    upconv3d::test_rules_of_slopes_and_skip();
+  } catch (const std::exception& error) {
+    upconv3d::expect(false, std::string("unexpected exception: ") + error.what());
+  }
+  if (upconv3d::failures == 0) std::cout << "tail_plan_test: all expectations hold\n";
+  return upconv3d::failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""upconv3d.accelerate: a model that is changed afterwards, or that asks for what only PyTorch's calls do."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+import upconv3d
+from accelerated_models import MODELS
+from torch import nn
+from upconv3d._accelerated import chain, traced
+from upconv3d._accelerated.proof import UnprovableError
+
+
+def _volume(dtype=torch.float32):
+    return torch.randn(2, 6, 3, 4, 3, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+class _Up(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.ConvTranspose3d(6, 8, 2, 2), nn.GroupNorm(2, 8)
+
+    def forward(self, x):
+        return self.norm(self.up(x))
+
+
+class _InPlace(_Up):
+    """`y += 1` is seen through every name of the tensor."""
+
+    def forward(self, x):
+        y = torch.relu(x)
+        kept = y
+        y += 1
+        y *= 2
+        return F.silu(self.norm(self.up(kept))) + kept.mean()
+
+
+class _Sized(_Up):
+    """Numbers are changed by name, not in place."""
+
+    def forward(self, x):
+        channels = x.shape[1]
+        more = channels
+        more += 2
+        return self.norm(self.up(x)).reshape(x.shape[0], more, -1) * channels
+
+
+class _EvalOnly(_Up):
+    def forward(self, x):
+        if self.training:
+            raise ValueError
+        return super().forward(x)
+
+
+class _Loops(_Up):
+    def __init__(self):
+        super().__init__()
+        self.listed = nn.Sequential(nn.Conv3d(8, 8, 1))
+        self.nested = nn.ModuleList([nn.ModuleList([nn.Conv3d(8, 8, 1)])])
+
+    def forward(self, x):
+        x = self.norm(self.up(x))
+        for layer in self.listed:
+            x = layer(x)
+        for layers in self.nested:
+            for layer in layers:
+                x = layer(x)
+        return x
+
+
+class _Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.norm = nn.Sequential(nn.ConvTranspose3d(6, 8, 2)), nn.GroupNorm(2, 8)
+
+    def forward(self, x):
+        y = self.head(x) if self.head is not None else x
+        return F.relu(self.norm(y))
+
+
+class _Negated(nn.Sequential):
+    def forward(self, x):
+        return -super().forward(x)
+
+
+def _accelerated(model):
+    """model, accelerated, and a copy of what it was."""
+    plain = copy.deepcopy(model)
+    assert upconv3d.accelerate(model).replaced
+    return model, plain
+
+
+@pytest.mark.parametrize("make", [_InPlace, _Sized])
+def test_augmented_assignments(make):
+    model, plain = _accelerated(make())
+    torch.testing.assert_close(model(_volume()), plain(_volume()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_forward_that_raises_without_a_word():
+    model = _EvalOnly()
+    (finding,) = upconv3d.accelerate(model).findings
+    assert not finding.replaced and "cannot trace its forward" in finding.evaluation
+    with pytest.raises(ValueError):
+        model(_volume())
+
+
+@pytest.mark.parametrize("container", ["listed", "nested"])
+def test_containers_that_grow(container):
+    model, plain = _accelerated(_Loops())
+    more = nn.Conv3d(8, 3, 1)
+    for m in (model, plain):
+        (m.listed if container == "listed" else m.nested[0]).append(more)
+    if container == "listed":  # the next convolution takes 8 channels
+        for m in (model, plain):
+            m.nested[0] = nn.ModuleList()
+    y = model(_volume())
+    assert y.shape[1] == 3
+    torch.testing.assert_close(y, plain(_volume()), rtol=1e-4, atol=1e-4)
+
+
+def test_an_opened_sequential_that_is_exchanged():
+    model, plain = _accelerated(_Head())
+    for m in (model, plain):
+        m.head = _Negated(m.head[0])
+    torch.testing.assert_close(model(_volume()), plain(_volume()), rtol=1e-4, atol=1e-5)
+    model.head = None
+    assert torch.equal(model(torch.ones(1, 8, 2, 2, 2)), torch.zeros(1, 8, 2, 2, 2))
+
+
+def test_global_hooks_see_an_opened_sequential():
+    model, _ = _accelerated(_Head())
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        model(_volume())
+    finally:
+        handle.remove()
+    assert model.head in seen and model.head[0] in seen
+
+
+def _chain(*after):
+    return nn.Sequential(nn.ConvTranspose3d(6, 8, 2, 2), *after)
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 8), nn.InstanceNorm3d(8, affine=True)])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_norm_that_stayed_in_float32(norm, order):
+    """PyTorch takes its vectors, on the CPU as on CUDA."""
+    model = _chain(*[copy.deepcopy(norm), nn.ReLU()][::order])
+    model[0].bfloat16()
+    model, plain = _accelerated(model)
+    x = _volume(torch.bfloat16)
+    assert torch.equal(model(x), plain(x))
+    model.bfloat16()
+    plain.bfloat16()
+    torch.testing.assert_close(model(x), plain(x), rtol=0.1, atol=0.1)
+
+
+def test_numbers_and_dtypes_that_are_pytorchs_alone():
+    model, plain = _accelerated(_chain(nn.GroupNorm(2, 8), nn.ELU()))
+    for m in (model, plain):
+        m[2].alpha = torch.tensor(0.5)
+    assert torch.equal(model(_volume()), plain(_volume()))
+    for m in (model, plain):
+        m[2].alpha, m[1].eps = 1.0, float("inf")
+    assert torch.equal(model(_volume()), plain(_volume()))
+    bare, plain = nn.ConvTranspose3d(6, 8, 2, dtype=torch.complex64), None
+    model, plain = nn.Sequential(bare), nn.Sequential(copy.deepcopy(bare))
+    assert upconv3d.accelerate(model, bare=True).replaced
+    x = _volume(torch.complex64)
+    assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("after", [(nn.ReLU(), nn.GroupNorm(2, 8)), (nn.GroupNorm(2, 8), nn.SiLU())])
+def test_forward_mode(after):
+    model, plain = _accelerated(_chain(*after))
+    x, tangent = _volume(), _volume() + 1
+    for ours, theirs in zip(
+        torch.func.jvp(model, (x,), (tangent,)), torch.func.jvp(plain, (x,), (tangent,)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+NUMBERS = {
+    "num_groups": lambda m: setattr(m[1], "num_groups", 4),
+    "eps": lambda m: setattr(m[1], "eps", 0.5),
+    "negative_slope": lambda m: setattr(m[2], "negative_slope", 0.7),
+    "padding": lambda m: setattr(m[0], "padding", (1, 1, 1)),
+    "a list": lambda m: setattr(m[0], "stride", [2, 2, 2]),
+    "one number": lambda m: setattr(m[0], "stride", 3),
+    "norm_weight": lambda m: m[1].weight.data.mul_(3),
+    "no norm_weight": lambda m: m[1].register_parameter("weight", None),
+    "bias": lambda m: m[0].register_parameter("bias", None),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_change_between_calls(name):
+    """What was checked before is remembered by value, not by module."""
+    norm = nn.GroupNorm(2, 8)
+    norm.weight.data.uniform_(0.5, 2)
+    model, plain = _accelerated(_chain(norm, nn.LeakyReLU(0.1)))
+    x = _volume()
+    before = [model(x), model(x)]
+    assert torch.equal(*before)
+    NUMBERS[name](model)
+    NUMBERS[name](plain)
+    y = model(x)
+    torch.testing.assert_close(y, plain(x), rtol=1e-4, atol=1e-5)
+    assert name == "a list" or y.shape != before[0].shape or not torch.equal(y, before[0])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_remembered_settings_compute_the_same(name, autocast, monkeypatch):
+    """Nothing is known at the first call; at the second all is."""
+    monkeypatch.setattr(chain, "_checked", set())
+    monkeypatch.setattr(chain, "FOLDING_DEVICES", frozenset({"cpu", "cuda"}))
+    model, plain = _accelerated(MODELS[name]().eval())
+    x = torch.randn(2, 6, 4, 3, 4, generator=torch.Generator().manual_seed(3))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        first, second, expected = model(x), model(x), plain(x)
+    assert torch.equal(first, second) and second.dtype == expected.dtype
+    tolerance = 0.1 if autocast else 1e-4
+    torch.testing.assert_close(second, expected, rtol=tolerance, atol=tolerance)
+    number, functions = len(chain._checked), []
+    monkeypatch.setattr(chain, "checked_arguments", lambda *a, **k: functions.append(a))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert torch.equal(model(x), first)
+    assert not functions and len(chain._checked) == number
+
+
+def test_remembered_settings_still_refuse():
+    model = _chain(nn.InstanceNorm3d(8), nn.PReLU(8))
+    model[0] = nn.ConvTranspose3d(6, 8, 1)
+    upconv3d.accelerate(model)
+    with torch.no_grad():
+        assert model(_volume()).shape == model(_volume()).shape
+        assert any("instance" in settings or 8 in settings for settings in chain._checked)
+        for refused in (model, nn.Sequential(*model)):
+            with pytest.raises(ValueError, match="more than"):
+                refused(torch.ones(2, 6, 1, 1, 1))
+        model[2] = nn.PReLU(3)
+        with pytest.raises(RuntimeError):
+            model(_volume())
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(chain, "_checked", set())
+    monkeypatch.setattr(chain, "_MOST_CHECKED", 3)
+    model, _ = _accelerated(_chain(nn.GroupNorm(2, 8), nn.LeakyReLU(0.1)))
+    for step in range(8):
+        model[2].negative_slope = step / 100
+        torch.testing.assert_close(
+            model(_volume()), model[2](model[1](model[0](_volume()))), rtol=1e-4, atol=1e-5
+        )
+    assert len(chain._checked) == 3
+
+
+def test_neither_report_nor_trace_keeps_modules():
+    model = _Up()
+    report = upconv3d.accelerate(model)
+    norm = weakref.ref(model.norm)
+    model.norm = nn.Identity()
+    gc.collect()
+    assert norm() is None
+    assert pickle.loads(pickle.dumps(report)).findings == report.findings
+    copy.deepcopy(report).restore()
+    assert type(model) is not _Up
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    report.restore()
+
+
+class _Stated(nn.Sequential):
+    def __getstate__(self):
+        return [self.__dict__]
+
+    def __setstate__(self, state):
+        self.__dict__.update(state[0])
+
+
+def test_a_state_of_its_own():
+    model, plain = _accelerated(_Stated(nn.ConvTranspose3d(6, 8, 2, 2), nn.GELU()))
+    torch.testing.assert_close(copy.deepcopy(model)(_volume()), plain(_volume()))
+
+
+class _ByName(_Up):
+    def forward(self, x):
+        return self.norm(self.up(input=x))
+
+
+def test_a_sample_call_by_name_and_one_that_fails():
+    (finding,) = upconv3d.accelerate(_ByName(), sample=(_volume(),)).findings
+    assert finding.input_size == (2, 6, 3, 4, 3)
+    model = _chain(nn.ReLU())
+    with pytest.raises(RuntimeError):
+        upconv3d.accelerate(model, sample=(torch.ones(1, 2),))
+    assert type(model) is nn.Sequential and not model[0]._forward_pre_hooks
+    model[0].bfloat16()
+    (finding,) = upconv3d.accelerate(model, sample=(_volume(torch.bfloat16),)).findings
+    assert finding.replaced
+
+
+def test_a_copy_without_source_says_that_it_is_not_accelerated(monkeypatch):
+    """As where a pickle is loaded beside another version of the model's source."""
+    model = _Up()
+    assert len(upconv3d.accelerate(model).replaced) == 1
+
+    def refuse(module):
+        raise UnprovableError("its source is gone")
+
+    monkeypatch.setattr(traced, "trace", refuse)
+    with pytest.warns(UserWarning, match="its source is gone. It runs its own forward"):
+        copied = copy.deepcopy(model)
+    x = _volume()
+    torch.testing.assert_close(copied(x), model(x))
