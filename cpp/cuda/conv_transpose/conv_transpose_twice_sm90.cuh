@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-/// conv_transpose_twice_sm90: the forward pass after packing, for groups 1 and y [N,Z,P,Q,K].
+/// conv_transpose_twice_sm90: the forward pass after packing, for groups 1.
 ///
 ///   x     [N,D,H,W,C]                 operand  read through TMA im2col
 ///   w     [T*R*S,K,C]                 operand  packed by layout/pack
 ///   part  [N,moments,K/granule,2]     float    (mean, M2) of before(conv + bias), unrounded
 ///   table [N,G,segments,4]            float    mean, rest of the mean, M2, count
-///   y     [N,Z,P,Q,K]                 output   written once
+///   y     [N,Z,P,Q,K] or [N,K,Z,P,Q]  output   written once
 ///
 /// y = after(normalized before(conv + bias)): before() ReLU or nothing, after() any activation
 /// (core/tail.hpp).
@@ -72,7 +72,7 @@ class TwiceLoader {
     RingBarriers<1>& barriers = shared_.control->w;
     barriers.wait_empty(w_);
     w_.advance(1);
-    int const unit_rows = params_.fold * params_.w_rows;
+    int const unit_rows = params_.fold * params_.w_rows * params_.w_runs;
     std::uint64_t* const full =
         barriers.expect(0, (cls.rows[0].units + cls.rows[1].units) * unit_rows * Traits::ROW_BYTES);
     char* to = shared_.w;
@@ -84,19 +84,18 @@ class TwiceLoader {
         for (int r = 0; r < cls.taps[1]; ++r) {
           for (int s = 0; s < cls.taps[2]; ++s, bit <<= 1) {
             if (rows.view < 0 || !(rows.taps & bit)) continue;
-            for (int c_block = 0; c_block < cls.c_blocks; ++c_block, to += Traits::W_BYTES) {
-              load_unit(cls, rows, t, r, s, (cls.c_begin + c_block) * Traits::BLK_C, full, to);
-            }
+            load_units(cls, rows, t, r, s, full, to);
+            to += cls.c_blocks * Traits::W_BYTES;
           }
         }
       }
     }
   }
 
-  /// The rows of all stacked phases for one tap of the class; zeros, which lie beyond w, where a phase has no
-  /// such tap.
-  CUTLASS_DEVICE void load_unit(TwiceClassParams const& cls, TwiceRowsParams const& rows, int t, int r, int s,
-                                int c, std::uint64_t* full, char* to) {
+  /// The rows of all stacked phases for one tap of the class, a unit per k-block of input channels; zeros,
+  /// which lie beyond w, where a phase has no such tap.
+  CUTLASS_DEVICE void load_units(TwiceClassParams const& cls, TwiceRowsParams const& rows, int t, int r,
+                                 int s, std::uint64_t* full, char* to) {
     int const at[3] = {t, r, s};
     CUTLASS_PRAGMA_NO_UNROLL
     for (int fold = 0; fold < params_.fold; ++fold) {
@@ -111,9 +110,16 @@ class TwiceLoader {
         has = has && m >= 0 && m < phase.taps[axis];
         tap = tap * params_.kernel[axis] + phase.tap[axis] - m * phase.tap_step[axis];
       }
-      cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
-                                   to + fold * params_.w_rows * Traits::ROW_BYTES, c, rows.row,
-                                   has ? tap : -1);
+      int const box_bytes = params_.w_rows * Traits::ROW_BYTES;
+      int const channel = Traits::CHANNELS_FIRST ? rows.row / 2 : rows.row;
+      for (int c_block = 0; c_block < cls.c_blocks; ++c_block) {
+        for (int run = 0; run < params_.w_runs; ++run) {
+          cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
+                                       to + c_block * Traits::W_BYTES + (run * params_.fold + fold) * box_bytes,
+                                       (cls.c_begin + c_block) * Traits::BLK_C,
+                                       channel + run * params_.w_rows, has ? tap : -1);
+        }
+      }
     }
   }
 

@@ -36,8 +36,10 @@ void fill_views(const Problem& problem, const TwiceLayout& layout, DType output,
   for (std::size_t i = 0; i < layout.views.size(); ++i) {
     const Slab& from = layout.views[i];
     TwiceView& view = to.views[i];
-    view.y = encode_slab_output(problem, from, output, layout.fold * problem.k, y, Traits::STAGE_POS,
-                                kPanelChannels<typename Traits::Output>, layout.fold);
+    if constexpr (!Traits::CHANNELS_FIRST) {
+      view.y = encode_slab_output(problem, from, output, layout.fold * problem.k, y, Traits::STAGE_POS,
+                                  kPanelChannels<typename Traits::Output>, layout.fold);
+    }
     view.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
     view.height = cutlass::FastDivmod(static_cast<int>(from.extent[1]));
     copy_extent(from.origin, view.origin);
@@ -88,7 +90,7 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
     cls.positions = static_cast<int>(window.positions());
     cls.first_tile = static_cast<int>(tiles);
     cls.tiles = static_cast<int>(pos_tiles * problem.n);
-    cls.tile_cost = static_cast<int>(twice_tile_cycles(from, c_blocks));
+    cls.tile_cost = static_cast<int>(twice_tile_cycles(from, c_blocks, !Traits::CHANNELS_FIRST));
     cls.first_cost = to.total_cost;
     to.total_cost += cls.tiles * static_cast<std::int64_t>(cls.tile_cost);
     tiles += cls.tiles;
@@ -108,7 +110,9 @@ void fill_shared_memory(TwiceParams<Traits>& to) {
             2 * buffers * kStageBytes) /
            Traits::X_BYTES;
   };
-  to.staging_buffers = slots(kManyStagingBuffers) >= kWantedSlots ? kManyStagingBuffers : kFewStagingBuffers;
+  to.staging_buffers = Traits::CHANNELS_FIRST                       ? 0
+                       : slots(kManyStagingBuffers) >= kWantedSlots ? kManyStagingBuffers
+                                                                    : kFewStagingBuffers;
   to.x_slots = std::min(slots(to.staging_buffers), kMaxTwiceXSlots);
 }
 
@@ -119,7 +123,8 @@ TwiceParams<Traits> make_twice_params(const ConvTransposeParams& params, DType o
   const TwiceLayout layout = twice_layout(problem);
   if (layout.classes.empty()) {
     throw std::logic_error(
-        "upconv3d: conv_transpose_twice_sm90 keeps a block's weights in shared memory; got " +
+        "upconv3d: conv_transpose_twice_sm90 keeps a block's weights in shared memory, and stacks two phases "
+        "along the width for y NCDHW; got " +
         describe(problem) + ". select_plan must choose the stored plan.");
   }
   TwiceParams<Traits> to{};
@@ -127,7 +132,8 @@ TwiceParams<Traits> make_twice_params(const ConvTransposeParams& params, DType o
   fill_classes(problem, layout, operand, params.x_hi, params.x_packed ? operand_channels(problem) : problem.c,
                to);
   fill_shared_memory(to);
-  to.w_rows = static_cast<int>(layout.fold > 1 ? problem.k : Traits::ROWS);
+  to.w_rows = static_cast<int>(layout.run);
+  to.w_runs = Traits::CHANNELS_FIRST ? Traits::ROWS / Traits::STACKED / 2 : 1;
   to.w = encode_w(problem, operand, params.w_hi, to.w_rows, Traits::BLK_C);
   copy_extent(problem.kernel, to.kernel);
   to.samples = static_cast<int>(problem.n);
@@ -158,9 +164,9 @@ TwiceParams<Traits> make_twice_params(const ConvTransposeParams& params, DType o
 }
 
 /// Launches one persistent block per multiprocessor, all at once.
-template <class Operand, class Output>
-void launch_conv_transpose_twice_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
-  using Traits = TwiceTraitsSm90<Operand, Output>;
+template <class Operand, class Output, bool kChannelsFirst>
+void launch_twice_in_layout(const ConvTransposeParams& params, cudaStream_t stream) {
+  using Traits = TwiceTraitsSm90<Operand, Output, kChannelsFirst>;
   constexpr DType operand = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
   constexpr DType output = std::is_same_v<Output, float> ? DType::kFloat32 : operand;
   auto kernel_params = make_twice_params<Traits>(params, operand, output);
@@ -170,6 +176,16 @@ void launch_conv_transpose_twice_sm90(const ConvTransposeParams& params, cudaStr
       &kernel_params,
       {std::min(last.first_tile + last.tiles, params.sm_count), Traits::THREADS, kSharedMemoryBytes}, stream,
       [](int) {});
+}
+
+/// The kernel that stores y in the problem's layout.
+template <class Operand, class Output>
+void launch_conv_transpose_twice_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
+  if (params.problem.y_layout == Layout::kNCDHW) {
+    launch_twice_in_layout<Operand, Output, true>(params, stream);
+  } else {
+    launch_twice_in_layout<Operand, Output, false>(params, stream);
+  }
 }
 
 }  // namespace upconv3d::cuda

@@ -19,6 +19,7 @@
 #include "cuda/activation.cuh"
 #include "cuda/conv_transpose/drain_sm90.cuh"
 #include "cuda/conv_transpose/merge_moments_sm90.cuh"
+#include "cuda/conv_transpose/twice_channels_first_sm90.cuh"
 #include "cuda/conv_transpose/twice_params_sm90.cuh"
 
 namespace upconv3d::cuda {
@@ -120,21 +121,36 @@ class TwiceEpilogue {
       int const j = i / 2 % 2;
       acc(i) = floored(acc(i), low_[j]) * scale_[j] + shift_[j];
     }
+    if constexpr (Traits::CHANNELS_FIRST) {
+      // As store_channels_first takes them. Both rows are of one channel: what follows tells them not apart.
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 1; i < 4 * kBlocks; i += 4) {
+        float const second = acc(i);
+        acc(i) = acc(i + 1);
+        acc(i + 1) = second;
+      }
+    }
     if (params_.after.kind != Activation::kNone) activate(acc);
-    begin_pending(tile);
-    if (params_.staging_buffers == kManyStagingBuffers) {
-      stage_rounds<kManyStagingBuffers>(acc);
+    if constexpr (Traits::CHANNELS_FIRST) {
+      store_channels_first(tile, acc);
     } else {
-      stage_rounds<kFewStagingBuffers>(acc);
+      begin_pending(tile);
+      if (params_.staging_buffers == kManyStagingBuffers) {
+        stage_rounds<kManyStagingBuffers>(acc);
+      } else {
+        stage_rounds<kFewStagingBuffers>(acc);
+      }
     }
   }
 
   /// Stores what normalize staged last, if it has not been done: to be called while wgmma computes the next
   /// tile, and in the end.
   CUTLASS_DEVICE void finish_store() {
-    if (!pending_) return;
-    pending_ = false;
-    store_staged(Traits::ROUNDS - params_.staging_buffers);
+    if constexpr (!Traits::CHANNELS_FIRST) {
+      if (!pending_) return;
+      pending_ = false;
+      store_staged(Traits::ROUNDS - params_.staging_buffers);
+    }
   }
 
   /// Before the block's shared memory goes: all stores have read it.
@@ -168,6 +184,17 @@ class TwiceEpilogue {
     return result;
   }
 
+  /// The channel of a row of the view, and its phase of those stacked.
+  CUTLASS_DEVICE int phase_of(int& channel, int row) const {
+    if constexpr (Traits::CHANNELS_FIRST) {
+      constexpr int kRun = Traits::STACKED;
+      channel = row / (2 * kRun) * kRun + row % kRun;
+      return row / kRun % 2;
+    } else {
+      return params_.k.divmod(channel, row);
+    }
+  }
+
   /// Whether the thread's row j is one of fold*K.
   CUTLASS_DEVICE bool is_channel(int j) const { return row_ + accumulator_row() + 8 * j < params_.view_k; }
 
@@ -192,7 +219,7 @@ class TwiceEpilogue {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       int const row = min(row_ + accumulator_row() + 8 * j, params_.view_k - 1);
-      int const phase = view_ * params_.fold + params_.k.divmod(channel_[j], row);
+      int const phase = view_ * params_.fold + phase_of(channel_[j], row);
       first_moment_[j] = params_.phases[phase].first_moment;
       bias_[j] = params_.bias ? float(params_.bias[channel_[j]]) : 0.f;
       low_[j] = params_.floor - bias_[j];
@@ -276,7 +303,7 @@ class TwiceEpilogue {
     maps_sample_ = sample;
     int const row = threadIdx.x % 128 / 2;
     int channel;
-    params_.k.divmod(channel, min(row_ + row, params_.view_k - 1));
+    phase_of(channel, min(row_ + row, params_.view_k - 1));
     float4 const map = merge_row(sample, channel);
     cutlass::arch::NamedBarrier::sync(128, barrier_);  // the last maps have been read
     if (threadIdx.x % 2 == 0) control_.maps[group_][row] = map;
@@ -311,6 +338,22 @@ class TwiceEpilogue {
     float const beta = params_.beta ? float(params_.beta[channel]) : 0.f;
     float const scale = gamma * float(1.0 / sqrt(sums.m2(mean_shift) / sums.count + params_.eps));
     return make_float4(rounded, scale, beta - float(mean - rounded) * scale, 0.f);
+  }
+
+  /// acc to y [N,K,Z,P,Q].
+  template <class Accumulator>
+  CUTLASS_DEVICE void store_channels_first(TwiceTile const& tile, Accumulator const& acc) const {
+    if (!is_channel(0)) return;  // none of the warp's, whose 8 are all of K or none
+    TwiceView const& view = params_.views[view_];
+    int const(&out)[3] = params_.view_out;
+    std::int64_t const channel = std::int64_t(tile.n) * params_.k.divisor + channel_[0];
+    Output* const to = params_.y + channel * (std::int64_t(out[0]) * out[1] * out[2] * 2);
+    TwicePlane const plane{out, tile.pos_tile * Traits::BLK_POS, positions_};
+    if (width_.divisor % 2 == 0) {
+      cuda::store_channels_first<Traits, 2>(acc, view, plane, to);
+    } else {
+      cuda::store_channels_first<Traits, 1>(acc, view, plane, to);
+    }
   }
 
   /// Stages rounds of STAGE_POS positions, kBuffers of them at a time, and stores all but the last kBuffers.

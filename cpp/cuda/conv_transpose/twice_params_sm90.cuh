@@ -14,10 +14,12 @@
 
 namespace upconv3d::cuda {
 
-template <class Operand_, class Output_>
+/// \tparam kChannelsFirst y is [N,K,Z,P,Q], not [N,Z,P,Q,K]
+template <class Operand_, class Output_, bool kChannelsFirst>
 struct TwiceTraitsSm90 {
   using Operand = Operand_;
-  using Output = Output_;                               // y, bias, gamma, beta
+  using Output = Output_;  // y, bias, gamma, beta
+  static constexpr bool CHANNELS_FIRST = kChannelsFirst;
   static constexpr int ROWS = int(kTwiceRows);          // of a warpgroup: output channels of its phases
   static constexpr int BLK_POS = int(kTwicePositions);  // positions of a tile
   static constexpr int BLK_C = int(kTwiceBlockC);       // input channels of a k-block: a 128-byte swizzle row
@@ -41,6 +43,9 @@ struct TwiceTraitsSm90 {
   static constexpr int STAGE_POS = kStagePositions<Output>;
   static constexpr int ROUNDS = BLK_POS / STAGE_POS;
 
+  /// Channels of one phase, then of the other, where two are stacked for y [N,K,Z,P,Q].
+  static constexpr int STACKED = int(kTwiceStackedChannels);
+
   static constexpr int THREADS = 3 * 128;  // one warpgroup that loads, two that multiply
   // Consumers need 128 accumulators and what an epilogue has in flight; the loading thread little.
   static constexpr int HELPER_REGISTERS = 40;
@@ -63,9 +68,9 @@ struct TwicePhase {
   int first_moment;  // of a sample's partial moments
 };
 
-/// One phase, or `fold` of them stacked, in y as [N,Z,P,Q/fold,fold*K].
+/// One phase, or `fold` of them stacked, in y as [N,Z,P,Q/fold,fold*K] or [N,K,Z,P,Q/fold,fold].
 struct TwiceView : SlabGeometry {
-  CUtensorMap y;  // boxes of STAGE_POS positions x 128 bytes
+  CUtensorMap y;  // boxes of STAGE_POS positions x 128 bytes; not for y [N,K,Z,P,Q]
 };
 
 /// core's TwiceRows.
@@ -103,6 +108,7 @@ struct TwiceParams {
   int phase_window[kMaxSlabs][3];
   CUtensorMap w;  // boxes of one tap x w_rows output channels x BLK_C
   int w_rows;
+  int w_runs;  // boxes of each phase in a unit
   int num_classes, num_phases;
   int fold;
   int view_out[3];        // Z,P,Q/fold
@@ -113,8 +119,8 @@ struct TwiceParams {
   std::int64_t total_cost;
   int w_units;  // room for weights
   int x_slots;
-  int staging_buffers;                 // of each warpgroup
-  Output* y;                           // [N,Z,P,Q,K]
+  int staging_buffers;                 // of each warpgroup; none for y [N,K,Z,P,Q]
+  Output* y;                           // [N,Z,P,Q,K] or [N,K,Z,P,Q]
   Output const* bias;                  // [K], or null
   std::int32_t const* unscale_sample;  // [N] exponents, float32 output only
   std::int32_t const* unscale_column;  // [K] exponents, float32 output only
