@@ -6,7 +6,9 @@
 /// A thread holds two rows (accumulator_row and 8 further) and, in each block of 8 positions, the pair at
 /// 2*(lane%4). Beside the other warpgroup's wgmma an instruction takes several cycles, so what counts here is
 /// their number: relu(v + bias) is taken as max(v, -bias) + bias, whose sum is left to what follows anyway,
-/// and with a floor of -infinity in the place of ReLU's 0 it is v + bias. What does not need the accumulators
+/// and with a floor of -infinity in the place of ReLU's 0 it is v + bias. The powers of two that operands were
+/// scaled by go into that floor, into the sums and into the normalization, which changes no bit of the result,
+/// and need no instruction of their own unless one of them is far from 1. What does not need the accumulators
 /// waits until wgmma has been issued again: the way of sums between lanes, and stores.
 #pragma once
 
@@ -41,6 +43,10 @@ class TwiceEpilogue {
  public:
   using Output = typename Traits::Output;
   static constexpr int kBlocks = Traits::BLK_POS / 8;  // blocks of 8 positions, wgmma's column unit
+  // Powers of two up to which scales, biases and the normalization's factors are multiplied with each other:
+  // no product leaves float's normal range.
+  static constexpr int kFoldedExponent = 60;
+  static constexpr float kFoldedMagnitude = 0x1p60f;
 
   /// \param barrier named barrier of the warpgroup's 128 threads
   CUTLASS_DEVICE TwiceEpilogue(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared,
@@ -56,7 +62,8 @@ class TwiceEpilogue {
   CUTLASS_DEVICE void add_moments(TwiceTile const& tile, Accumulator& acc) {
     if (tile.cls != rows_class_) enter(tile.cls);
     if (view_ < 0) return;
-    unscale(tile.n, acc);
+    if (tile.n != scales_sample_) load_scales(tile.n);
+    if (!folded_) unscale(acc);
     begin_pending(tile);
     pending_valid_ = min(Traits::BLK_POS, positions_ - tile.pos_tile * Traits::BLK_POS);
     if (pending_valid_ == Traits::BLK_POS && add_around_bias(acc)) return;
@@ -114,8 +121,9 @@ class TwiceEpilogue {
   CUTLASS_DEVICE void normalize(TwiceTile const& tile, Accumulator& acc) {
     if (tile.cls != rows_class_) enter(tile.cls);
     if (view_ < 0) return;
-    unscale(tile.n, acc);
+    if (tile.n != scales_sample_) load_scales(tile.n);
     if (tile.n != maps_sample_) load_maps(tile.n);
+    if (!folded_) unscale(acc);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4 * kBlocks; ++i) {
       int const j = i / 2 % 2;
@@ -222,24 +230,44 @@ class TwiceEpilogue {
       int const phase = view_ * params_.fold + phase_of(channel_[j], row);
       first_moment_[j] = params_.phases[phase].first_moment;
       bias_[j] = params_.bias ? float(params_.bias[channel_[j]]) : 0.f;
-      low_[j] = params_.floor - bias_[j];
     }
+  }
+
+  /// The scales of the thread's rows, and whether they are folded into what values are compared with and
+  /// multiplied by: the same for a warp.
+  CUTLASS_DEVICE void load_scales(int sample) {
+    scales_sample_ = sample;
+    if constexpr (Traits::SCALED) {
+      bool folds = true;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        // Two factors, since 2^e of a product of scales may leave float's range where the value does not.
+        int const exponent = params_.unscale_sample[sample] + params_.unscale_column[channel_[j]];
+        unscale_[j][0] = clamped_power_of_two(exponent / 2);
+        unscale_[j][1] = clamped_power_of_two(exponent - exponent / 2);
+        folds = folds && abs(exponent) <= kFoldedExponent && fabsf(bias_[j]) <= kFoldedMagnitude;
+      }
+      folded_ = __all_sync(0xffffffffu, folds);
+    }
+    set_floors();
+  }
+
+  /// acc is max(acc, low) + bias, in units of `unit`, after that.
+  CUTLASS_DEVICE void set_floors() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) low_[j] = (params_.floor - bias_[j]) / unit(j);
+  }
+
+  /// What acc's values are counted in, where its scales are folded.
+  CUTLASS_DEVICE float unit(int j) const {
+    if constexpr (Traits::SCALED) return folded_ ? unscale_[j][0] * unscale_[j][1] : 1.f;
+    return 1.f;
   }
 
   /// acc without its operands' scales.
   template <class Accumulator>
-  CUTLASS_DEVICE void unscale(int sample, Accumulator& acc) {
+  CUTLASS_DEVICE void unscale(Accumulator& acc) const {
     if constexpr (Traits::SCALED) {
-      if (sample != scales_sample_) {
-        scales_sample_ = sample;
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < 2; ++j) {
-          // Two factors, since 2^e of a product of scales may leave float's range where the value does not.
-          int const exponent = params_.unscale_sample[sample] + params_.unscale_column[channel_[j]];
-          unscale_[j][0] = clamped_power_of_two(exponent / 2);
-          unscale_[j][1] = clamped_power_of_two(exponent - exponent / 2);
-        }
-      }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = acc(i) * unscale_[i / 2 % 2][0] * unscale_[i / 2 % 2][1];
     }
@@ -261,6 +289,11 @@ class TwiceEpilogue {
       sum_[j] += v;
       sum_squares_[j] += v * v;
     }
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      sum_[j] *= unit(j);
+      sum_squares_[j] *= unit(j) * unit(j);
+    }
     // Of the 24 bits of a sum of squares so many may cancel; what is small beside eps does not matter.
     constexpr float kLoss = sizeof(Output) == 4 ? 0x1p-6f : 0x1p-10f;
     constexpr float kValues = 2 * kBlocks;  // of a row
@@ -276,7 +309,8 @@ class TwiceEpilogue {
 
   /// The same around a value of each row, and of any number of positions.
   template <class Accumulator>
-  CUTLASS_DEVICE void add_around_value(Accumulator const& acc) {
+  CUTLASS_DEVICE void add_around_value(Accumulator& acc) {
+    if (folded_) unscale(acc);
     float offset[2], low[2];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
@@ -308,13 +342,22 @@ class TwiceEpilogue {
     cutlass::arch::NamedBarrier::sync(128, barrier_);  // the last maps have been read
     if (threadIdx.x % 2 == 0) control_.maps[group_][row] = map;
     cutlass::arch::NamedBarrier::sync(128, barrier_);
+    bool folds = true;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       float4 const own = control_.maps[group_][accumulator_row() + 8 * j];
       // (max(v, low) + bias - mean) * scale + shift
       scale_[j] = own.y;
       shift_[j] = (bias_[j] - own.x) * own.y + own.z;
+      float const magnitude = fabsf(own.y);
+      folds = folds && ((magnitude >= 1.f / kFoldedMagnitude && magnitude <= kFoldedMagnitude) || own.y == 0.f);
     }
+    if (Traits::SCALED && folded_ && !__all_sync(0xffffffffu, folds)) {
+      folded_ = false;
+      set_floors();
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) scale_[j] *= unit(j);
   }
 
   /// mean, scale and shift of a channel, y = (v - mean)*scale + shift, by two neighbouring threads.
@@ -441,6 +484,7 @@ class TwiceEpilogue {
   int channel_[2], first_moment_[2];
   float bias_[2], low_[2], unscale_[2][2];
   float scale_[2], shift_[2];
+  bool folded_ = false;  // scales: their product is in low_ and scale_
   int scales_sample_ = -1, maps_sample_ = -1;
   // Of the tile whose moments are not written, or whose last buffers are not stored.
   bool pending_ = false;
