@@ -6,10 +6,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/plan.hpp"
 #include "core/problem.hpp"
+#include "core/twice_layout.hpp"
 #include "cuda/activation.hpp"
 
 namespace upconv3d::cuda {
@@ -66,7 +68,7 @@ struct ConvTransposeParams {
 
 /// Counters that a launch needs, which must be zero when it begins.
 inline std::int64_t counter_count(const Problem& problem) {
-  return 2 + 2 * problem.n;
+  return 2 + 2 * std::max<std::int64_t>(problem.n, kMaxTwiceClasses);
 }
 
 using ConvTransposeLauncher = void (*)(const ConvTransposeParams& params, cudaStream_t stream);

@@ -16,13 +16,14 @@
 ///
 /// Rows of a tile are output channels, columns are positions of one phase of the stride
 /// (core/twice_layout.hpp says which share a block). One block per multiprocessor, three warpgroups:
-///   warp 0       loads: a class's weights once, which stay, and x through a ring
+///   warp 0       deals tiles out (twice_tiles_sm90.cuh) and loads: a class's weights, which stay, and x
+///                through a ring
 ///   warps 4-11   two warpgroups take turns: one multiplies while the other has its epilogue
 /// Blocks wait for each other twice, before moments are merged and before these are used, so the launch is
 /// cooperative.
 ///
 /// A tile's moments are its own, and merged in an order that the problem decides: results repeat bit for bit,
-/// whatever the number of blocks.
+/// whatever the number of blocks and whichever block computes it.
 #pragma once
 
 #include <algorithm>
@@ -37,6 +38,7 @@
 #include "cuda/conv_transpose/group_norm_sm90.cuh"
 #include "cuda/conv_transpose/merge_moments_sm90.cuh"
 #include "cuda/conv_transpose/twice_epilogue_sm90.cuh"
+#include "cuda/conv_transpose/twice_tiles_sm90.cuh"
 
 namespace upconv3d::cuda {
 
@@ -50,20 +52,23 @@ class TwiceLoader {
   /// Loads every tile's operands. Nothing here waits for the moments: the second pass's first operands are
   /// there when it begins.
   CUTLASS_DEVICE void run() {
-    TwiceWalk<Traits> walk(params_);
+    TwiceDealer<Traits> dealer(params_, *shared_.control);
     int loaded = -1;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int i = 0; i < 2 * walk.count(); ++i) {
-      TwiceTile const& tile = walk.tile();
-      TwiceClassParams const& cls = params_.classes[tile.cls];
-      if (tile.cls != loaded) load_weights(cls);
-      loaded = tile.cls;
-      load_x(cls, tile);
-      if (i + 1 < walk.count()) {
-        walk.step_forward();
-      } else if (i >= walk.count() && i + 1 < 2 * walk.count()) {
-        walk.step_backward();
+    for (int pass = 0; pass < 2; ++pass) {
+      dealer.begin_pass(pass == 1);
+      TwiceTile tile = dealer.resolve(dealer.request());
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; tile.cls >= 0;) {
+        dealer.publish(tile);
+        int const number = dealer.request();
+        TwiceClassParams const& cls = params_.classes[tile.cls];
+        if (tile.cls != loaded) load_weights(cls);
+        loaded = tile.cls;
+        load_x(cls, tile);
+        tile = dealer.resolve(number);
       }
+      dealer.publish(tile);
     }
   }
 
@@ -327,27 +332,32 @@ template <class Traits>
 CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared) {
   using namespace cute;
   int const group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
-  TwiceWalk<Traits> walk(params);
+  TwiceTileReader tiles(*shared.control);
   auto multiplier = make_twice_multiplier(params, shared, group);
   TwiceEpilogue<Traits> epilogue(params, shared, group, kGroup0 + group);
   Tensor acc =
       partition_fragment_C(typename Traits::TiledMma{},
                            Shape<Int<Traits::ROWS>, Int<Traits::BLK_POS>>{});  // ((2,2,BLK_POS/8),1,1)
+  TwiceTile tile = tiles.next(), next;
   CUTLASS_PRAGMA_NO_UNROLL
-  for (int i = 0; i < walk.count(); ++i) {
-    if (i > 0) walk.step_forward();
-    multiplier.multiply(walk.tile(), acc, [&] { epilogue.finish_moments(); });
-    epilogue.add_moments(walk.tile(), acc);
+  for (; tile.cls >= 0; tile = next) {
+    multiplier.multiply(tile, acc, [&] {
+      epilogue.finish_moments();
+      next = tiles.next();
+    });
+    epilogue.add_moments(tile, acc);
   }
   epilogue.finish_moments();
   wait_for_all_blocks(params.arrivals);
   merge_segments(params, *shared.control);
   wait_for_all_blocks(params.arrivals + 1);
   CUTLASS_PRAGMA_NO_UNROLL
-  for (int i = 0; i < walk.count(); ++i) {
-    if (i > 0) walk.step_backward();
-    multiplier.multiply(walk.tile(), acc, [&] { epilogue.finish_store(); });
-    epilogue.normalize(walk.tile(), acc);
+  for (tile = tiles.next(); tile.cls >= 0; tile = next) {
+    multiplier.multiply(tile, acc, [&] {
+      epilogue.finish_store();
+      next = tiles.next();
+    });
+    epilogue.normalize(tile, acc);
   }
   multiplier.finish();
   epilogue.finish();
@@ -365,6 +375,7 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
   if (threadIdx.x == 0) {
     control.x.init(1, kConsumerWarps);
     control.w.init(1, kConsumerWarps);
+    control.tile_ring.init(1, kConsumerWarps);
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x < params.num_phases) {

@@ -64,7 +64,6 @@ template <class Traits>
 void fill_classes(const Problem& problem, const TwiceLayout& layout, DType operand, const void* x,
                   std::int64_t x_channels, TwiceParams<Traits>& to) {
   const int c_blocks = static_cast<int>(ceil_div(problem.c, Traits::BLK_C));
-  std::int64_t tiles = 0;
   for (const TwiceClass& from : layout.classes) {
     TwiceClassParams& cls = to.classes[to.num_classes++];
     Slab window = from.window;
@@ -88,12 +87,10 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
     const std::int64_t pos_tiles = ceil_div(window.positions(), Traits::BLK_POS);
     cls.pos_tiles = cutlass::FastDivmod(static_cast<int>(pos_tiles));
     cls.positions = static_cast<int>(window.positions());
-    cls.first_tile = static_cast<int>(tiles);
     cls.tiles = static_cast<int>(pos_tiles * problem.n);
     cls.tile_cost = static_cast<int>(twice_tile_cycles(from, c_blocks, !Traits::CHANNELS_FIRST));
     cls.first_cost = to.total_cost;
     to.total_cost += cls.tiles * static_cast<std::int64_t>(cls.tile_cost);
-    tiles += cls.tiles;
   }
 }
 
@@ -160,6 +157,7 @@ TwiceParams<Traits> make_twice_params(const ConvTransposeParams& params, DType o
   to.segments = cutlass::FastDivmod(static_cast<int>(ceil_div(partials, to.segment_length)));
   to.table = reinterpret_cast<float4*>(params.table);
   to.arrivals = params.counters;
+  to.dealt = params.counters + 2;
   return to;
 }
 
@@ -170,11 +168,13 @@ void launch_twice_in_layout(const ConvTransposeParams& params, cudaStream_t stre
   constexpr DType operand = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
   constexpr DType output = std::is_same_v<Output, float> ? DType::kFloat32 : operand;
   auto kernel_params = make_twice_params<Traits>(params, operand, output);
-  const TwiceClassParams& last = kernel_params.classes[kernel_params.num_classes - 1];
+  std::int64_t tiles = 0;
+  for (int i = 0; i < kernel_params.num_classes; ++i) tiles += kernel_params.classes[i].tiles;
   launch_cooperative(
       "conv_transpose_twice_sm90", reinterpret_cast<const void*>(conv_transpose_twice_sm90<Traits>),
       &kernel_params,
-      {std::min(last.first_tile + last.tiles, params.sm_count), Traits::THREADS, kSharedMemoryBytes}, stream,
+      {static_cast<int>(std::min<std::int64_t>(tiles, params.sm_count)), Traits::THREADS, kSharedMemoryBytes},
+      stream,
       [](int) {});
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// What conv_transpose_twice_sm90 is compiled for (traits), what a launch hands it (parameters), how it lays
-/// out shared memory, and which tiles a block computes.
+/// What conv_transpose_twice_sm90 is compiled for (traits), what a launch hands it (parameters), and how
+/// it lays out shared memory.
 #pragma once
 
 #include <cstdint>
@@ -47,14 +47,16 @@ struct TwiceTraitsSm90 {
   static constexpr int STACKED = int(kTwiceStackedChannels);
 
   static constexpr int THREADS = 3 * 128;  // one warpgroup that loads, two that multiply
-  // Consumers need 128 accumulators and what an epilogue has in flight; the loading thread little.
-  static constexpr int HELPER_REGISTERS = 40;
-  static constexpr int CONSUMER_REGISTERS = 232;
+  // Consumers need 128 accumulators and what an epilogue has in flight; the loading thread more than 40.
+  static constexpr int HELPER_REGISTERS = 56;
+  static constexpr int CONSUMER_REGISTERS = 224;
   static_assert(128 * HELPER_REGISTERS + 256 * CONSUMER_REGISTERS <= 168 * THREADS,
                 "else the launch waits for registers forever");
 };
 
 inline constexpr int kMaxTwiceXSlots = 6;
+/// Tiles that the loading thread may be ahead.
+inline constexpr int kTwiceTileSlots = 4;
 /// Staging buffers of a warpgroup: one or the other.
 inline constexpr int kManyStagingBuffers = 4, kFewStagingBuffers = 2;
 /// Small enough that beside kMaxTwiceUnits of weights and the staging buffers two slots of x fit.
@@ -93,8 +95,7 @@ struct TwiceClassParams {
   TwiceRowsParams rows[2];
   cutlass::FastDivmod pos_tiles;  // of a sample
   int positions;                  // of a sample
-  int first_tile;
-  int tiles;                // of all samples
+  int tiles;                      // of all samples
   int tile_cost;            // relative to other classes
   std::int64_t first_cost;  // sum over the tiles before this class's
 };
@@ -139,12 +140,14 @@ struct TwiceParams {
   int segment_length;                  // partials of a group that a warp merges
   cutlass::FastDivmod segments;        // per group
   float4* table;                       // [N,G,segments] (mean, rest of the mean, M2, count)
-  int* arrivals;                       // [2] blocks that have arrived at either wait; zero before the launch
+  // Zero before the launch:
+  int* arrivals;  // [2] blocks that have arrived at either wait
+  int* dealt;     // [2,kMaxTwiceClasses] tiles handed out in either pass
 };
 
 /// A tile's place.
 struct TwiceTile {
-  int cls;
+  int cls;       // -1: none
   int n;         // sample
   int pos_tile;  // BLK_POS positions each, within the class's views
 };
@@ -153,6 +156,8 @@ struct TwiceTile {
 struct TwiceControl {
   RingBarriers<kMaxTwiceXSlots> x;
   RingBarriers<1> w;
+  RingBarriers<kTwiceTileSlots> tile_ring;
+  int4 tiles[kTwiceTileSlots];  // class, sample, position tile
   float4 maps[2][kTwiceRows];   // of a warpgroup's rows: mean, scale, shift
   int first_moment[kMaxSlabs];  // of phases
   int last_count[kMaxSlabs];    // positions behind a phase's last partial moment
@@ -173,67 +178,6 @@ struct TwiceShared {
     staging = w + params.w_units * Traits::W_BYTES;
     control = reinterpret_cast<TwiceControl*>(base + kSharedMemoryBytes - kTwiceControlBytes);
   }
-};
-
-/// A block's share of the tiles, equal in cost: a stretch of them, so that it changes classes seldom. It is
-/// walked once forwards and once backwards, when what the first pass read last is still in L2. Between
-/// classes a step touches registers alone: parameters with a run-time index come late from constant memory.
-template <class Traits>
-class TwiceWalk {
- public:
-  CUTLASS_DEVICE explicit TwiceWalk(TwiceParams<Traits> const& params) : params_(params) {
-    number_ = boundary(blockIdx.x);
-    count_ = boundary(blockIdx.x + 1) - number_;
-    int cls = 0;
-    while (cls + 1 < params.num_classes && number_ >= params.classes[cls + 1].first_tile) ++cls;
-    enter(cls);
-  }
-
-  /// Of the block. A walk stands at the first; a forward walk ends at the last, where a backward one begins.
-  CUTLASS_DEVICE int count() const { return count_; }
-  CUTLASS_DEVICE TwiceTile const& tile() const { return tile_; }
-  CUTLASS_DEVICE void step_forward() {
-    if (++number_ == class_end_) {
-      enter(tile_.cls + 1);
-    } else if (++tile_.pos_tile == pos_tiles_) {
-      tile_.pos_tile = 0;
-      ++tile_.n;
-    }
-  }
-  CUTLASS_DEVICE void step_backward() {
-    if (number_-- == class_first_) {
-      enter(tile_.cls - 1);
-    } else if (tile_.pos_tile-- == 0) {
-      tile_.pos_tile = pos_tiles_ - 1;
-      --tile_.n;
-    }
-  }
-
- private:
-  /// Stands at tile number_ of class `cls`.
-  CUTLASS_DEVICE void enter(int cls) {
-    TwiceClassParams const& at = params_.classes[cls];
-    tile_.cls = cls;
-    class_first_ = at.first_tile;
-    class_end_ = at.first_tile + at.tiles;
-    pos_tiles_ = at.pos_tiles.divisor;
-    tile_.n = at.pos_tiles.divmod(tile_.pos_tile, number_ - class_first_);
-  }
-
-  /// First tile of block `block`.
-  CUTLASS_DEVICE int boundary(unsigned block) const {
-    std::int64_t const cost = params_.total_cost * block / gridDim.x;
-    int cls = 0;
-    while (cls + 1 < params_.num_classes && cost >= params_.classes[cls + 1].first_cost) ++cls;
-    TwiceClassParams const& at = params_.classes[cls];
-    std::int64_t const tiles = (cost - at.first_cost + at.tile_cost - 1) / at.tile_cost;
-    return at.first_tile + int(min(tiles, std::int64_t(at.tiles)));
-  }
-
-  TwiceParams<Traits> const& params_;
-  TwiceTile tile_;
-  int number_, count_;
-  int class_first_, class_end_, pos_tiles_;
 };
 
 }  // namespace upconv3d::cuda
