@@ -61,20 +61,21 @@ CUTLASS_DEVICE void store_neighbours(Output* y, int at, float a, float b) {
       : "memory");
 }
 
-/// Where in y [Z,P,Q] of the thread's sample and channel a tile lies: as positions of a view.
+/// Where a tile's positions of the thread's channel lie.
 struct TwicePlane {
-  int const (&out)[3];  // Z,P,Q/2
-  int begin, end;       // the tile's first position; the view's number of them
+  std::int64_t channel;  // of all samples'
+  int begin, end;        // the tile's first position within the view; the view's number of them
 };
 
-/// Stores a warp's tile, kUnit positions at a time, which are neighbours within a row of the view: 2, or 1
-/// where rows are of odd length.
+/// Stores a warp's tile, kUnit positions at a time, which are neighbours within a row of the view.
 ///
 /// \param acc ((2,2,BLK_POS/8),1,1) with the two in the middle of every four exchanged: both phases of a
 /// position lie side by side
-template <class Traits, int kUnit, class Accumulator>
-CUTLASS_DEVICE void store_channels_first(Accumulator const& acc, TwiceView const& view,
-                                         TwicePlane const& plane, typename Traits::Output* channel) {
+template <int kUnit, class Traits, class Accumulator>
+CUTLASS_DEVICE void store_units(TwiceParams<Traits> const& params, TwiceView const& view,
+                                TwicePlane const& plane, Accumulator const& acc) {
+  int const(&out)[3] = params.view_out;
+  auto* const channel = params.y + plane.channel * (std::int64_t(out[0]) * out[1] * out[2] * 2);
   constexpr int kLanes = 32;
   constexpr int kUnits = Traits::BLK_POS / kUnit;
   constexpr int kBlockUnits = 8 / kUnit;  // of wgmma's column unit
@@ -84,7 +85,7 @@ CUTLASS_DEVICE void store_channels_first(Accumulator const& acc, TwiceView const
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < kUnits / kLanes; ++i) {
     int const position = plane.begin + (i * kLanes + lane) * kUnit;
-    offset[i] = position < plane.end ? 2 * view.pixel(plane.out, position) : -1;
+    offset[i] = position < plane.end ? 2 * view.pixel(out, position) : -1;
   }
   CUTLASS_PRAGMA_UNROLL
   for (int block = 0; block < Traits::BLK_POS / 8; ++block) {
@@ -100,6 +101,17 @@ CUTLASS_DEVICE void store_channels_first(Accumulator const& acc, TwiceView const
         store_neighbours(channel, at, acc(v), acc(v + 1));
       }
     }
+  }
+}
+
+/// Stores a warp's tile: pairs of positions, or single ones where rows are of odd length.
+template <class Traits, class Accumulator>
+CUTLASS_DEVICE void store_channels_first(TwiceParams<Traits> const& params, TwiceView const& view,
+                                         TwicePlane const& plane, Accumulator const& acc) {
+  if (view.width.divisor % 2 == 0) {
+    store_units<2>(params, view, plane, acc);
+  } else {
+    store_units<1>(params, view, plane, acc);
   }
 }
 

@@ -393,16 +393,9 @@ class TwiceEpilogue {
   template <class Accumulator>
   CUTLASS_DEVICE void store_channels_first(TwiceTile const& tile, Accumulator const& acc) const {
     if (!is_channel(0)) return;  // none of the warp's, whose 8 are all of K or none
-    TwiceView const& view = params_.views[view_];
-    int const(&out)[3] = params_.view_out;
-    std::int64_t const channel = std::int64_t(tile.n) * params_.k.divisor + channel_[0];
-    Output* const to = params_.y + channel * (std::int64_t(out[0]) * out[1] * out[2] * 2);
-    TwicePlane const plane{out, tile.pos_tile * Traits::BLK_POS, positions_};
-    if (width_.divisor % 2 == 0) {
-      cuda::store_channels_first<Traits, 2>(acc, view, plane, to);
-    } else {
-      cuda::store_channels_first<Traits, 1>(acc, view, plane, to);
-    }
+    TwicePlane const plane{std::int64_t(tile.n) * params_.k.divisor + channel_[0],
+                           tile.pos_tile * Traits::BLK_POS, positions_};
+    cuda::store_channels_first(params_, params_.views[view_], plane, acc);
   }
 
   /// Stages rounds of STAGE_POS positions, kBuffers of them at a time, and stores all but the last kBuffers.
