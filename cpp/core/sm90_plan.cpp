@@ -335,7 +335,7 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
     const double tiles = static_cast<double>(p.n * ceil_div(from.window.positions(), kTwicePositions));
     cycles += tile * tiles;
     if (!is_piecewise_linear(p.tail.after()))
-      exponentials += tiles * from.rounds * kExponentialCycles * (from.rows[1].view < 0 ? 1 : 2);
+      exponentials += tiles * kExponentialCycles * (from.rows[1].view < 0 ? 1 : 2);
     longest = std::max(longest, tile);
   }
   const double pass = (cycles / std::max(sm_count, 1) + longest) / kCyclesPerMs;
@@ -360,9 +360,8 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
   if (found == instances.end()) return concat("this build has no such kernel for ", family_text(family));
   layout = twice_layout(p);
   if (!stacks_phases(p, layout)) {
-    return concat(
-        "y is NCDHW, which that kernel writes where the width's stride is 2 and its extent even, not ",
-        p.stride[2], " and ", p.out()[2]);
+    return concat("y is NCDHW, which that kernel writes where the width's stride is 2 and its extent even, not ",
+                  p.stride[2], " and ", p.out()[2]);
   }
   if (layout.classes.empty()) {
     return concat("the weights of a phase do not fit into a block's shared memory");

@@ -115,68 +115,6 @@ TwiceClass make_class(const Problem& problem, const TwiceLayout& layout, const S
   return made;
 }
 
-/// Whether two classes differ in their views alone, `step` apart.
-bool same_but_views(const TwiceClass& a, const TwiceClass& b, int step) {
-  bool same = a.reached == b.reached && a.window.extent == b.window.extent &&
-              a.window.window == b.window.window && a.window.taps == b.window.taps &&
-              a.window.dilation == b.window.dilation;
-  for (int group = 0; group < 2; ++group) {
-    const TwiceRows &of_a = a.rows[group], &of_b = b.rows[group];
-    const bool steps = of_a.view < 0 ? of_b.view < 0 : of_b.view == of_a.view + step;
-    same = same && steps && of_a.row == of_b.row && of_a.taps == of_b.taps && of_a.units == of_b.units;
-  }
-  return same;
-}
-
-/// The classes in groups of `rounds`; none where some do not find their equals.
-std::vector<TwiceClass> in_rounds(const std::vector<TwiceClass>& classes, int rounds) {
-  std::vector<TwiceClass> made;
-  std::vector<bool> taken(classes.size(), false);
-  for (std::size_t first = 0; first < classes.size(); ++first) {
-    if (taken[first]) continue;
-    TwiceClass all = classes[first];
-    for (std::size_t i = first + 1; i < classes.size() && all.rounds < rounds; ++i) {
-      if (taken[i]) continue;
-      const int step = all.rounds > 1 ? all.view_step : classes[i].rows[0].view - all.rows[0].view;
-      if (!same_but_views(classes[first], classes[i], all.rounds * step)) continue;
-      taken[i] = true;
-      all.view_step = step;
-      ++all.rounds;
-    }
-    if (all.rounds < rounds) return {};
-    made.push_back(all);
-  }
-  return made;
-}
-
-/// Whether x of a tile, and a k-block of the next one's, stays in shared memory beside all rounds' weights.
-bool keeps_x(const Problem& problem, const TwiceClass& made) {
-  constexpr std::int64_t kBlockBytes = kTwicePositions * kTwiceBlockC * 2;
-  constexpr std::int64_t kUnitBytes = kTwiceRows * kTwiceBlockC * 2;
-  constexpr std::int64_t kStagedBytes = 32 << 10;
-  const std::int64_t blocks = made.reached ? made.loads() * ceil_div(problem.c, kTwiceBlockC) : 1;
-  const std::int64_t units = made.rounds * made.round_units();
-  const std::int64_t staged = problem.y_layout == Layout::kNDHWC ? kStagedBytes : 0;
-  return units <= kMaxTwiceUnits &&
-         (blocks + 1) * kBlockBytes + units * kUnitBytes + staged <= kTwiceSharedBytes;
-}
-
-/// As many rounds as there is room for, and as leave enough tiles.
-void make_rounds(const Problem& problem, std::int64_t even_tiles, TwiceLayout& layout) {
-  for (int rounds = kMaxTwiceRounds; rounds > 1; --rounds) {
-    const std::vector<TwiceClass> made = in_rounds(layout.classes, rounds);
-    std::int64_t tiles = 0;
-    bool kept = !made.empty();
-    for (const TwiceClass& all : made) {
-      tiles += problem.n * ceil_div(all.window.positions(), kTwicePositions);
-      kept = kept && keeps_x(problem, all);
-    }
-    if (!kept || tiles < even_tiles) continue;
-    layout.classes = made;
-    return;
-  }
-}
-
 bool fits(const Problem& problem, const TwiceClass& made) {
   constexpr std::int64_t kMaskBits = 32;
   return made.window.tap_count() <= kMaskBits && ceil_div(problem.c, kTwiceBlockC) <= kMaxTwiceUnits &&
@@ -189,7 +127,7 @@ std::int64_t tap_lead(const Slab& window, const Slab& phase, int axis) {
   return (window.window[axis] - phase.window[axis]) / phase.dilation[axis];
 }
 
-TwiceLayout twice_layout(const Problem& problem, std::int64_t even_tiles) {
+TwiceLayout twice_layout(const Problem& problem) {
   TwiceLayout layout;
   make_views(problem, layout);
   if (!stacks_phases(problem, layout)) return layout;
@@ -226,7 +164,6 @@ TwiceLayout twice_layout(const Problem& problem, std::int64_t even_tiles) {
     layout.classes.push_back(best);
     if (layout.classes.size() > static_cast<std::size_t>(kMaxTwiceClasses)) return {};
   }
-  make_rounds(problem, even_tiles, layout);
   return layout;
 }
 
@@ -238,12 +175,11 @@ std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks, bool
   constexpr std::int64_t kSharedBytesPerCycle = 118;
   // Of a warpgroup: beside the other's multiplication it was seen to take as long as it would alone.
   constexpr std::int64_t kEpilogueCycles = 1000;
-  const std::int64_t units = of.rounds * of.round_units();
+  const std::int64_t units = of.rows[0].units + of.rows[1].units;
   const std::int64_t loads = of.reached ? of.loads() * c_blocks : 1;
   const std::int64_t shared =
-      (units * kUnitBytes + loads * kLoadBytes + (staged ? of.rounds * kStagedBytes : 0)) /
-      kSharedBytesPerCycle;
-  return std::max(units * kUnitCycles, shared) + of.rounds * (of.rows[1].view < 0 ? 1 : 2) * kEpilogueCycles;
+      (units * kUnitBytes + loads * kLoadBytes + (staged ? kStagedBytes : 0)) / kSharedBytesPerCycle;
+  return std::max(units * kUnitCycles, shared) + (of.rows[1].view < 0 ? 1 : 2) * kEpilogueCycles;
 }
 
 int twice_granule_shift(const Problem& problem) {

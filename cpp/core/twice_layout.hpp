@@ -5,12 +5,10 @@
 ///
 /// A tile has 64 rows for each of two warpgroups, and 256 positions of a phase. Rows are output channels.
 /// Phases along the width may be stacked, "folded": all of their channels where they fit into 64 rows, as y
-/// [N,Z,P,Q,K] is also [N,Z,P,Q/fold,fold*K]. For y [N,K,Z,P,Q], 8 channels of one and the same 8 of the
-/// other of two phases, whose accumulators lie in the same threads, so that neighbours along the width are
-/// stored together. Phases that are stacked, or given to the two warpgroups of a block, share loads of x; a
-/// tap that only some of them use is skipped by the other warpgroup, and multiplied by zeros within one.
-/// Phases that read the very same x, as all do where kernel = stride, may also share its loads in rounds: one
-/// after the other while x stays in shared memory.
+/// [N,Z,P,Q,K] is also [N,Z,P,Q/fold,fold*K]. For y [N,K,Z,P,Q], 8 channels of one and the same 8 of the other
+/// of two phases, whose accumulators lie in the same threads, so that neighbours along the width are stored
+/// together. Phases that are stacked, or given to the two warpgroups of a block, share loads of x; a tap that
+/// only some of them use is skipped by the other warpgroup, and multiplied by zeros within one.
 #pragma once
 
 #include <cstdint>
@@ -35,17 +33,9 @@ inline constexpr int kMaxTwiceUnits = 16;
 /// Classes of one launch: bounded by its parameters.
 inline constexpr int kMaxTwiceClasses = 32;
 
-/// Rounds of a tile, and tiles that must be left where rounds make them fewer: 12 per multiprocessor, so that
-/// shares are even.
-inline constexpr int kMaxTwiceRounds = 4;
-inline constexpr std::int64_t kTwiceEvenTiles = 12 * 132;
-
-/// Shared memory for weights, x and staged y.
-inline constexpr std::int64_t kTwiceSharedBytes = 224 << 10;
-
 /// What one warpgroup of a class computes.
 struct TwiceRows {
-  int view = -1;           // index into TwiceLayout::views, of the first round; -1: nothing
+  int view = -1;           // index into TwiceLayout::views; -1: nothing
   std::int64_t row = 0;    // first of 64, of fold*K
   std::uint32_t taps = 0;  // bit mask of the class's taps that it uses
   int units = 0;           // k-blocks: taps that it uses x blocks of input channels
@@ -56,25 +46,20 @@ struct TwiceClass {
   Slab window;          // extent, and windows and taps of the rows taken together
   bool reached = true;  // some tap reads x
   TwiceRows rows[2];
-  int rounds = 1;     // of the same rows and taps
-  int view_step = 0;  // from one round's view to the next's
-  int round_units() const { return rows[0].units + rows[1].units; }
   std::int64_t loads() const { return window.tap_count(); }
 };
 
 struct TwiceLayout {
-  int fold = 1;                   // phases along the width that are stacked
+  int fold = 1;              // phases along the width that are stacked
   std::int64_t run = kTwiceRows;  // channels of a phase that follow each other; then come the next phase's
-  std::vector<Slab> phases;       // of all positions; phases view*fold to view*fold + fold - 1 make up a view
+  std::vector<Slab> phases;  // of all positions; phases view*fold to view*fold + fold - 1 make up a view
   std::vector<Slab> views;  // origin, extent and step in [N,Z,P,Q/fold,fold*K]; window and taps of its phases
   std::vector<TwiceClass> classes;  // empty where the kernel cannot run
 };
 
 /// The classes of a problem, costliest first; none where weights of a class do not fit into shared memory, or
 /// where y is NCDHW and its phases cannot be stacked (stacks_phases).
-///
-/// \param even_tiles rounds are made where so many tiles are left
-TwiceLayout twice_layout(const Problem& problem, std::int64_t even_tiles = kTwiceEvenTiles);
+TwiceLayout twice_layout(const Problem& problem);
 
 /// Whether the layout stacks two phases for y [N,K,Z,P,Q], or need not.
 inline bool stacks_phases(const Problem& problem, const TwiceLayout& layout) {

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// Checks every compiled variant of conv_transpose_twice_sm90 against a plain double-precision convolution
-/// and GroupNorm, to the accuracy of y, in both of y's layouts. Operands are small integers, so that
-/// relu(conv + bias) is exact. What it writes is NaN before, so that nothing is left unwritten; repeated
-/// launches, by few blocks and by many, must give the same bits. Needs a GPU of compute capability 9.0. Exit
-/// code 0: all passed.
+/// and GroupNorm, to the accuracy of y, in both of y's layouts. Operands are small integers, so that relu(conv + bias) is exact. What
+/// it writes is NaN before, so that nothing is left unwritten; repeated launches, by few blocks and by many,
+/// must give the same bits. Needs a GPU of compute capability 9.0. Exit code 0: all passed.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -66,9 +65,9 @@ struct Case {
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr Extent3 kNone = {0, 0, 0}, kOnes = {1, 1, 1};
 
-// For y [N,Z,P,Q,K]: kernel = stride; phases with 1 to 8 taps, with none (kernel 1), unequal extents; 2, 3
-// and 4 phases stacked and rows left over; channel tiles that pair and one that does not; several k-blocks;
-// dilation; tails of tiles in every sample; more tiles of a class than blocks.
+// For y [N,Z,P,Q,K]: kernel = stride; phases with 1 to 8 taps, with none (kernel 1), unequal extents; 2, 3 and 4 phases stacked
+// and rows left over; channel tiles that pair and one that does not; several k-blocks; dilation; tails of
+// tiles in every sample; more tiles of a class than blocks.
 const Case kCases[] = {
     {1, 128, 128, {12, 9, 10}, {2, 2, 2}, {2, 2, 2}, kNone, kNone, kOnes},
     {2, 64, 32, {9, 8, 10}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, {1, 1, 1}, kOnes},
@@ -85,8 +84,8 @@ const Case kCases[] = {
     {2, 64, 64, {1, 2, 129}, {1, 1, 2}, {1, 1, 2}, kNone, kNone, kOnes, kNaN},
     {2, 64, 32, {1, 2, 129}, {1, 1, 2}, {1, 1, 2}, kNone, kNone, kOnes, 512.0},
     // For y [N,K,Z,P,Q], which takes some of those above as well: rows of the volume of odd length, of one
-    // voxel, of a whole tile; channels that leave most of a warpgroup's rows over; several k-blocks,
-    // dilation, phases along the width without a tap.
+    // voxel, of a whole tile; channels that leave most of a warpgroup's rows over; several k-blocks, dilation,
+    // phases along the width without a tap.
     {2, 24, 40, {5, 7, 7}, {2, 2, 2}, {2, 2, 2}, kNone, kNone, kOnes},
     {2, 32, 8, {4, 9, 11}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, {1, 1, 1}, kOnes},
     {1, 16, 64, {6, 5, 8}, {2, 3, 2}, {2, 1, 2}, {0, 2, 0}, kNone, {3, 2, 1}},
@@ -182,9 +181,8 @@ class Fixture {
     unscale_column_.upload(std::vector<std::int32_t>(shape.k, kColumnExponent));
   }
 
-  /// Launches the kernel once, with as many rounds as there is room for or with few.
-  /// \param affine gamma and beta are given
-  void launch(const Tail& tail, std::int64_t num_groups, bool affine, int sm_count, bool rounds) {
+  /// Launches the kernel once. \param affine gamma and beta are given
+  void launch(const Tail& tail, std::int64_t num_groups, bool affine, int sm_count) {
     problem.tail = tail;
     problem.num_groups = num_groups;
     expected = tail.before() == Activation::kRelu ? rectified(convolved_) : convolved_;
@@ -207,7 +205,6 @@ class Fixture {
     params.a = y_.get(), params.part = part.get(), params.table = table.get();
     params.counters = counters.get();
     params.sm_count = sm_count;
-    if (rounds) params.even_tiles = 0;
     upconv3d::cuda::find_conv_transpose_launcher(instance_.name)(params, nullptr);
     check(cudaDeviceSynchronize(), instance_.name);
     y = y_.download();
@@ -240,9 +237,9 @@ std::string check_group(const Fixture& fixture, std::int64_t n, std::int64_t gro
     return sample + i / channels * problem.k + group * channels + i % channels;
   };
   const auto y_at = [&](std::int64_t i) {
-    return problem.y_layout == Layout::kNDHWC
-               ? at(i)
-               : sample + (group * channels + i % channels) * positions + i / channels;
+    return problem.y_layout == Layout::kNDHWC ? at(i)
+                                               : sample + (group * channels + i % channels) * positions +
+                                                     i / channels;
   };
   const std::int64_t count = positions * channels;
   double mean = 0, m2 = 0, largest = 0;
@@ -285,14 +282,14 @@ std::string check_y(const Fixture& fixture, bool affine) {
   return "";
 }
 
-/// 20 launches, by few blocks and by all that fit, in rounds and without, give the same bits.
+/// 20 launches, by few blocks and by all that fit, give the same bits.
 template <class Fixture>
 std::string check_repeats(Fixture& fixture, const Tail& tail, std::int64_t groups, int sm_count) {
   constexpr int kLaunches = 20;
-  fixture.launch(tail, groups, true, sm_count, false);
+  fixture.launch(tail, groups, true, sm_count);
   const auto y = fixture.y;
   for (int i = 1; i < kLaunches; ++i) {
-    fixture.launch(tail, groups, true, i % 4 == 1 ? kFewBlocks : sm_count, i % 3 == 1);
+    fixture.launch(tail, groups, true, i % 4 == 1 ? kFewBlocks : sm_count);
     if (std::memcmp(y.data(), fixture.y.data(), y.size() * sizeof(y[0])) != 0) {
       return "launch " + std::to_string(i) + " stored other bits than launch 0";
     }
@@ -318,8 +315,7 @@ void run_instance(const ConvInstance& instance, Layout y_layout, int sm_count, T
         const std::string label = "case " + std::to_string(index) + ", " + name(y_layout) + ", groups " +
                                   std::to_string(counts[turn]) + ", " + describe(tail);
         tally.run(instance, label, [&] {
-          fixture.launch(tail, counts[turn], turn % 3 != 0, turn % 2 ? kFewBlocks : sm_count,
-                         turn % 2 == index % 2);
+          fixture.launch(tail, counts[turn], turn % 3 != 0, turn % 2 ? kFewBlocks : sm_count);
           return check_y(fixture, turn % 3 != 0);
         });
         if (index != kRepeatedCase) continue;

@@ -64,7 +64,6 @@ struct ConvTransposeParams {
   bool share_taps = false;        // loads of x serve several taps: tap_sharing_slabs instead of border_slabs
   std::int64_t window_tiles = 0;  // position tiles of a window of the launch order, 0: slab by slab
   int sm_count = 0;               // blocks of the persistent grid
-  std::int64_t even_tiles = kTwiceEvenTiles;  // of twice_layout; no bit of the result depends on it
 };
 
 /// Counters that a launch needs, which must be zero when it begins.

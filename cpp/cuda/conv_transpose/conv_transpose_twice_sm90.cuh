@@ -78,18 +78,18 @@ class TwiceLoader {
     barriers.wait_empty(w_);
     w_.advance(1);
     int const unit_rows = params_.fold * params_.w_rows * params_.w_runs;
-    std::uint64_t* const full = barriers.expect(
-        0, cls.rounds * (cls.rows[0].units + cls.rows[1].units) * unit_rows * Traits::ROW_BYTES);
+    std::uint64_t* const full =
+        barriers.expect(0, (cls.rows[0].units + cls.rows[1].units) * unit_rows * Traits::ROW_BYTES);
     char* to = shared_.w;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int i = 0; i < 2 * cls.rounds; ++i) {
-      TwiceRowsParams const& rows = cls.rows[i % 2];
+    for (int group = 0; group < 2; ++group) {
+      TwiceRowsParams const& rows = cls.rows[group];
       std::uint32_t bit = 1;
       for (int t = 0; t < cls.taps[0]; ++t) {
         for (int r = 0; r < cls.taps[1]; ++r) {
           for (int s = 0; s < cls.taps[2]; ++s, bit <<= 1) {
             if (rows.view < 0 || !(rows.taps & bit)) continue;
-            load_units(cls, rows.view + i / 2 * cls.view_step, rows.row, t, r, s, full, to);
+            load_units(cls, rows, t, r, s, full, to);
             to += cls.c_blocks * Traits::W_BYTES;
           }
         }
@@ -99,12 +99,12 @@ class TwiceLoader {
 
   /// The rows of all stacked phases for one tap of the class, a unit per k-block of input channels; zeros,
   /// which lie beyond w, where a phase has no such tap.
-  CUTLASS_DEVICE void load_units(TwiceClassParams const& cls, int view, int row, int t, int r, int s,
-                                 std::uint64_t* full, char* to) {
+  CUTLASS_DEVICE void load_units(TwiceClassParams const& cls, TwiceRowsParams const& rows, int t, int r,
+                                 int s, std::uint64_t* full, char* to) {
     int const at[3] = {t, r, s};
     CUTLASS_PRAGMA_NO_UNROLL
     for (int fold = 0; fold < params_.fold; ++fold) {
-      int const index = view * params_.fold + fold;
+      int const index = rows.view * params_.fold + fold;
       TwicePhase const& phase = params_.phases[index];
       int tap = 0;
       bool has = true;
@@ -116,13 +116,13 @@ class TwiceLoader {
         tap = tap * params_.kernel[axis] + phase.tap[axis] - m * phase.tap_step[axis];
       }
       int const box_bytes = params_.w_rows * Traits::ROW_BYTES;
-      int const channel = Traits::CHANNELS_FIRST ? row / 2 : row;
+      int const channel = Traits::CHANNELS_FIRST ? rows.row / 2 : rows.row;
       for (int c_block = 0; c_block < cls.c_blocks; ++c_block) {
         for (int run = 0; run < params_.w_runs; ++run) {
-          cute::SM90_TMA_LOAD_3D::copy(
-              &params_.w, full, std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
-              to + c_block * Traits::W_BYTES + (run * params_.fold + fold) * box_bytes,
-              (cls.c_begin + c_block) * Traits::BLK_C, channel + run * params_.w_rows, has ? tap : -1);
+          cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
+                                       to + c_block * Traits::W_BYTES + (run * params_.fold + fold) * box_bytes,
+                                       (cls.c_begin + c_block) * Traits::BLK_C,
+                                       channel + run * params_.w_rows, has ? tap : -1);
         }
       }
     }
@@ -171,22 +171,16 @@ class TwiceMultiplier {
     if (group == 1) pass_turn();
   }
 
-  /// Of the tile that is being multiplied.
-  CUTLASS_DEVICE int rounds() const { return rounds_; }
-
   /// acc (64 x 256) = rows of the tile's class, in this warpgroup's turn. The other's turn comes once it
-  /// could not get ahead anyway, for want of room for x, or this one has nothing left to issue. Before the
-  /// tile's last round x stays where it is.
+  /// could not get ahead anyway, for want of room for x, or this one has nothing left to issue.
   /// \param meanwhile called once when all is issued, and may not touch acc
   template <class Accumulator, class Meanwhile>
-  CUTLASS_DEVICE void multiply(TwiceStep const& step, Accumulator& acc, Meanwhile const& meanwhile) {
+  CUTLASS_DEVICE void multiply(TwiceTile const& tile, Accumulator& acc, Meanwhile const& meanwhile) {
     using namespace cute;
     constexpr int kUnit = 16;  // descriptors count in 16 bytes
-    if (step.tile.cls != loaded_) take_weights(step.tile.cls);
-    bool const last = step.round + 1 == rounds_;
-    RingCursor at = at_;
+    if (tile.cls != loaded_) take_weights(tile.cls);
     int left_of_turn = turn_;
-    int unit = first_unit_ + step.round * round_units_;
+    int unit = first_unit_;
     int done = -1;
     typename Traits::TiledMma mma;
     mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -196,10 +190,10 @@ class TwiceMultiplier {
       bool const used = used_taps_ >> tap & 1;
       CUTLASS_PRAGMA_NO_UNROLL
       for (int c_block = 0; c_block < c_blocks_; ++c_block) {
-        control_.x.wait_full(at);
+        control_.x.wait_full(at_);
         if (used) {
           Tensor w = make_tensor(w_.data() + unit * (Traits::W_BYTES / kUnit), w_.layout());
-          Tensor x = make_tensor(x_.data() + at.slot * (Traits::X_BYTES / kUnit), x_.layout());
+          Tensor x = make_tensor(x_.data() + at_.slot * (Traits::X_BYTES / kUnit), x_.layout());
           warpgroup_fence_operand(acc);
           warpgroup_arrive();
           CUTLASS_PRAGMA_UNROLL
@@ -210,7 +204,7 @@ class TwiceMultiplier {
           warpgroup_commit_batch();
           warpgroup_wait<1>();  // the batch before this one is done: what it read may be overwritten
           if (done >= 0) release_x(done);
-          done = last ? at.slot : -1;
+          done = at_.slot;
           ++unit;
         } else {
           // What is held meanwhile may be the slot that the next one used has to come to.
@@ -218,9 +212,9 @@ class TwiceMultiplier {
           if (done >= 0) release_x(done);
           done = -1;
           __syncwarp();
-          if (last) release_x(at.slot);
+          release_x(at_.slot);
         }
-        at.advance(params_.x_slots);
+        at_.advance(params_.x_slots);
         if (--left_of_turn == 0) pass_turn();
       }
     }
@@ -229,7 +223,6 @@ class TwiceMultiplier {
     warpgroup_wait<0>();
     warpgroup_fence_operand(acc);
     if (done >= 0) release_x(done);
-    if (last) at_ = at;
   }
 
   /// Lets the other warpgroup's last turn end.
@@ -250,8 +243,6 @@ class TwiceMultiplier {
     taps_ = cls.taps[0] * cls.taps[1] * cls.taps[2];
     c_blocks_ = cls.c_blocks;
     first_unit_ = group_ == 0 ? 0 : cls.rows[0].units;
-    rounds_ = cls.rounds;
-    round_units_ = cls.rows[0].units + cls.rows[1].units;
     turn_ = group_ == 0 ? min(taps_ * c_blocks_, params_.x_slots - 1) : taps_ * c_blocks_;
     if (loaded_ >= 0 && threadIdx.x % 32 == 0) control_.w.arrive_empty(0);
     control_.w.wait_full(weights_);
@@ -272,8 +263,7 @@ class TwiceMultiplier {
   std::uint32_t used_taps_;
   int taps_, c_blocks_;
   int first_unit_;  // of this warpgroup
-  int rounds_, round_units_;
-  int turn_;  // k-blocks before the other warpgroup's turn comes
+  int turn_;        // k-blocks before the other warpgroup's turn comes
 };
 
 template <class Traits>
@@ -348,30 +338,26 @@ CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShare
   Tensor acc =
       partition_fragment_C(typename Traits::TiledMma{},
                            Shape<Int<Traits::ROWS>, Int<Traits::BLK_POS>>{});  // ((2,2,BLK_POS/8),1,1)
-  // Tiles and their rounds in one loop: of two, nested, ptxas would copy the accumulators in between.
+  TwiceTile tile = tiles.next(), next;
   CUTLASS_PRAGMA_NO_UNROLL
-  for (TwiceStep step = tiles.first(); step.tile.cls >= 0;) {
-    TwiceStep next;
-    multiplier.multiply(step, acc, [&] {
+  for (; tile.cls >= 0; tile = next) {
+    multiplier.multiply(tile, acc, [&] {
       epilogue.finish_moments();
-      next = tiles.after(step, multiplier.rounds());
+      next = tiles.next();
     });
-    epilogue.add_moments(step, acc);
-    step = next;
+    epilogue.add_moments(tile, acc);
   }
   epilogue.finish_moments();
   wait_for_all_blocks(params.arrivals);
   merge_segments(params, *shared.control);
   wait_for_all_blocks(params.arrivals + 1);
   CUTLASS_PRAGMA_NO_UNROLL
-  for (TwiceStep step = tiles.first(); step.tile.cls >= 0;) {
-    TwiceStep next;
-    multiplier.multiply(step, acc, [&] {
+  for (tile = tiles.next(); tile.cls >= 0; tile = next) {
+    multiplier.multiply(tile, acc, [&] {
       epilogue.finish_store();
-      next = tiles.after(step, multiplier.rounds());
+      next = tiles.next();
     });
-    epilogue.normalize(step, acc);
-    step = next;
+    epilogue.normalize(tile, acc);
   }
   multiplier.finish();
   epilogue.finish();

@@ -83,9 +83,7 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
       const TwiceRows& rows = from.rows[group];
       cls.rows[group] = {rows.view, static_cast<int>(rows.row), rows.taps, rows.units};
     }
-    cls.rounds = from.rounds;
-    cls.view_step = from.view_step;
-    to.w_units = std::max(to.w_units, from.rounds * from.round_units());
+    to.w_units = std::max(to.w_units, cls.rows[0].units + cls.rows[1].units);
     const std::int64_t pos_tiles = ceil_div(window.positions(), Traits::BLK_POS);
     cls.pos_tiles = cutlass::FastDivmod(static_cast<int>(pos_tiles));
     cls.positions = static_cast<int>(window.positions());
@@ -104,7 +102,6 @@ void fill_shared_memory(TwiceParams<Traits>& to) {
                         2 * kFewStagingBuffers * kStageBytes >=
                     2 * Traits::X_BYTES,
                 "warpgroups take turns after all but one of the slots");
-  static_assert(kTwiceSharedBytes + kTwiceControlBytes <= kSharedMemoryBytes);
   const auto slots = [&](int buffers) {
     return (kSharedMemoryBytes - kTwiceControlBytes - to.w_units * Traits::W_BYTES -
             2 * buffers * kStageBytes) /
@@ -120,7 +117,7 @@ template <class Traits>
 TwiceParams<Traits> make_twice_params(const ConvTransposeParams& params, DType operand, DType output) {
   using Output = typename Traits::Output;
   const Problem& problem = params.problem;
-  const TwiceLayout layout = twice_layout(problem, params.even_tiles);
+  const TwiceLayout layout = twice_layout(problem);
   if (layout.classes.empty()) {
     throw std::logic_error(
         "upconv3d: conv_transpose_twice_sm90 keeps a block's weights in shared memory, and stacks two phases "
@@ -177,7 +174,8 @@ void launch_twice_in_layout(const ConvTransposeParams& params, cudaStream_t stre
       "conv_transpose_twice_sm90", reinterpret_cast<const void*>(conv_transpose_twice_sm90<Traits>),
       &kernel_params,
       {static_cast<int>(std::min<std::int64_t>(tiles, params.sm_count)), Traits::THREADS, kSharedMemoryBytes},
-      stream, [](int) {});
+      stream,
+      [](int) {});
 }
 
 /// The kernel that stores y in the problem's layout.

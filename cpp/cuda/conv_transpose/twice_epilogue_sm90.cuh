@@ -6,10 +6,10 @@
 /// A thread holds two rows (accumulator_row and 8 further) and, in each block of 8 positions, the pair at
 /// 2*(lane%4). Beside the other warpgroup's wgmma an instruction takes several cycles, so what counts here is
 /// their number: relu(v + bias) is taken as max(v, -bias) + bias, whose sum is left to what follows anyway,
-/// and with a floor of -infinity in the place of ReLU's 0 it is v + bias. The powers of two that operands
-/// were scaled by go into that floor, into the sums and into the normalization, which changes no bit of the
-/// result, and need no instruction of their own unless one of them is far from 1. What does not need the
-/// accumulators waits until wgmma has been issued again: the way of sums between lanes, and stores.
+/// and with a floor of -infinity in the place of ReLU's 0 it is v + bias. The powers of two that operands were
+/// scaled by go into that floor, into the sums and into the normalization, which changes no bit of the result,
+/// and need no instruction of their own unless one of them is far from 1. What does not need the accumulators
+/// waits until wgmma has been issued again: the way of sums between lanes, and stores.
 #pragma once
 
 #include <cstdint>
@@ -57,13 +57,11 @@ class TwiceEpilogue {
         group_(group),
         barrier_(barrier) {}
 
-  /// Consumes acc: adds up the values of a tile's round; finish_moments makes partial moments of the sums.
+  /// Consumes acc: adds up the tile's values; finish_moments makes partial moments of the sums.
   template <class Accumulator>
-  CUTLASS_DEVICE void add_moments(TwiceStep const& step, Accumulator& acc) {
-    TwiceTile const& tile = step.tile;
+  CUTLASS_DEVICE void add_moments(TwiceTile const& tile, Accumulator& acc) {
     if (tile.cls != rows_class_) enter(tile.cls);
-    if (first_view_ < 0) return;
-    view_ = first_view_ + step.round * view_step_;
+    if (view_ < 0) return;
     if (tile.n != scales_sample_) load_scales(tile.n);
     if (!folded_) unscale(acc);
     begin_pending(tile);
@@ -106,9 +104,8 @@ class TwiceEpilogue {
     int const lanes = 4 << min(shift, 3);  // of a granule
     int const j = lane & 1;
     bool const writes = (lane & (lanes - 1)) <= 1 && !(shift == 4 && j == 1) && is_channel(j);
-    int const phase = view_ * params_.fold + (second ? phase_[1] : phase_[0]);
-    std::int64_t const moment =
-        std::int64_t(pending_n_) * params_.moments + control_.first_moment[phase] + pending_pos_tile_;
+    std::int64_t const moment = std::int64_t(pending_n_) * params_.moments +
+                                (second ? first_moment_[1] : first_moment_[0]) + pending_pos_tile_;
     float2* const to = params_.part + moment * (params_.k.divisor >> shift) +
                        ((second ? channel_[1] : channel_[0]) >> shift);
     // Without a branch: wgmma computes meanwhile.
@@ -119,13 +116,11 @@ class TwiceEpilogue {
         : "memory");
   }
 
-  /// Consumes acc: y of a tile's round, of which finish_store may still have to store a part.
+  /// Consumes acc: y of the tile, of which finish_store may still have to store a part.
   template <class Accumulator>
-  CUTLASS_DEVICE void normalize(TwiceStep const& step, Accumulator& acc) {
-    TwiceTile const& tile = step.tile;
+  CUTLASS_DEVICE void normalize(TwiceTile const& tile, Accumulator& acc) {
     if (tile.cls != rows_class_) enter(tile.cls);
-    if (first_view_ < 0) return;
-    view_ = first_view_ + step.round * view_step_;
+    if (view_ < 0) return;
     if (tile.n != scales_sample_) load_scales(tile.n);
     if (tile.n != maps_sample_) load_maps(tile.n);
     if (!folded_) unscale(acc);
@@ -223,17 +218,17 @@ class TwiceEpilogue {
     TwiceClassParams const& cls = params_.classes[number];
     rows_class_ = number;
     scales_sample_ = maps_sample_ = -1;
-    first_view_ = cls.rows[group_].view;
-    view_step_ = cls.view_step;
+    view_ = cls.rows[group_].view;
     row_ = cls.rows[group_].row;
     positions_ = cls.positions;
     width_ = cls.width;
     height_ = cls.height;
-    if (first_view_ < 0) return;
+    if (view_ < 0) return;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       int const row = min(row_ + accumulator_row() + 8 * j, params_.view_k - 1);
-      phase_[j] = phase_of(channel_[j], row);
+      int const phase = view_ * params_.fold + phase_of(channel_[j], row);
+      first_moment_[j] = params_.phases[phase].first_moment;
       bias_[j] = params_.bias ? float(params_.bias[channel_[j]]) : 0.f;
     }
   }
@@ -355,8 +350,7 @@ class TwiceEpilogue {
       scale_[j] = own.y;
       shift_[j] = (bias_[j] - own.x) * own.y + own.z;
       float const magnitude = fabsf(own.y);
-      folds =
-          folds && ((magnitude >= 1.f / kFoldedMagnitude && magnitude <= kFoldedMagnitude) || own.y == 0.f);
+      folds = folds && ((magnitude >= 1.f / kFoldedMagnitude && magnitude <= kFoldedMagnitude) || own.y == 0.f);
     }
     if (Traits::SCALED && folded_ && !__all_sync(0xffffffffu, folds)) {
       folded_ = false;
@@ -477,17 +471,16 @@ class TwiceEpilogue {
   std::uint32_t const barrier_;
   // Of the class whose tile was last.
   int rows_class_ = -1;
-  int first_view_, view_step_, row_, positions_;
+  int view_, row_, positions_;
   cutlass::FastDivmod width_, height_;
   // Of the thread's two rows in that class, and for the sample last seen.
-  int channel_[2], phase_[2];
+  int channel_[2], first_moment_[2];
   float bias_[2], low_[2], unscale_[2][2];
   float scale_[2], shift_[2];
   bool folded_ = false;  // scales: their product is in low_ and scale_
   int scales_sample_ = -1, maps_sample_ = -1;
   // Of the tile whose moments are not written, or whose last buffers are not stored.
   bool pending_ = false;
-  int view_;  // of the round last seen
   int pending_n_, pending_pos_tile_;
   int pending_valid_;  // positions
   float pivot_[2], sum_[2], sum_squares_[2];

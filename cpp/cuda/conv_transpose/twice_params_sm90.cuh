@@ -77,7 +77,7 @@ struct TwiceView : SlabGeometry {
 
 /// core's TwiceRows.
 struct TwiceRowsParams {
-  int view;            // of the first round; -1: nothing to compute
+  int view;            // -1: nothing to compute
   int row;             // first of 64, of fold*K
   std::uint32_t taps;  // mask of the class's taps
   int units;           // k-blocks of weights
@@ -93,13 +93,11 @@ struct TwiceClassParams {
   int taps[3];
   int c_begin, c_blocks;  // k-blocks of input channels; beyond the last one where no tap reaches
   TwiceRowsParams rows[2];
-  int rounds;                     // of a tile
-  int view_step;                  // from one round's view to the next's
   cutlass::FastDivmod pos_tiles;  // of a sample
   int positions;                  // of a sample
   int tiles;                      // of all samples
-  int tile_cost;                  // relative to other classes
-  std::int64_t first_cost;        // sum over the tiles before this class's
+  int tile_cost;            // relative to other classes
+  std::int64_t first_cost;  // sum over the tiles before this class's
 };
 
 template <class Traits>
@@ -152,12 +150,6 @@ struct TwiceTile {
   int cls;       // -1: none
   int n;         // sample
   int pos_tile;  // BLK_POS positions each, within the class's views
-};
-
-/// A round of a tile.
-struct TwiceStep {
-  TwiceTile tile;
-  int round;
 };
 
 /// Barriers and small exchanges; at the end of shared memory.

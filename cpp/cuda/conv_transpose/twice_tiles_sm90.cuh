@@ -4,8 +4,8 @@
 /// not get the same share of memory's bandwidth, and with equal shares of the tiles ended up to 60 us apart.
 ///
 /// Every class has a counter per pass. A block begins with a class of its own, so that classes go over the
-/// same x at the same time, and it moves on, to whichever has most left, when that is done: weights are
-/// loaded once or twice per pass. The second pass goes backwards: what the first read last is still in L2.
+/// same x at the same time, and it moves on, to whichever has most left, when that is done: weights are loaded
+/// once or twice per pass. The second pass goes backwards: what the first read last is still in L2.
 #pragma once
 
 #include <cstdint>
@@ -77,13 +77,7 @@ class TwiceTileReader {
  public:
   CUTLASS_DEVICE explicit TwiceTileReader(TwiceControl& control) : control_(control) {}
 
-  /// The first step of a pass; of class -1 where a pass ends.
-  CUTLASS_DEVICE TwiceStep first() { return {next(), 0}; }
-  CUTLASS_DEVICE TwiceStep after(TwiceStep const& step, int rounds) {
-    return step.round + 1 < rounds ? TwiceStep{step.tile, step.round + 1} : first();
-  }
-
- private:
+  /// The next tile; of class -1 at the end of a pass.
   CUTLASS_DEVICE TwiceTile next() {
     control_.tile_ring.wait_full(at_);
     int4 const tile = control_.tiles[at_.slot];
@@ -93,6 +87,7 @@ class TwiceTileReader {
     return {tile.x, tile.y, tile.z};
   }
 
+ private:
   TwiceControl& control_;
   RingCursor at_;
 };
