@@ -360,8 +360,9 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
   if (found == instances.end()) return concat("this build has no such kernel for ", family_text(family));
   layout = twice_layout(p);
   if (!stacks_phases(p, layout)) {
-    return concat("y is NCDHW, which that kernel writes where the width's stride is 2 and its extent even, not ",
-                  p.stride[2], " and ", p.out()[2]);
+    return concat(
+        "y is NCDHW, which that kernel writes where the width's stride is 2 and its extent even, not ",
+        p.stride[2], " and ", p.out()[2]);
   }
   if (layout.classes.empty()) {
     return concat("the weights of a phase do not fit into a block's shared memory");

@@ -5,10 +5,10 @@
 ///
 /// A tile has 64 rows for each of two warpgroups, and 256 positions of a phase. Rows are output channels.
 /// Phases along the width may be stacked, "folded": all of their channels where they fit into 64 rows, as y
-/// [N,Z,P,Q,K] is also [N,Z,P,Q/fold,fold*K]. For y [N,K,Z,P,Q], 8 channels of one and the same 8 of the other
-/// of two phases, whose accumulators lie in the same threads, so that neighbours along the width are stored
-/// together. Phases that are stacked, or given to the two warpgroups of a block, share loads of x; a tap that
-/// only some of them use is skipped by the other warpgroup, and multiplied by zeros within one.
+/// [N,Z,P,Q,K] is also [N,Z,P,Q/fold,fold*K]. For y [N,K,Z,P,Q], 8 channels of one and the same 8 of the
+/// other of two phases, whose accumulators lie in the same threads, so that neighbours along the width are
+/// stored together. Phases that are stacked, or given to the two warpgroups of a block, share loads of x; a
+/// tap that only some of them use is skipped by the other warpgroup, and multiplied by zeros within one.
 #pragma once
 
 #include <cstdint>
@@ -50,9 +50,9 @@ struct TwiceClass {
 };
 
 struct TwiceLayout {
-  int fold = 1;              // phases along the width that are stacked
+  int fold = 1;                   // phases along the width that are stacked
   std::int64_t run = kTwiceRows;  // channels of a phase that follow each other; then come the next phase's
-  std::vector<Slab> phases;  // of all positions; phases view*fold to view*fold + fold - 1 make up a view
+  std::vector<Slab> phases;       // of all positions; phases view*fold to view*fold + fold - 1 make up a view
   std::vector<Slab> views;  // origin, extent and step in [N,Z,P,Q/fold,fold*K]; window and taps of its phases
   std::vector<TwiceClass> classes;  // empty where the kernel cannot run
 };

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// Checks every compiled variant of conv_transpose_twice_sm90 against a plain double-precision convolution
-/// and GroupNorm, to the accuracy of y, in both of y's layouts. Operands are small integers, so that relu(conv + bias) is exact. What
-/// it writes is NaN before, so that nothing is left unwritten; repeated launches, by few blocks and by many,
-/// must give the same bits. Needs a GPU of compute capability 9.0. Exit code 0: all passed.
+/// and GroupNorm, to the accuracy of y, in both of y's layouts. Operands are small integers, so that
+/// relu(conv + bias) is exact. What it writes is NaN before, so that nothing is left unwritten; repeated
+/// launches, by few blocks and by many, must give the same bits. Needs a GPU of compute capability 9.0. Exit
+/// code 0: all passed.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -65,9 +66,9 @@ struct Case {
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr Extent3 kNone = {0, 0, 0}, kOnes = {1, 1, 1};
 
-// For y [N,Z,P,Q,K]: kernel = stride; phases with 1 to 8 taps, with none (kernel 1), unequal extents; 2, 3 and 4 phases stacked
-// and rows left over; channel tiles that pair and one that does not; several k-blocks; dilation; tails of
-// tiles in every sample; more tiles of a class than blocks.
+// For y [N,Z,P,Q,K]: kernel = stride; phases with 1 to 8 taps, with none (kernel 1), unequal extents; 2, 3
+// and 4 phases stacked and rows left over; channel tiles that pair and one that does not; several k-blocks;
+// dilation; tails of tiles in every sample; more tiles of a class than blocks.
 const Case kCases[] = {
     {1, 128, 128, {12, 9, 10}, {2, 2, 2}, {2, 2, 2}, kNone, kNone, kOnes},
     {2, 64, 32, {9, 8, 10}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, {1, 1, 1}, kOnes},
@@ -84,8 +85,8 @@ const Case kCases[] = {
     {2, 64, 64, {1, 2, 129}, {1, 1, 2}, {1, 1, 2}, kNone, kNone, kOnes, kNaN},
     {2, 64, 32, {1, 2, 129}, {1, 1, 2}, {1, 1, 2}, kNone, kNone, kOnes, 512.0},
     // For y [N,K,Z,P,Q], which takes some of those above as well: rows of the volume of odd length, of one
-    // voxel, of a whole tile; channels that leave most of a warpgroup's rows over; several k-blocks, dilation,
-    // phases along the width without a tap.
+    // voxel, of a whole tile; channels that leave most of a warpgroup's rows over; several k-blocks,
+    // dilation, phases along the width without a tap.
     {2, 24, 40, {5, 7, 7}, {2, 2, 2}, {2, 2, 2}, kNone, kNone, kOnes},
     {2, 32, 8, {4, 9, 11}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, {1, 1, 1}, kOnes},
     {1, 16, 64, {6, 5, 8}, {2, 3, 2}, {2, 1, 2}, {0, 2, 0}, kNone, {3, 2, 1}},
@@ -237,9 +238,9 @@ std::string check_group(const Fixture& fixture, std::int64_t n, std::int64_t gro
     return sample + i / channels * problem.k + group * channels + i % channels;
   };
   const auto y_at = [&](std::int64_t i) {
-    return problem.y_layout == Layout::kNDHWC ? at(i)
-                                               : sample + (group * channels + i % channels) * positions +
-                                                     i / channels;
+    return problem.y_layout == Layout::kNDHWC
+               ? at(i)
+               : sample + (group * channels + i % channels) * positions + i / channels;
   };
   const std::int64_t count = positions * channels;
   double mean = 0, m2 = 0, largest = 0;

@@ -119,10 +119,10 @@ class TwiceLoader {
       int const channel = Traits::CHANNELS_FIRST ? rows.row / 2 : rows.row;
       for (int c_block = 0; c_block < cls.c_blocks; ++c_block) {
         for (int run = 0; run < params_.w_runs; ++run) {
-          cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
-                                       to + c_block * Traits::W_BYTES + (run * params_.fold + fold) * box_bytes,
-                                       (cls.c_begin + c_block) * Traits::BLK_C,
-                                       channel + run * params_.w_rows, has ? tap : -1);
+          cute::SM90_TMA_LOAD_3D::copy(
+              &params_.w, full, std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
+              to + c_block * Traits::W_BYTES + (run * params_.fold + fold) * box_bytes,
+              (cls.c_begin + c_block) * Traits::BLK_C, channel + run * params_.w_rows, has ? tap : -1);
         }
       }
     }

@@ -174,8 +174,7 @@ void launch_twice_in_layout(const ConvTransposeParams& params, cudaStream_t stre
       "conv_transpose_twice_sm90", reinterpret_cast<const void*>(conv_transpose_twice_sm90<Traits>),
       &kernel_params,
       {static_cast<int>(std::min<std::int64_t>(tiles, params.sm_count)), Traits::THREADS, kSharedMemoryBytes},
-      stream,
-      [](int) {});
+      stream, [](int) {});
 }
 
 /// The kernel that stores y in the problem's layout.

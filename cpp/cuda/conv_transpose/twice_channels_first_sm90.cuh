@@ -2,9 +2,9 @@
 /// \file
 /// The way of conv_transpose_twice_sm90's result to y [N,K,Z,P,Q], straight from registers.
 ///
-/// Two phases along the width are stacked so that a thread's two rows are one channel's (core/twice_layout.hpp):
-/// of a pair of neighbouring positions it holds four neighbours of y, and the four threads of a row 16: 64
-/// bytes of float32, whole sectors without a detour through shared memory.
+/// Two phases along the width are stacked so that a thread's two rows are one channel's
+/// (core/twice_layout.hpp): of a pair of neighbouring positions it holds four neighbours of y, and the four
+/// threads of a row 16: 64 bytes of float32, whole sectors without a detour through shared memory.
 #pragma once
 
 #include <cstdint>

@@ -6,10 +6,10 @@
 /// A thread holds two rows (accumulator_row and 8 further) and, in each block of 8 positions, the pair at
 /// 2*(lane%4). Beside the other warpgroup's wgmma an instruction takes several cycles, so what counts here is
 /// their number: relu(v + bias) is taken as max(v, -bias) + bias, whose sum is left to what follows anyway,
-/// and with a floor of -infinity in the place of ReLU's 0 it is v + bias. The powers of two that operands were
-/// scaled by go into that floor, into the sums and into the normalization, which changes no bit of the result,
-/// and need no instruction of their own unless one of them is far from 1. What does not need the accumulators
-/// waits until wgmma has been issued again: the way of sums between lanes, and stores.
+/// and with a floor of -infinity in the place of ReLU's 0 it is v + bias. The powers of two that operands
+/// were scaled by go into that floor, into the sums and into the normalization, which changes no bit of the
+/// result, and need no instruction of their own unless one of them is far from 1. What does not need the
+/// accumulators waits until wgmma has been issued again: the way of sums between lanes, and stores.
 #pragma once
 
 #include <cstdint>
@@ -350,7 +350,8 @@ class TwiceEpilogue {
       scale_[j] = own.y;
       shift_[j] = (bias_[j] - own.x) * own.y + own.z;
       float const magnitude = fabsf(own.y);
-      folds = folds && ((magnitude >= 1.f / kFoldedMagnitude && magnitude <= kFoldedMagnitude) || own.y == 0.f);
+      folds =
+          folds && ((magnitude >= 1.f / kFoldedMagnitude && magnitude <= kFoldedMagnitude) || own.y == 0.f);
     }
     if (Traits::SCALED && folded_ && !__all_sync(0xffffffffu, folds)) {
       folded_ = false;

@@ -96,8 +96,8 @@ struct TwiceClassParams {
   cutlass::FastDivmod pos_tiles;  // of a sample
   int positions;                  // of a sample
   int tiles;                      // of all samples
-  int tile_cost;            // relative to other classes
-  std::int64_t first_cost;  // sum over the tiles before this class's
+  int tile_cost;                  // relative to other classes
+  std::int64_t first_cost;        // sum over the tiles before this class's
 };
 
 template <class Traits>

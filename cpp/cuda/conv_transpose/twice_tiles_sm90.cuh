@@ -4,8 +4,8 @@
 /// not get the same share of memory's bandwidth, and with equal shares of the tiles ended up to 60 us apart.
 ///
 /// Every class has a counter per pass. A block begins with a class of its own, so that classes go over the
-/// same x at the same time, and it moves on, to whichever has most left, when that is done: weights are loaded
-/// once or twice per pass. The second pass goes backwards: what the first read last is still in L2.
+/// same x at the same time, and it moves on, to whichever has most left, when that is done: weights are
+/// loaded once or twice per pass. The second pass goes backwards: what the first read last is still in L2.
 #pragma once
 
 #include <cstdint>
