@@ -4,6 +4,8 @@
 UPCONV3D_PLAN is read once per process, so the cases run in another.
 """
 
+import itertools
+
 import pytest
 import torch
 from oracles import check_like_eager, make_block
@@ -18,21 +20,29 @@ SHAPES = {
     "stride-1": ((3, 16, 24, (5, 4, 6), 2), {"padding": 1, "affine": False}),
     "kernel-1x2x2": ((2, 32, 16, (4, 6, 5), (1, 2, 2)), {"stride": (1, 2, 2)}),
 }
+# Computed twice, an NCDHW result takes a stride of 2 along the width.
+CHANNELS_LAST_ALONE = {("twice", "stride-1")}
 KINDS = ((torch.bfloat16, "ieee"), (torch.float16, "ieee"), (torch.float32, "tf32"))
 
 
 def cases(device, plan):
-    """Run by the child: every shape and dtype, channels_last_3d, against float64 and PyTorch."""
-    for name, (sizes, numbers) in SHAPES.items():
+    """Run by the child: every shape, layout and dtype, against float64 and PyTorch."""
+    for (name, (sizes, numbers)), channels_last in itertools.product(SHAPES.items(), (True, False)):
+        if not channels_last and (plan, name) in CHANNELS_LAST_ALONE:
+            continue
         for dtype, precision in KINDS:
             torch.manual_seed(1234)
             block = make_block(
                 *sizes, num_groups=4, device=device, dtype=dtype, precision=precision, **numbers
-            ).channels_last()
+            )
+            if channels_last:
+                block = block.channels_last()
             assert block.plan().algorithm == "sm90_implicit_gemm", block.plan()
             assert block.plan().twice == (plan == "twice"), block.plan()
             check_like_eager(block)
-            assert torch.equal(block.ours(), block.ours()), f"{name} {dtype} differs from run to run"
+            assert torch.equal(block.ours(), block.ours()), (
+                f"{name} {dtype} {channels_last=} differs from run to run"
+            )
 
 
 @pytest.mark.parametrize("plan", ["stored", "twice"])

@@ -322,29 +322,35 @@ double estimated_stored_ms(const Problem& p, const ConvInstance& instance, const
 
 /// Estimated time of the convolution computed twice: the same multiplication with nothing to write, then with
 /// y, of whose bandwidth a quarter was seen not to hide, all of it where y is float32; between the two,
-/// blocks wait for each other.
+/// blocks wait for each other. x in NCDHW is read and packed before, as it is for a stored plan.
 double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_count) {
   constexpr double kWaitMs = 0.006;
   const double unhidden = p.dtype == DType::kFloat32 ? 1.0 : 0.25;
   const std::int64_t c_blocks = ceil_div(p.c, kTwiceBlockC);
-  double cycles = 0, longest = 0;
+  // Two results of the special function unit per value, 64 x 256 values by 16 lanes, of each warpgroup.
+  constexpr double kExponentialCycles = 2048;
+  double cycles = 0, longest = 0, exponentials = 0;
   for (const TwiceClass& from : layout.classes) {
-    const double tile = static_cast<double>(twice_tile_cycles(from, c_blocks));
-    cycles += tile * static_cast<double>(p.n * ceil_div(from.window.positions(), kTwicePositions));
+    const bool staged = p.y_layout == Layout::kNDHWC;
+    const double tile = static_cast<double>(twice_tile_cycles(from, c_blocks, staged));
+    const double tiles = static_cast<double>(p.n * ceil_div(from.window.positions(), kTwicePositions));
+    cycles += tile * tiles;
+    if (!is_piecewise_linear(p.tail.after()))
+      exponentials += tiles * kExponentialCycles * (from.rows[1].view < 0 ? 1 : 2);
     longest = std::max(longest, tile);
   }
   const double pass = (cycles / std::max(sm_count, 1) + longest) / kCyclesPerMs;
   const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(DType::kFloat16));
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype));
-  return std::max(pass, x) + std::max(pass + unhidden * y, x + y) + kWaitMs;
+  const double activation = exponentials / std::max(sm_count, 1) / kCyclesPerMs;
+  return std::max(pass, x) + std::max(pass + activation + unhidden * y, x + y) + kWaitMs;
 }
 
 /// Why the convolution cannot be computed twice, or "" with `instance` and `layout` set.
 std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& instances,
                            std::optional<ConvInstance>& instance, TwiceLayout& layout) {
-  if (!normalizes_in_place(p)) return "y is NCDHW, or its rows are no multiple of 16 bytes";
+  if (p.k % kChannelUnit != 0) return concat("output channels, ", p.k, ", are no multiple of ", kChannelUnit);
   if (p.tail.returns_conv) return "the convolution is to be stored";
-  if (!is_piecewise_linear(p.tail.after())) return concat("its epilogue has no ", name(p.tail.after()));
   if (p.groups != 1) return concat("groups ", p.groups, " is not 1");
   const Family family = family_of(p);
   if (family.products != 1) return "float32's accuracy takes three products, which that kernel lacks";
@@ -354,6 +360,11 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
   });
   if (found == instances.end()) return concat("this build has no such kernel for ", family_text(family));
   layout = twice_layout(p);
+  if (!stacks_phases(p, layout)) {
+    return concat(
+        "y is NCDHW, which that kernel writes where the width's stride is 2 and its extent even, not ",
+        p.stride[2], " and ", p.out()[2]);
+  }
   if (layout.classes.empty()) {
     return concat("the weights of a phase do not fit into a block's shared memory");
   }
@@ -490,6 +501,11 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
   plan.share_taps = false;
   plan.window_tiles = 0;
   plan.tiles = twice_moments(layout);
+  // This kernel's own registers hold what it normalizes, so any activation may follow.
+  if (!plan.normalizes) plan.stages.pop_back();
+  plan.normalizes = plan.activation_in_y = true;
+  plan.conv_layout = p.y_layout;
+  plan.channels = channels_text(p, true);
   plan.stages.back() = instance->name;
   return "";
 }

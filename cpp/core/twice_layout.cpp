@@ -35,11 +35,14 @@ std::optional<Slab> unite(const Slab& a, const Slab& b) {
   return both;
 }
 
-/// Phases stacked where they fit 64 rows and have equal extents, else views of one phase each.
+/// Phases stacked where they are to be and have equal extents, else views of one phase each.
 void make_views(const Problem& problem, TwiceLayout& layout) {
   const std::vector<Slab> slabs = border_slabs(problem, 0);
   const std::int64_t stride = problem.stride[2], columns = problem.out()[2];
-  bool folds = stride > 1 && stride * problem.k <= kTwiceRows && columns % stride == 0;
+  const bool channels_first = problem.y_layout == Layout::kNCDHW;
+  const bool stackable = channels_first ? stride == 2 && problem.k % kTwiceStackedChannels == 0
+                                        : stride > 1 && stride * problem.k <= kTwiceRows;
+  bool folds = stackable && columns % stride == 0;
   std::vector<Slab> views, phases;
   for (const Slab& first : slabs) {
     if (!folds) break;
@@ -58,6 +61,7 @@ void make_views(const Problem& problem, TwiceLayout& layout) {
     views.push_back(view);
   }
   layout.fold = folds ? static_cast<int>(stride) : 1;
+  if (folds) layout.run = channels_first ? kTwiceStackedChannels : problem.k;
   layout.phases = folds ? phases : slabs;
   layout.views = folds ? views : slabs;
 }
@@ -126,17 +130,23 @@ std::int64_t tap_lead(const Slab& window, const Slab& phase, int axis) {
 TwiceLayout twice_layout(const Problem& problem) {
   TwiceLayout layout;
   make_views(problem, layout);
+  if (!stacks_phases(problem, layout)) return layout;
   std::vector<Candidate> candidates;
   for (std::size_t view = 0; view < layout.views.size(); ++view) {
     for (std::int64_t row = 0; row < layout.fold * problem.k; row += kTwiceRows) {
       candidates.push_back({static_cast<int>(view), row});
     }
   }
+  // The same channels of other phases first: neighbours along the height lie side by side in y.
+  if (problem.y_layout == Layout::kNCDHW) {
+    std::stable_sort(candidates.begin(), candidates.end(),
+                     [](const Candidate& a, const Candidate& b) { return a.row < b.row; });
+  }
   std::vector<bool> taken(candidates.size(), false);
   for (std::size_t i = 0; i < candidates.size(); ++i) {
     if (taken[i]) continue;
-    // The partner with whom fewest taps are read in vain; the next channels of the same phase if there are
-    // any.
+    // The partner with whom fewest taps are read in vain; of those the next in order, which is other channels
+    // of the same phase if there are any.
     const Slab& own = layout.views[static_cast<std::size_t>(candidates[i].view)];
     TwiceClass best = make_class(problem, layout, own, candidates[i], nullptr);
     if (!fits(problem, best)) return {};
@@ -157,7 +167,7 @@ TwiceLayout twice_layout(const Problem& problem) {
   return layout;
 }
 
-std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks) {
+std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks, bool staged) {
   // 64 x 256 x 64 multiply-adds, 2048 a cycle. wgmma reads 8 KB of w and 32 KB of x, TMA writes x; 118 bytes
   // a cycle, and as many again for two staged half tiles.
   constexpr std::int64_t kUnitCycles = 512, kUnitBytes = 40 << 10, kLoadBytes = 32 << 10,
@@ -167,13 +177,15 @@ std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks) {
   constexpr std::int64_t kEpilogueCycles = 1000;
   const std::int64_t units = of.rows[0].units + of.rows[1].units;
   const std::int64_t loads = of.reached ? of.loads() * c_blocks : 1;
-  const std::int64_t shared = (units * kUnitBytes + loads * kLoadBytes + kStagedBytes) / kSharedBytesPerCycle;
+  const std::int64_t shared =
+      (units * kUnitBytes + loads * kLoadBytes + (staged ? kStagedBytes : 0)) / kSharedBytesPerCycle;
   return std::max(units * kUnitCycles, shared) + (of.rows[1].view < 0 ? 1 : 2) * kEpilogueCycles;
 }
 
 int twice_granule_shift(const Problem& problem) {
-  constexpr int kMaxShift = 4;  // a warp's 16 rows
-  return std::min(kMaxShift, std::countr_zero(static_cast<std::uint64_t>(problem.k / problem.num_groups)));
+  // A warp's 16 rows, which are 8 channels where phases are stacked for y [N,K,Z,P,Q].
+  const int max_shift = problem.y_layout == Layout::kNDHWC ? 4 : 3;
+  return std::min(max_shift, std::countr_zero(static_cast<std::uint64_t>(problem.k / problem.num_groups)));
 }
 
 std::int64_t twice_moments(const TwiceLayout& layout) {

@@ -3,6 +3,7 @@
 /// Tails (core/tail.hpp) that the SM90 kernels run, and what they do to a value, in double.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -28,6 +29,12 @@ inline std::vector<Tail> piecewise_linear_tails(std::int64_t k) {
           tail_of(Order::kNormAct, Activation::kPrelu, 0.0, k)};
 }
 
+/// Every activation with exponentials after the normalization.
+inline std::vector<Tail> smooth_tails() {
+  return {tail_of(Order::kNormAct, Activation::kElu, 0.75), tail_of(Order::kNormAct, Activation::kSilu),
+          tail_of(Order::kNormAct, Activation::kGelu), tail_of(Order::kNormAct, Activation::kGeluTanh)};
+}
+
 /// A tail without normalization.
 inline Tail linear_tail(Activation activation) {
   Tail tail = tail_of(Order::kActNorm, activation);
@@ -45,8 +52,13 @@ inline std::vector<double> prelu_slopes(std::int64_t k) {
   return slopes;
 }
 
-/// A piecewise linear activation of v; NaN stays NaN.
+/// An activation of v; NaN stays NaN.
 inline double activated(const Tail& tail, Activation activation, double v, std::int64_t channel) {
+  if (activation == Activation::kElu) return v > 0 ? v : tail.parameter * std::expm1(v);
+  if (activation == Activation::kSilu) return v / (1 + std::exp(-v));
+  if (activation == Activation::kGelu) return 0.5 * v * (1 + std::erf(v * std::sqrt(0.5)));
+  if (activation == Activation::kGeluTanh)
+    return 0.5 * v * (1 + std::tanh(std::sqrt(2 / 3.14159265358979323846) * (v + 0.044715 * v * v * v)));
   double slope = 1.0;
   if (activation == Activation::kRelu) slope = 0.0;
   if (activation == Activation::kLeakyRelu) slope = tail.parameter;

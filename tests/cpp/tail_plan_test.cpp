@@ -78,8 +78,10 @@ std::string broken_promise(const Problem& p, const Plan& plan) {
   if (plan.linear == tail.norm) return "linear is without normalization";
   if (tail.has_skip) return "a skip";
   if (tail.norm && tail.before() != Activation::kNone && tail.before() != Activation::kRelu) return "before";
-  if (plan.normalizes && !(whole_rows && is_piecewise_linear(tail.after()))) return "normalizes";
-  if (plan.twice && !(plan.normalizes && plan.activation_in_y)) return "twice";
+  if (plan.normalizes && !plan.twice && !(whole_rows && is_piecewise_linear(tail.after())))
+    return "normalizes";
+  if (plan.twice && !(plan.normalizes && plan.activation_in_y && plan.conv_layout == p.y_layout))
+    return "twice";
   if (plan.linear && (plan.normalizes || plan.twice || plan.keeps_activation)) return "linear, and more";
   if (plan.linear && plan.activation_in_y != stores_in_place(p, {plan.split_axes, plan.share_taps}))
     return "stored in place";

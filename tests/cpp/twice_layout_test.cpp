@@ -35,7 +35,9 @@ void test_twice_layout_of(const Problem& p) {
       if (rows.view < 0) continue;
       const std::int64_t end = std::min(rows.row + kTwiceRows, layout.fold * p.k);
       for (std::int64_t row = rows.row; row < end; ++row) {
-        const std::size_t index = static_cast<std::size_t>(rows.view * layout.fold + row / p.k);
+        const TwiceRow at = twice_row(layout, row);
+        expect(at.channel < p.k, what + ", channel");
+        const std::size_t index = static_cast<std::size_t>(rows.view * layout.fold + at.phase);
         ++computed[index];
         const Slab& phase = layout.phases[index];
         if (phase.tap_count() == 0) continue;
@@ -61,10 +63,44 @@ std::string refusal(const Problem& p, const Device& device) {
   return "";
 }
 
+/// y [N,K,Z,P,Q].
+void test_stacked() {
+  Problem p = kernel_is_stride();
+  p.y_layout = Layout::kNCDHW;
+  test_twice_layout_of(p);
+  const TwiceLayout layout = twice_layout(p);
+  expect(layout.fold == 2 && layout.run == 8 && layout.classes.size() == 8, "phases along the width stacked");
+  const TwiceRows(&rows)[2] = layout.classes[0].rows;
+  expect(rows[0].row == rows[1].row && rows[0].view != rows[1].view, "phases along the height side by side");
+  expect(twice_row(layout, 8).phase == 1 && twice_row(layout, 8).channel == 0, "a thread's two rows");
+  expect(twice_row(layout, 71).phase == 0 && twice_row(layout, 71).channel == 39, "the fifth run's last row");
+  for (const std::int64_t k : {8, 24, 40, 136}) {
+    p.k = p.num_groups = k;
+    test_twice_layout_of(p);
+  }
+  p.in = {1, 2, 3};
+  test_twice_layout_of(p);
+  p.kernel = {3, 3, 3};
+  p.c = 64, p.k = 32;
+  p.padding = p.output_padding = {1, 1, 1};
+  test_twice_layout_of(p);
+  p.output_padding = {1, 1, 0};
+  expect(twice_layout(p).classes.empty(), "an odd width has phases of unequal extents");
+  p = kernel_is_stride();
+  p.y_layout = Layout::kNCDHW;
+  p.stride[2] = 1;
+  expect(twice_layout(p).classes.empty(), "one phase along the width");
+  p = kernel_is_stride();
+  p.y_layout = Layout::kNCDHW;
+  p.k = p.num_groups = 36;
+  expect(twice_layout(p).classes.empty(), "channels in runs of 8");
+}
+
 void test_twice() {
   Problem p = kernel_is_stride();
   test_twice_layout_of(p);
   expect(twice_layout(p).classes.size() == 8, "one class per phase, its two halves of K side by side");
+  test_stacked();
   p = headline();
   p.n = 2, p.k = 32, p.in = {64, 64, 64}, p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};
   test_twice_layout_of(p);
@@ -86,13 +122,27 @@ void test_twice() {
   expect(plan.stages == std::vector<std::string>{"pack_operands", plan.instance->name} &&
              plan.instance->twice && plan.tiles == 8 * 432,
          "in one kernel");
+  for (const char* activation : {"silu", "gelu", "gelu_tanh", "elu", "leaky_relu"}) {
+    p.tail = make_tail("norm_act", true, activation, 1.0, false);
+    const Plan after = select_plan(p, device, all_compiled());
+    expect(after.twice && after.normalizes && after.activation_in_y && after.stages == plan.stages,
+           std::string("in one kernel with ") + activation);
+  }
+  p.tail = Tail{};
   device.forced_plan = "stored";
   const Plan stored = select_plan(p, device, all_compiled());
   expect(!stored.twice && !stored.instance->twice && stored.estimated_twice_ms > 0, "stored where asked for");
   device.forced_plan = "twice";
   expect(select_plan(p, device, all_compiled()).twice, "twice where asked for");
-  p.y_layout = Layout::kNCDHW;
-  expect(refusal(p, device).find("y is NCDHW") != std::string::npos, "twice cannot transpose");
+  p.x_layout = p.y_layout = Layout::kNCDHW;
+  p.dtype = DType::kFloat32, p.precision = Precision::kTF32;
+  const Plan channels_first = select_plan(p, hopper(), all_compiled());
+  expect(channels_first.twice && channels_first.conv_layout == Layout::kNCDHW &&
+             channels_first.activation_in_y && channels_first.normalizes &&
+             channels_first.stages.back() == channels_first.instance->name,
+         "NCDHW from the kernel's own registers");
+  p.in[2] = 47, p.padding[2] = 1, p.kernel[2] = 3;
+  expect(refusal(p, device).find("y is NCDHW") != std::string::npos, "NCDHW of odd width is stored");
   expect(refusal(headline(), device).find("shared memory") != std::string::npos,
          "twice has no room for 27 taps");
   expect(!select_plan(headline(), hopper(), all_compiled()).twice, "the headline shape is stored");

@@ -383,7 +383,7 @@ void point_to(const ConvTransposeParams& params, KernelParams<Traits>& to) {
   to.moment_of = params.moment_of;
   to.gamma = static_cast<const Output*>(params.gamma);
   to.beta = static_cast<const Output*>(params.beta);
-  if (to.normalizes) to.after = checked_after(params);
+  if (to.normalizes) to.after = checked_linear_after(params);
   to.part = reinterpret_cast<float2*>(params.part);
   to.table = reinterpret_cast<float4*>(params.table);
   to.channel_table = params.channel_table;

@@ -6,11 +6,13 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/launch_memo.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
+#include "core/twice_layout.hpp"
 #include "cuda/activation.hpp"
 
 namespace upconv3d::cuda {
@@ -42,7 +44,8 @@ struct ConvTransposeParams {
   bool channels_first = false;
   const void* gamma = nullptr;  // [K] dtype, or null for 1
   const void* beta = nullptr;   // [K] dtype, or null for 0
-  ActivationParams after;       // problem.tail.after(), where this kernel normalizes: piecewise linear
+  // problem.tail.after(), where this kernel normalizes; piecewise linear except in conv_transpose_twice_sm90
+  ActivationParams after;
   // before(conv + bias), written: [N,Z,P,Q,padded_channels(K)] of as many bits as the instance stores; where
   // y is null, in y's memory, [N,Z,P,Q,K] dtype, and normalized in place.
   void* a = nullptr;
@@ -68,7 +71,7 @@ struct ConvTransposeParams {
 
 /// Counters that a launch needs, which must be zero when it begins.
 inline std::int64_t counter_count(const Problem& problem) {
-  return 2 + 2 * problem.n;
+  return 2 + 2 * std::max<std::int64_t>(problem.n, kMaxTwiceClasses);
 }
 
 using ConvTransposeLauncher = void (*)(const ConvTransposeParams& params, cudaStream_t stream);

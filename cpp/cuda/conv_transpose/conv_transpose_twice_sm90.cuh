@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-/// conv_transpose_twice_sm90: the forward pass after packing, for groups 1 and y [N,Z,P,Q,K].
+/// conv_transpose_twice_sm90: the forward pass after packing, for groups 1.
 ///
 ///   x     [N,D,H,W,C]                 operand  read through TMA im2col
 ///   w     [T*R*S,K,C]                 operand  packed by layout/pack
 ///   part  [N,moments,K/granule,2]     float    (mean, M2) of before(conv + bias), unrounded
 ///   table [N,G,segments,4]            float    mean, rest of the mean, M2, count
-///   y     [N,Z,P,Q,K]                 output   written once
+///   y     [N,Z,P,Q,K] or [N,K,Z,P,Q]  output   written once
 ///
-/// y = after(normalized before(conv + bias)): before() ReLU or nothing, after() nothing, ReLU or a slope
+/// y = after(normalized before(conv + bias)): before() ReLU or nothing, after() any activation
 /// (core/tail.hpp).
 ///
 /// The convolution is computed for the moments of its values alone and, when these are known, once more: y is
@@ -16,13 +16,14 @@
 ///
 /// Rows of a tile are output channels, columns are positions of one phase of the stride
 /// (core/twice_layout.hpp says which share a block). One block per multiprocessor, three warpgroups:
-///   warp 0       loads: a class's weights once, which stay, and x through a ring
+///   warp 0       deals tiles out (twice_tiles_sm90.cuh) and loads: a class's weights, which stay, and x
+///                through a ring
 ///   warps 4-11   two warpgroups take turns: one multiplies while the other has its epilogue
 /// Blocks wait for each other twice, before moments are merged and before these are used, so the launch is
 /// cooperative.
 ///
 /// A tile's moments are its own, and merged in an order that the problem decides: results repeat bit for bit,
-/// whatever the number of blocks.
+/// whatever the number of blocks and whichever block computes it.
 #pragma once
 
 #include <algorithm>
@@ -37,6 +38,7 @@
 #include "cuda/conv_transpose/group_norm_sm90.cuh"
 #include "cuda/conv_transpose/merge_moments_sm90.cuh"
 #include "cuda/conv_transpose/twice_epilogue_sm90.cuh"
+#include "cuda/conv_transpose/twice_tiles_sm90.cuh"
 
 namespace upconv3d::cuda {
 
@@ -50,20 +52,23 @@ class TwiceLoader {
   /// Loads every tile's operands. Nothing here waits for the moments: the second pass's first operands are
   /// there when it begins.
   CUTLASS_DEVICE void run() {
-    TwiceWalk<Traits> walk(params_);
+    TwiceDealer<Traits> dealer(params_, *shared_.control);
     int loaded = -1;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int i = 0; i < 2 * walk.count(); ++i) {
-      TwiceTile const& tile = walk.tile();
-      TwiceClassParams const& cls = params_.classes[tile.cls];
-      if (tile.cls != loaded) load_weights(cls);
-      loaded = tile.cls;
-      load_x(cls, tile);
-      if (i + 1 < walk.count()) {
-        walk.step_forward();
-      } else if (i >= walk.count() && i + 1 < 2 * walk.count()) {
-        walk.step_backward();
+    for (int pass = 0; pass < 2; ++pass) {
+      dealer.begin_pass(pass == 1);
+      TwiceTile tile = dealer.resolve(dealer.request());
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; tile.cls >= 0;) {
+        dealer.publish(tile);
+        int const number = dealer.request();
+        TwiceClassParams const& cls = params_.classes[tile.cls];
+        if (tile.cls != loaded) load_weights(cls);
+        loaded = tile.cls;
+        load_x(cls, tile);
+        tile = dealer.resolve(number);
       }
+      dealer.publish(tile);
     }
   }
 
@@ -72,7 +77,7 @@ class TwiceLoader {
     RingBarriers<1>& barriers = shared_.control->w;
     barriers.wait_empty(w_);
     w_.advance(1);
-    int const unit_rows = params_.fold * params_.w_rows;
+    int const unit_rows = params_.fold * params_.w_rows * params_.w_runs;
     std::uint64_t* const full =
         barriers.expect(0, (cls.rows[0].units + cls.rows[1].units) * unit_rows * Traits::ROW_BYTES);
     char* to = shared_.w;
@@ -84,19 +89,18 @@ class TwiceLoader {
         for (int r = 0; r < cls.taps[1]; ++r) {
           for (int s = 0; s < cls.taps[2]; ++s, bit <<= 1) {
             if (rows.view < 0 || !(rows.taps & bit)) continue;
-            for (int c_block = 0; c_block < cls.c_blocks; ++c_block, to += Traits::W_BYTES) {
-              load_unit(cls, rows, t, r, s, (cls.c_begin + c_block) * Traits::BLK_C, full, to);
-            }
+            load_units(cls, rows, t, r, s, full, to);
+            to += cls.c_blocks * Traits::W_BYTES;
           }
         }
       }
     }
   }
 
-  /// The rows of all stacked phases for one tap of the class; zeros, which lie beyond w, where a phase has no
-  /// such tap.
-  CUTLASS_DEVICE void load_unit(TwiceClassParams const& cls, TwiceRowsParams const& rows, int t, int r, int s,
-                                int c, std::uint64_t* full, char* to) {
+  /// The rows of all stacked phases for one tap of the class, a unit per k-block of input channels; zeros,
+  /// which lie beyond w, where a phase has no such tap.
+  CUTLASS_DEVICE void load_units(TwiceClassParams const& cls, TwiceRowsParams const& rows, int t, int r,
+                                 int s, std::uint64_t* full, char* to) {
     int const at[3] = {t, r, s};
     CUTLASS_PRAGMA_NO_UNROLL
     for (int fold = 0; fold < params_.fold; ++fold) {
@@ -111,9 +115,16 @@ class TwiceLoader {
         has = has && m >= 0 && m < phase.taps[axis];
         tap = tap * params_.kernel[axis] + phase.tap[axis] - m * phase.tap_step[axis];
       }
-      cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
-                                   to + fold * params_.w_rows * Traits::ROW_BYTES, c, rows.row,
-                                   has ? tap : -1);
+      int const box_bytes = params_.w_rows * Traits::ROW_BYTES;
+      int const channel = Traits::CHANNELS_FIRST ? rows.row / 2 : rows.row;
+      for (int c_block = 0; c_block < cls.c_blocks; ++c_block) {
+        for (int run = 0; run < params_.w_runs; ++run) {
+          cute::SM90_TMA_LOAD_3D::copy(
+              &params_.w, full, std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
+              to + c_block * Traits::W_BYTES + (run * params_.fold + fold) * box_bytes,
+              (cls.c_begin + c_block) * Traits::BLK_C, channel + run * params_.w_rows, has ? tap : -1);
+        }
+      }
     }
   }
 
@@ -162,8 +173,9 @@ class TwiceMultiplier {
 
   /// acc (64 x 256) = rows of the tile's class, in this warpgroup's turn. The other's turn comes once it
   /// could not get ahead anyway, for want of room for x, or this one has nothing left to issue.
-  template <class Accumulator>
-  CUTLASS_DEVICE void multiply(TwiceTile const& tile, Accumulator& acc) {
+  /// \param meanwhile called once when all is issued, and may not touch acc
+  template <class Accumulator, class Meanwhile>
+  CUTLASS_DEVICE void multiply(TwiceTile const& tile, Accumulator& acc, Meanwhile const& meanwhile) {
     using namespace cute;
     constexpr int kUnit = 16;  // descriptors count in 16 bytes
     if (tile.cls != loaded_) take_weights(tile.cls);
@@ -206,6 +218,8 @@ class TwiceMultiplier {
         if (--left_of_turn == 0) pass_turn();
       }
     }
+    meanwhile();
+    __syncwarp();  // lanes may have parted, and wgmma's wait wants them together
     warpgroup_wait<0>();
     warpgroup_fence_operand(acc);
     if (done >= 0) release_x(done);
@@ -318,26 +332,32 @@ template <class Traits>
 CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared) {
   using namespace cute;
   int const group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
-  TwiceWalk<Traits> walk(params);
+  TwiceTileReader tiles(*shared.control);
   auto multiplier = make_twice_multiplier(params, shared, group);
   TwiceEpilogue<Traits> epilogue(params, shared, group, kGroup0 + group);
   Tensor acc =
       partition_fragment_C(typename Traits::TiledMma{},
                            Shape<Int<Traits::ROWS>, Int<Traits::BLK_POS>>{});  // ((2,2,BLK_POS/8),1,1)
+  TwiceTile tile = tiles.next(), next;
   CUTLASS_PRAGMA_NO_UNROLL
-  for (int i = 0; i < walk.count(); ++i) {
-    if (i > 0) walk.step_forward();
-    multiplier.multiply(walk.tile(), acc);
-    epilogue.take_moments(walk.tile(), acc);
+  for (; tile.cls >= 0; tile = next) {
+    multiplier.multiply(tile, acc, [&] {
+      epilogue.finish_moments();
+      next = tiles.next();
+    });
+    epilogue.add_moments(tile, acc);
   }
+  epilogue.finish_moments();
   wait_for_all_blocks(params.arrivals);
   merge_segments(params, *shared.control);
   wait_for_all_blocks(params.arrivals + 1);
   CUTLASS_PRAGMA_NO_UNROLL
-  for (int i = 0; i < walk.count(); ++i) {
-    if (i > 0) walk.step_backward();
-    multiplier.multiply(walk.tile(), acc);
-    epilogue.normalize(walk.tile(), acc);
+  for (tile = tiles.next(); tile.cls >= 0; tile = next) {
+    multiplier.multiply(tile, acc, [&] {
+      epilogue.finish_store();
+      next = tiles.next();
+    });
+    epilogue.normalize(tile, acc);
   }
   multiplier.finish();
   epilogue.finish();
@@ -355,6 +375,7 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
   if (threadIdx.x == 0) {
     control.x.init(1, kConsumerWarps);
     control.w.init(1, kConsumerWarps);
+    control.tile_ring.init(1, kConsumerWarps);
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x < params.num_phases) {

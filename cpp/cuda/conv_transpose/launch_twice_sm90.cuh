@@ -37,9 +37,11 @@ void fill_views(const Problem& problem, const TwiceLayout& layout, DType output,
   for (std::size_t i = 0; i < layout.views.size(); ++i) {
     const Slab& from = layout.views[i];
     TwiceView& view = to.views[i];
-    maps.place(view.y, Mapped::kA,
-               encode_slab_output(problem, from, output, layout.fold * problem.k, y, Traits::STAGE_POS,
-                                  kPanelChannels<typename Traits::Output>, layout.fold));
+    if constexpr (!Traits::CHANNELS_FIRST) {
+      maps.place(view.y, Mapped::kA,
+                 encode_slab_output(problem, from, output, layout.fold * problem.k, y, Traits::STAGE_POS,
+                                    kPanelChannels<typename Traits::Output>, layout.fold));
+    }
     view.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
     view.height = cutlass::FastDivmod(static_cast<int>(from.extent[1]));
     copy_extent(from.origin, view.origin);
@@ -64,7 +66,6 @@ template <class Traits>
 void fill_classes(const Problem& problem, const TwiceLayout& layout, DType operand, const void* x,
                   std::int64_t x_channels, TwiceParams<Traits>& to, TensorMaps& maps) {
   const int c_blocks = static_cast<int>(ceil_div(problem.c, Traits::BLK_C));
-  std::int64_t tiles = 0;
   for (const TwiceClass& from : layout.classes) {
     TwiceClassParams& cls = to.classes[to.num_classes++];
     Slab window = from.window;
@@ -89,21 +90,19 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
     const std::int64_t pos_tiles = ceil_div(window.positions(), Traits::BLK_POS);
     cls.pos_tiles = cutlass::FastDivmod(static_cast<int>(pos_tiles));
     cls.positions = static_cast<int>(window.positions());
-    cls.first_tile = static_cast<int>(tiles);
     cls.tiles = static_cast<int>(pos_tiles * problem.n);
-    cls.tile_cost = static_cast<int>(twice_tile_cycles(from, c_blocks));
+    cls.tile_cost = static_cast<int>(twice_tile_cycles(from, c_blocks, !Traits::CHANNELS_FIRST));
     cls.first_cost = to.total_cost;
     to.total_cost += cls.tiles * static_cast<std::int64_t>(cls.tile_cost);
-    tiles += cls.tiles;
   }
 }
 
 /// Divides shared memory: what the weights leave goes to x first, then to staging.
 template <class Traits>
 void fill_shared_memory(TwiceParams<Traits>& to) {
-  constexpr int kManyBuffers = 4, kFewBuffers = 2, kWantedSlots = 4;
+  constexpr int kWantedSlots = 4;
   static_assert(kSharedMemoryBytes - kTwiceControlBytes - kMaxTwiceUnits * Traits::W_BYTES -
-                        2 * kFewBuffers * kStageBytes >=
+                        2 * kFewStagingBuffers * kStageBytes >=
                     2 * Traits::X_BYTES,
                 "warpgroups take turns after all but one of the slots");
   const auto slots = [&](int buffers) {
@@ -111,7 +110,9 @@ void fill_shared_memory(TwiceParams<Traits>& to) {
             2 * buffers * kStageBytes) /
            Traits::X_BYTES;
   };
-  to.staging_buffers = slots(kManyBuffers) >= kWantedSlots ? kManyBuffers : kFewBuffers;
+  to.staging_buffers = Traits::CHANNELS_FIRST                       ? 0
+                       : slots(kManyStagingBuffers) >= kWantedSlots ? kManyStagingBuffers
+                                                                    : kFewStagingBuffers;
   to.x_slots = std::min(slots(to.staging_buffers), kMaxTwiceXSlots);
 }
 
@@ -123,19 +124,22 @@ void fill_twice_params(const ConvTransposeParams& params, DType operand, DType o
   const TwiceLayout layout = twice_layout(problem);
   if (layout.classes.empty()) {
     throw std::logic_error(
-        "upconv3d: conv_transpose_twice_sm90 keeps a block's weights in shared memory; got " +
+        "upconv3d: conv_transpose_twice_sm90 keeps a block's weights in shared memory, and stacks two phases "
+        "along the width for y NCDHW; got " +
         describe(problem) + ". select_plan must choose the stored plan.");
   }
   fill_views(problem, layout, output, params.a, to, maps);
   fill_classes(problem, layout, operand, params.x_hi, params.x_packed ? operand_channels(problem) : problem.c,
                to, maps);
   fill_shared_memory(to);
-  to.w_rows = static_cast<int>(layout.fold > 1 ? problem.k : Traits::ROWS);
+  to.w_rows = static_cast<int>(layout.run);
+  to.w_runs = Traits::CHANNELS_FIRST ? Traits::ROWS / Traits::STACKED / 2 : 1;
   maps.place(to.w, Mapped::kW, encode_w(problem, operand, params.w_hi, to.w_rows, Traits::BLK_C));
   copy_extent(problem.kernel, to.kernel);
   to.samples = static_cast<int>(problem.n);
   to.k = cutlass::FastDivmod(static_cast<int>(problem.k));
   to.eps = problem.eps;
+  to.eps_float = static_cast<float>(problem.eps);
   to.floor = activation_floor(params);
   to.granule_shift = twice_granule_shift(problem);
   to.groups = static_cast<int>(problem.num_groups);
@@ -162,10 +166,11 @@ void point_to(const ConvTransposeParams& params, TwiceParams<Traits>& to) {
   to.part = reinterpret_cast<float2*>(params.part);
   to.table = reinterpret_cast<float4*>(params.table);
   to.arrivals = params.counters;
+  to.dealt = params.counters + 2;
 }
 
 /// A launch of one persistent block per multiprocessor, all at once.
-template <class Operand, class Output>
+template <class Operand, class Output, bool kChannelsFirst>
 class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
  public:
   explicit ConvTransposeTwiceLaunchSm90(const ConvTransposeParams& params)
@@ -173,8 +178,9 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
     constexpr DType operand = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
     constexpr DType output = std::is_same_v<Output, float> ? DType::kFloat32 : operand;
     fill_twice_params(params, operand, output, params_, maps_);
-    const TwiceClassParams& last = params_.classes[params_.num_classes - 1];
-    blocks_ = std::min(last.first_tile + last.tiles, params.sm_count);
+    std::int64_t tiles = 0;
+    for (int i = 0; i < params_.num_classes; ++i) tiles += params_.classes[i].tiles;
+    blocks_ = static_cast<int>(std::min<std::int64_t>(tiles, params.sm_count));
     reserve_shared_memory(kName, kKernel, kSharedMemoryBytes);
   }
 
@@ -189,7 +195,7 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
   }
 
  private:
-  using Traits = TwiceTraitsSm90<Operand, Output>;
+  using Traits = TwiceTraitsSm90<Operand, Output, kChannelsFirst>;
   static constexpr const char* kName = "conv_transpose_twice_sm90";
   static inline const void* const kKernel = reinterpret_cast<const void*>(conv_transpose_twice_sm90<Traits>);
 
@@ -199,9 +205,14 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
   int blocks_ = 0;
 };
 
+/// The kernel that stores y in the problem's layout.
 template <class Operand, class Output>
 void launch_conv_transpose_twice_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
-  run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output>>(params, stream);
+  if (params.problem.y_layout == Layout::kNCDHW) {
+    run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, true>>(params, stream);
+  } else {
+    run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false>>(params, stream);
+  }
 }
 
 }  // namespace upconv3d::cuda

@@ -28,16 +28,25 @@ inline float activation_floor(const ConvTransposeParams& params) {
 }
 
 /// params.after, for a launch that normalizes.
-/// \throws std::logic_error where that is not problem.tail.after(), or not piecewise linear.
+/// \throws std::logic_error where that is not problem.tail.after().
 inline const ActivationParams& checked_after(const ConvTransposeParams& params) {
-  const Activation wanted = params.problem.tail.after();
-  if (params.after.kind != wanted || !is_piecewise_linear(wanted)) {
-    throw std::logic_error(
-        "upconv3d: an SM90 kernel that normalizes applies its tail's piecewise linear activation; got " +
-        std::string(name(params.after.kind)) + " for " + describe(params.problem.tail) +
-        ". Set `after`, or let group_norm_normalize apply what is not piecewise linear.");
+  if (params.after.kind != params.problem.tail.after()) {
+    throw std::logic_error("upconv3d: an SM90 kernel that normalizes applies its tail's activation; got " +
+                           std::string(name(params.after.kind)) + " for " + describe(params.problem.tail) +
+                           ". Set `after`.");
   }
   return params.after;
+}
+
+/// The same where it must be piecewise linear.
+/// \throws std::logic_error elsewhere.
+inline const ActivationParams& checked_linear_after(const ConvTransposeParams& params) {
+  if (!is_piecewise_linear(params.problem.tail.after())) {
+    throw std::logic_error(
+        "upconv3d: this SM90 kernel applies piecewise linear activations after the normalization; got " +
+        describe(params.problem.tail) + ". Let group_norm_normalize apply the others.");
+  }
+  return checked_after(params);
 }
 
 }  // namespace upconv3d::cuda

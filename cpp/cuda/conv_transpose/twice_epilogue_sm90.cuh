@@ -4,9 +4,12 @@
 /// after the first time, normalization and the way to memory after the second.
 ///
 /// A thread holds two rows (accumulator_row and 8 further) and, in each block of 8 positions, the pair at
-/// 2*(lane%4). While wgmma runs, its accumulators take much of the registers' bandwidth, so what counts here
-/// is the number of instructions: relu(v + bias) - m is taken as max(v + (bias - m), -m), and with a floor of
-/// -infinity in the place of ReLU's 0 it is v + bias - m.
+/// 2*(lane%4). Beside the other warpgroup's wgmma an instruction takes several cycles, so what counts here is
+/// their number: relu(v + bias) is taken as max(v, -bias) + bias, whose sum is left to what follows anyway,
+/// and with a floor of -infinity in the place of ReLU's 0 it is v + bias. The powers of two that operands
+/// were scaled by go into that floor, into the sums and into the normalization, which changes no bit of the
+/// result, and need no instruction of their own unless one of them is far from 1. What does not need the
+/// accumulators waits until wgmma has been issued again: the way of sums between lanes, and stores.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +21,7 @@
 #include "cuda/activation.cuh"
 #include "cuda/conv_transpose/drain_sm90.cuh"
 #include "cuda/conv_transpose/merge_moments_sm90.cuh"
+#include "cuda/conv_transpose/twice_channels_first_sm90.cuh"
 #include "cuda/conv_transpose/twice_params_sm90.cuh"
 
 namespace upconv3d::cuda {
@@ -39,6 +43,10 @@ class TwiceEpilogue {
  public:
   using Output = typename Traits::Output;
   static constexpr int kBlocks = Traits::BLK_POS / 8;  // blocks of 8 positions, wgmma's column unit
+  // Powers of two up to which scales, biases and the normalization's factors are multiplied with each other:
+  // no product leaves float's normal range.
+  static constexpr int kFoldedExponent = 60;
+  static constexpr float kFoldedMagnitude = 0x1p60f;
 
   /// \param barrier named barrier of the warpgroup's 128 threads
   CUTLASS_DEVICE TwiceEpilogue(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared,
@@ -49,50 +57,115 @@ class TwiceEpilogue {
         group_(group),
         barrier_(barrier) {}
 
-  /// Writes the tile's partial moments.
+  /// Consumes acc: adds up the tile's values; finish_moments makes partial moments of the sums.
   template <class Accumulator>
-  CUTLASS_DEVICE void take_moments(TwiceTile const& tile, Accumulator const& acc) {
+  CUTLASS_DEVICE void add_moments(TwiceTile const& tile, Accumulator& acc) {
     if (tile.cls != rows_class_) enter(tile.cls);
     if (view_ < 0) return;
-    load_scales(tile.n);
-    int const valid = min(Traits::BLK_POS, positions_ - tile.pos_tile * Traits::BLK_POS);
-    // One of the values of the granule, whose rows are those of neighbouring lanes.
-    int const shift = params_.granule_shift;
-    int const granule_lane = shift >= 3 ? 0 : threadIdx.x % 32 >> (2 + shift) << (2 + shift);
-    float pivot[2];
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      pivot[j] =
-          __shfl_sync(0xffffffffu, shifted_before(acc(2 * j), j, bias_[j], params_.floor), granule_lane);
-    }
-    if (shift == 4) pivot[1] = pivot[0];
-    float sum[2] = {0.f, 0.f}, sum_squares[2] = {0.f, 0.f};
-    if (valid == Traits::BLK_POS) {
-      add_values<false>(acc, pivot, valid, sum, sum_squares);
-    } else {
-      add_values<true>(acc, pivot, valid, sum, sum_squares);
-    }
-    write_moments(tile, valid, pivot, sum, sum_squares);
+    if (tile.n != scales_sample_) load_scales(tile.n);
+    if (!folded_) unscale(acc);
+    begin_pending(tile);
+    pending_valid_ = min(Traits::BLK_POS, positions_ - tile.pos_tile * Traits::BLK_POS);
+    if (pending_valid_ == Traits::BLK_POS && add_around_bias(acc)) return;
+    add_around_value(acc);
   }
 
-  /// Consumes acc: y of the tile.
+  /// Writes the moments of the tile last added, if it has not been done: to be called while wgmma computes
+  /// the next, and in the end.
+  CUTLASS_DEVICE void finish_moments() {
+    if (!pending_) return;
+    pending_ = false;
+    int const shift = params_.granule_shift, lane = threadIdx.x % 32;
+    // The four lanes of a row divide the four sums among them: bit 0 is the row, bit 1 the kind.
+    bool const second = lane & 1, squares = lane & 2;
+    float const kept_sum = second ? sum_[1] : sum_[0];
+    float const kept_squares = second ? sum_squares_[1] : sum_squares_[0];
+    float const row_sum = kept_sum + __shfl_xor_sync(0xffffffffu, second ? sum_[0] : sum_[1], 1);
+    float const row_squares =
+        kept_squares + __shfl_xor_sync(0xffffffffu, second ? sum_squares_[0] : sum_squares_[1], 1);
+    float const own =
+        (squares ? row_squares : row_sum) + __shfl_xor_sync(0xffffffffu, squares ? row_sum : row_squares, 2);
+    float const other = __shfl_xor_sync(0xffffffffu, own, 2);
+    float count = float(pending_valid_);
+    RunningMoments const row =
+        shifted_moments(count, second ? pivot_[1] : pivot_[0], squares ? other : own, squares ? own : other);
+    float mean = row.mean, m2 = row.m2;
+    // Rows of a granule are those of neighbouring lanes, and at last the thread's two. Of equal counts.
+    CUTLASS_PRAGMA_UNROLL
+    for (int level = 0; level < 4; ++level) {
+      if (level >= shift) continue;
+      int const mask = level < 3 ? 4 << level : 1;
+      float const other_mean = __shfl_xor_sync(0xffffffffu, mean, mask);
+      float const delta = other_mean - mean;
+      m2 += __shfl_xor_sync(0xffffffffu, m2, mask) + delta * (0.5f * count) * delta;
+      mean = 0.5f * mean + 0.5f * other_mean;
+      count *= 2.f;
+    }
+    int const lanes = 4 << min(shift, 3);  // of a granule
+    int const j = lane & 1;
+    bool const writes = (lane & (lanes - 1)) <= 1 && !(shift == 4 && j == 1) && is_channel(j);
+    std::int64_t const moment = std::int64_t(pending_n_) * params_.moments +
+                                (second ? first_moment_[1] : first_moment_[0]) + pending_pos_tile_;
+    float2* const to = params_.part + moment * (params_.k.divisor >> shift) +
+                       ((second ? channel_[1] : channel_[0]) >> shift);
+    // Without a branch: wgmma computes meanwhile.
+    asm volatile(
+        "{\n.reg .pred writes;\nsetp.ne.s32 writes, %0, 0;\n@writes st.global.v2.f32 [%1], {%2, %3};\n}"
+        :
+        : "r"(int(writes)), "l"(to), "f"(mean), "f"(m2)
+        : "memory");
+  }
+
+  /// Consumes acc: y of the tile, of which finish_store may still have to store a part.
   template <class Accumulator>
   CUTLASS_DEVICE void normalize(TwiceTile const& tile, Accumulator& acc) {
     if (tile.cls != rows_class_) enter(tile.cls);
     if (view_ < 0) return;
-    load_scales(tile.n);
+    if (tile.n != scales_sample_) load_scales(tile.n);
     if (tile.n != maps_sample_) load_maps(tile.n);
+    if (!folded_) unscale(acc);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4 * kBlocks; ++i) {
       int const j = i / 2 % 2;
-      acc(i) = shifted_before(acc(i), j, offset_[j], floor_[j]) * scale_[j] + shift_[j];
+      acc(i) = floored(acc(i), low_[j]) * scale_[j] + shift_[j];
+    }
+    if constexpr (Traits::CHANNELS_FIRST) {
+      // As store_channels_first takes them. Both rows are of one channel: what follows tells them not apart.
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 1; i < 4 * kBlocks; i += 4) {
+        float const second = acc(i);
+        acc(i) = acc(i + 1);
+        acc(i + 1) = second;
+      }
     }
     if (params_.after.kind != Activation::kNone) activate(acc);
-    store_rounds<0>(tile, acc);
+    if constexpr (Traits::CHANNELS_FIRST) {
+      store_channels_first(tile, acc);
+    } else {
+      begin_pending(tile);
+      if (params_.staging_buffers == kManyStagingBuffers) {
+        stage_rounds<kManyStagingBuffers>(acc);
+      } else {
+        stage_rounds<kFewStagingBuffers>(acc);
+      }
+    }
+  }
+
+  /// Stores what normalize staged last, if it has not been done: to be called while wgmma computes the next
+  /// tile, and in the end.
+  CUTLASS_DEVICE void finish_store() {
+    if constexpr (!Traits::CHANNELS_FIRST) {
+      if (!pending_) return;
+      pending_ = false;
+      store_staged(Traits::ROUNDS - params_.staging_buffers);
+    }
   }
 
   /// Before the block's shared memory goes: all stores have read it.
-  CUTLASS_DEVICE void finish() { cute::tma_store_wait<0>(); }
+  CUTLASS_DEVICE void finish() {
+    finish_store();
+    cute::tma_store_wait<0>();
+  }
 
  private:
   /// acc = after(acc).
@@ -103,21 +176,40 @@ class TwiceEpilogue {
       for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = FloorActivation{0.f}(acc(i));
       return;
     }
-    float slope[2];
+    float parameter[2];
     CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < 2; ++j) slope[j] = activation_parameter<Output>(params_.after, channel_[j]);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = SlopeActivation{}.value(acc(i), slope[i / 2 % 2]);
+    for (int j = 0; j < 2; ++j) parameter[j] = activation_parameter<Output>(params_.after, channel_[j]);
+    with_activation(params_.after.kind, [&](auto after) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = after.value(acc(i), parameter[i / 2 % 2]);
+    });
   }
 
-  /// before(v + bias) - m of an accumulator, unscaled; NaN stays NaN. \param j which of the thread's rows
-  /// \param offset bias - m
-  /// \param floor  params.floor - m
-  CUTLASS_DEVICE float shifted_before(float v, int j, float offset, float floor) const {
-    if constexpr (Traits::SCALED) v = v * unscale_[j][0] * unscale_[j][1];
+  /// max(v, low); NaN stays NaN.
+  CUTLASS_DEVICE static float floored(float v, float low) {
     float result;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(v + offset), "f"(floor));
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(v), "f"(low));
     return result;
+  }
+
+  /// The channel of a row of the view, and its phase of those stacked.
+  CUTLASS_DEVICE int phase_of(int& channel, int row) const {
+    if constexpr (Traits::CHANNELS_FIRST) {
+      constexpr int kRun = Traits::STACKED;
+      channel = row / (2 * kRun) * kRun + row % kRun;
+      return row / kRun % 2;
+    } else {
+      return params_.k.divmod(channel, row);
+    }
+  }
+
+  /// Whether the thread's row j is one of fold*K.
+  CUTLASS_DEVICE bool is_channel(int j) const { return row_ + accumulator_row() + 8 * j < params_.view_k; }
+
+  CUTLASS_DEVICE void begin_pending(TwiceTile const& tile) {
+    pending_ = true;
+    pending_n_ = tile.n;
+    pending_pos_tile_ = tile.pos_tile;
   }
 
   /// What all tiles of a class have in common: parameters with a run-time index come late from constant
@@ -135,71 +227,109 @@ class TwiceEpilogue {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       int const row = min(row_ + accumulator_row() + 8 * j, params_.view_k - 1);
-      int const phase = view_ * params_.fold + params_.k.divmod(channel_[j], row);
+      int const phase = view_ * params_.fold + phase_of(channel_[j], row);
       first_moment_[j] = params_.phases[phase].first_moment;
       bias_[j] = params_.bias ? float(params_.bias[channel_[j]]) : 0.f;
     }
   }
 
+  /// The scales of the thread's rows, and whether they are folded into what values are compared with and
+  /// multiplied by: the same for a warp.
   CUTLASS_DEVICE void load_scales(int sample) {
+    scales_sample_ = sample;
     if constexpr (Traits::SCALED) {
-      if (sample == scales_sample_) return;
-      scales_sample_ = sample;
+      bool folds = true;
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < 2; ++j) {
         // Two factors, since 2^e of a product of scales may leave float's range where the value does not.
         int const exponent = params_.unscale_sample[sample] + params_.unscale_column[channel_[j]];
         unscale_[j][0] = clamped_power_of_two(exponent / 2);
         unscale_[j][1] = clamped_power_of_two(exponent - exponent / 2);
+        folds = folds && abs(exponent) <= kFoldedExponent && fabsf(bias_[j]) <= kFoldedMagnitude;
       }
+      folded_ = __all_sync(0xffffffffu, folds);
+    }
+    set_floors();
+  }
+
+  /// acc is max(acc, low) + bias, in units of `unit`, after that.
+  CUTLASS_DEVICE void set_floors() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) low_[j] = (params_.floor - bias_[j]) / unit(j);
+  }
+
+  /// What acc's values are counted in, where its scales are folded.
+  CUTLASS_DEVICE float unit(int j) const {
+    if constexpr (Traits::SCALED) return folded_ ? unscale_[j][0] * unscale_[j][1] : 1.f;
+    return 1.f;
+  }
+
+  /// acc without its operands' scales.
+  template <class Accumulator>
+  CUTLASS_DEVICE void unscale(Accumulator& acc) const {
+    if constexpr (Traits::SCALED) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = acc(i) * unscale_[i / 2 % 2][0] * unscale_[i / 2 % 2][1];
     }
   }
 
-  template <bool kTail, class Accumulator>
-  CUTLASS_DEVICE void add_values(Accumulator const& acc, float const (&pivot)[2], int valid, float (&sum)[2],
-                                 float (&sum_squares)[2]) const {
-    float const offset[2] = {bias_[0] - pivot[0], bias_[1] - pivot[1]};
-    float const floor[2] = {params_.floor - pivot[0], params_.floor - pivot[1]};
+  /// Sums of a whole tile's before(v + bias) - bias = max(v, floor - bias).
+  /// \returns whether that was near enough to their mean, in all of the warp's rows
+  template <class Accumulator>
+  CUTLASS_DEVICE bool add_around_bias(Accumulator const& acc) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      pivot_[j] = bias_[j];
+      sum_[j] = sum_squares_[j] = 0.f;
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4 * kBlocks; ++i) {
+      int const j = i / 2 % 2;
+      float const v = floored(acc(i), low_[j]);
+      sum_[j] += v;
+      sum_squares_[j] += v * v;
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      sum_[j] *= unit(j);
+      sum_squares_[j] *= unit(j) * unit(j);
+    }
+    // Of the 24 bits of a sum of squares so many may cancel; what is small beside eps does not matter.
+    constexpr float kLoss = sizeof(Output) == 4 ? 0x1p-6f : 0x1p-10f;
+    constexpr float kValues = 2 * kBlocks;  // of a row
+    bool near = true;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      float const m2 = sum_squares_[j] - sum_[j] * sum_[j] * (1.f / kValues);
+      // NaN is not near. Rows that are no channels may hold anything.
+      near = near && (m2 + kValues * params_.eps_float >= kLoss * sum_squares_[j] || !is_channel(j));
+    }
+    return __all_sync(0xffffffffu, near);
+  }
+
+  /// The same around a value of each row, and of any number of positions.
+  template <class Accumulator>
+  CUTLASS_DEVICE void add_around_value(Accumulator& acc) {
+    if (folded_) unscale(acc);
+    float offset[2], low[2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      float const first = floored(acc(2 * j) + bias_[j], params_.floor);
+      pivot_[j] = __shfl_sync(0xffffffffu, first, 0, 4);
+      offset[j] = bias_[j] - pivot_[j];
+      low[j] = params_.floor - pivot_[j];
+      sum_[j] = sum_squares_[j] = 0.f;
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4 * kBlocks; ++i) {
       int const j = i / 2 % 2;
       int const position = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-      float shifted = shifted_before(acc(i), j, offset[j], floor[j]);
+      float shifted = floored(acc(i) + offset[j], low[j]);
       // Beyond the slab lies the next sample.
-      if (kTail && position >= valid) shifted = 0.f;
-      sum[j] += shifted;
-      sum_squares[j] += shifted * shifted;
+      if (position >= pending_valid_) shifted = 0.f;
+      sum_[j] += shifted;
+      sum_squares_[j] += shifted * shifted;
     }
-  }
-
-  CUTLASS_DEVICE void write_moments(TwiceTile const& tile, int valid, float const (&pivot)[2],
-                                    float (&sum)[2], float (&sum_squares)[2]) const {
-    int const shift = params_.granule_shift, lane = threadIdx.x % 32;
-    if (shift == 4) {
-      sum[0] += sum[1];
-      sum_squares[0] += sum_squares[1];
-    }
-    // The four lanes of a row divide the four sums among them: bit 0 is the row, bit 1 the kind.
-    bool const second = lane & 1, squares = lane & 2;
-    float const kept_sum = second ? sum[1] : sum[0];
-    float const kept_squares = second ? sum_squares[1] : sum_squares[0];
-    float const row_sum = kept_sum + __shfl_xor_sync(0xffffffffu, second ? sum[0] : sum[1], 1);
-    float const row_squares =
-        kept_squares + __shfl_xor_sync(0xffffffffu, second ? sum_squares[0] : sum_squares[1], 1);
-    float own =
-        (squares ? row_squares : row_sum) + __shfl_xor_sync(0xffffffffu, squares ? row_sum : row_squares, 2);
-    int const lanes = 4 << min(shift, 3);  // of a granule
-    for (int mask = 4; mask < lanes; mask *= 2) own += __shfl_xor_sync(0xffffffffu, own, mask);
-    float const granule_squares = __shfl_xor_sync(0xffffffffu, own, 2);
-    int const j = lane & 1;
-    bool const inside = row_ + accumulator_row() + 8 * j < params_.view_k;
-    if (lane % lanes > 1 || (shift == 4 && j == 1) || !inside) return;
-    std::int64_t const moment = std::int64_t(tile.n) * params_.moments +
-                                (second ? first_moment_[1] : first_moment_[0]) + tile.pos_tile;
-    RunningMoments const moments =
-        shifted_moments(float(valid << shift), second ? pivot[1] : pivot[0], own, granule_squares);
-    params_.part[moment * (params_.k.divisor >> shift) + ((second ? channel_[1] : channel_[0]) >> shift)] =
-        make_float2(moments.mean, moments.m2);
   }
 
   /// The maps of the thread's rows: as a rule the same as for the last tile. Two threads merge a row's group.
@@ -207,19 +337,28 @@ class TwiceEpilogue {
     maps_sample_ = sample;
     int const row = threadIdx.x % 128 / 2;
     int channel;
-    params_.k.divmod(channel, min(row_ + row, params_.view_k - 1));
+    phase_of(channel, min(row_ + row, params_.view_k - 1));
     float4 const map = merge_row(sample, channel);
     cutlass::arch::NamedBarrier::sync(128, barrier_);  // the last maps have been read
     if (threadIdx.x % 2 == 0) control_.maps[group_][row] = map;
     cutlass::arch::NamedBarrier::sync(128, barrier_);
+    bool folds = true;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       float4 const own = control_.maps[group_][accumulator_row() + 8 * j];
-      offset_[j] = bias_[j] - own.x;
-      floor_[j] = params_.floor - own.x;
+      // (max(v, low) + bias - mean) * scale + shift
       scale_[j] = own.y;
-      shift_[j] = own.z;
+      shift_[j] = (bias_[j] - own.x) * own.y + own.z;
+      float const magnitude = fabsf(own.y);
+      folds =
+          folds && ((magnitude >= 1.f / kFoldedMagnitude && magnitude <= kFoldedMagnitude) || own.y == 0.f);
     }
+    if (Traits::SCALED && folded_ && !__all_sync(0xffffffffu, folds)) {
+      folded_ = false;
+      set_floors();
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) scale_[j] *= unit(j);
   }
 
   /// mean, scale and shift of a channel, y = (v - mean)*scale + shift, by two neighbouring threads.
@@ -245,35 +384,52 @@ class TwiceEpilogue {
     return make_float4(rounded, scale, beta - float(mean - rounded) * scale, 0.f);
   }
 
-  /// Stages and stores round after round of STAGE_POS positions, `staging_buffers` of them at a time.
-  template <int kRound, class Accumulator>
-  CUTLASS_DEVICE void store_rounds(TwiceTile const& tile, Accumulator const& acc) {
-    if constexpr (kRound < Traits::ROUNDS) {
-      int const buffer = kRound & (params_.staging_buffers - 1);
-      if (buffer == 0) {
-        cute::tma_store_wait<0>();  // of a thread that stored: its buffers have been read
-        cutlass::arch::NamedBarrier::sync(128, barrier_);
-      }
-      constexpr int kStageBlocks = Traits::STAGE_POS / 8;
-      StagedTile<Output>::template stage<kRound * kStageBlocks, kStageBlocks>(
-          acc, staging_ + buffer * kStageBytes);
-      if (buffer == params_.staging_buffers - 1) {
-        cute::tma_store_fence();
-        cutlass::arch::NamedBarrier::sync(128, barrier_);
-        store_buffers(tile, tile.pos_tile * Traits::BLK_POS + (kRound - buffer) * Traits::STAGE_POS);
-      }
-      store_rounds<kRound + 1>(tile, acc);
+  /// acc to y [N,K,Z,P,Q].
+  template <class Accumulator>
+  CUTLASS_DEVICE void store_channels_first(TwiceTile const& tile, Accumulator const& acc) const {
+    if (!is_channel(0)) return;  // none of the warp's, whose 8 are all of K or none
+    TwicePlane const plane{std::int64_t(tile.n) * params_.k.divisor + channel_[0],
+                           tile.pos_tile * Traits::BLK_POS, positions_};
+    cuda::store_channels_first(params_, params_.views[view_], plane, acc);
+  }
+
+  /// Stages rounds of STAGE_POS positions, kBuffers of them at a time, and stores all but the last kBuffers.
+  template <int kBuffers, int kRound = 0, class Accumulator>
+  CUTLASS_DEVICE void stage_rounds(Accumulator const& acc) const {
+    cute::tma_store_wait<0>();  // of a thread that stored: its buffers have been read
+    cutlass::arch::NamedBarrier::sync(128, barrier_);
+    stage_buffers<kRound, kBuffers>(acc);
+    if constexpr (kRound + kBuffers < Traits::ROUNDS) {
+      store_staged(kRound);
+      stage_rounds<kBuffers, kRound + kBuffers>(acc);
     }
+  }
+
+  /// Rounds kRound to kRound + kBuffers - 1, one by one: else addresses take more registers than there are.
+  template <int kRound, int kBuffers, int kBuffer = 0, class Accumulator>
+  CUTLASS_DEVICE void stage_buffers(Accumulator const& acc) const {
+    constexpr int kBlocksOfRound = Traits::STAGE_POS / 8;
+    StagedTile<Output>::template stage<(kRound + kBuffer) * kBlocksOfRound, kBlocksOfRound>(
+        acc, staging_ + kBuffer * kStageBytes);
+    if constexpr (kBuffer + 1 < kBuffers) stage_buffers<kRound, kBuffers, kBuffer + 1>(acc);
+  }
+
+  /// Stores the staging buffers, whose first holds round `round` of the pending tile.
+  CUTLASS_DEVICE void store_staged(int round) const {
+    cute::tma_store_fence();
+    cutlass::arch::NamedBarrier::sync(128, barrier_);
+    store_buffers(pending_pos_tile_ * Traits::BLK_POS + round * Traits::STAGE_POS);
   }
 
   /// TMA stores of all whole buffers, by one thread of each warp; a buffer that ends beyond the slab would
   /// reach the next sample, so its positions are stored by threads. \param begin first position
-  CUTLASS_DEVICE void store_buffers(TwiceTile const& tile, int begin) const {
+  CUTLASS_DEVICE void store_buffers(int begin) const {
     int const valid = min(params_.staging_buffers * Traits::STAGE_POS, positions_ - begin);
     int const whole = max(valid, 0) / Traits::STAGE_POS;
     int const warp = threadIdx.x / 32 % 4;
     constexpr int kPanel = kPanelChannels<Output>;
     if (threadIdx.x % 32 == 0) {
+      CUTLASS_PRAGMA_NO_UNROLL
       for (int buffer = warp; buffer < whole; buffer += 4) {
         int q, p;
         int const z = height_.divmod(p, width_.divmod(q, begin + buffer * Traits::STAGE_POS));
@@ -283,21 +439,21 @@ class TwiceEpilogue {
           int const row = row_ + panel * kPanel;
           if (row >= params_.view_k) continue;
           store_im2col_evict_first(&params_.views[view_].y, from + panel * (kStageBytes / 2), row, q, p, z,
-                                   tile.n);
+                                   pending_n_);
         }
       }
       cute::tma_store_arrive();
     }
-    if (whole * Traits::STAGE_POS < valid) store_rest(tile, begin, whole * Traits::STAGE_POS, valid);
+    if (whole * Traits::STAGE_POS < valid) store_rest(begin, whole * Traits::STAGE_POS, valid);
   }
 
   /// Positions `first` to `end` - 1 behind `begin`.
-  CUTLASS_DEVICE void store_rest(TwiceTile const& tile, int begin, int first, int end) const {
+  CUTLASS_DEVICE void store_rest(int begin, int first, int end) const {
     constexpr int kVector = 16 / int(sizeof(Output));
     constexpr int kChunks = Traits::ROWS / kVector;
     TwiceView const& view = params_.views[view_];
     std::int64_t const sample =
-        std::int64_t(tile.n) * params_.view_out[0] * params_.view_out[1] * params_.view_out[2];
+        std::int64_t(pending_n_) * params_.view_out[0] * params_.view_out[1] * params_.view_out[2];
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = first * kChunks + threadIdx.x % 128; i < end * kChunks; i += 128) {
       int const position = i / kChunks, chunk = i % kChunks;
@@ -320,9 +476,15 @@ class TwiceEpilogue {
   cutlass::FastDivmod width_, height_;
   // Of the thread's two rows in that class, and for the sample last seen.
   int channel_[2], first_moment_[2];
-  float bias_[2], unscale_[2][2];
-  float offset_[2], floor_[2], scale_[2], shift_[2];
+  float bias_[2], low_[2], unscale_[2][2];
+  float scale_[2], shift_[2];
+  bool folded_ = false;  // scales: their product is in low_ and scale_
   int scales_sample_ = -1, maps_sample_ = -1;
+  // Of the tile whose moments are not written, or whose last buffers are not stored.
+  bool pending_ = false;
+  int pending_n_, pending_pos_tile_;
+  int pending_valid_;  // positions
+  float pivot_[2], sum_[2], sum_squares_[2];
 };
 
 }  // namespace upconv3d::cuda

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// What conv_transpose_twice_sm90 is compiled for (traits), what a launch hands it (parameters), how it lays
-/// out shared memory, and which tiles a block computes.
+/// What conv_transpose_twice_sm90 is compiled for (traits), what a launch hands it (parameters), and how
+/// it lays out shared memory.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,12 @@
 
 namespace upconv3d::cuda {
 
-template <class Operand_, class Output_>
+/// \tparam kChannelsFirst y is [N,K,Z,P,Q], not [N,Z,P,Q,K]
+template <class Operand_, class Output_, bool kChannelsFirst>
 struct TwiceTraitsSm90 {
   using Operand = Operand_;
-  using Output = Output_;                               // y, bias, gamma, beta
+  using Output = Output_;  // y, bias, gamma, beta
+  static constexpr bool CHANNELS_FIRST = kChannelsFirst;
   static constexpr int ROWS = int(kTwiceRows);          // of a warpgroup: output channels of its phases
   static constexpr int BLK_POS = int(kTwicePositions);  // positions of a tile
   static constexpr int BLK_C = int(kTwiceBlockC);       // input channels of a k-block: a 128-byte swizzle row
@@ -41,15 +43,22 @@ struct TwiceTraitsSm90 {
   static constexpr int STAGE_POS = kStagePositions<Output>;
   static constexpr int ROUNDS = BLK_POS / STAGE_POS;
 
+  /// Channels of one phase, then of the other, where two are stacked for y [N,K,Z,P,Q].
+  static constexpr int STACKED = int(kTwiceStackedChannels);
+
   static constexpr int THREADS = 3 * 128;  // one warpgroup that loads, two that multiply
-  // Consumers need 128 accumulators and what an epilogue has in flight; the loading thread little.
-  static constexpr int HELPER_REGISTERS = 40;
-  static constexpr int CONSUMER_REGISTERS = 232;
+  // Consumers need 128 accumulators and what an epilogue has in flight; the loading thread more than 40.
+  static constexpr int HELPER_REGISTERS = 56;
+  static constexpr int CONSUMER_REGISTERS = 224;
   static_assert(128 * HELPER_REGISTERS + 256 * CONSUMER_REGISTERS <= 168 * THREADS,
                 "else the launch waits for registers forever");
 };
 
 inline constexpr int kMaxTwiceXSlots = 6;
+/// Tiles that the loading thread may be ahead.
+inline constexpr int kTwiceTileSlots = 4;
+/// Staging buffers of a warpgroup: one or the other.
+inline constexpr int kManyStagingBuffers = 4, kFewStagingBuffers = 2;
 /// Small enough that beside kMaxTwiceUnits of weights and the staging buffers two slots of x fit.
 inline constexpr int kTwiceControlBytes = 2560;
 
@@ -61,9 +70,9 @@ struct TwicePhase {
   int first_moment;  // of a sample's partial moments
 };
 
-/// One phase, or `fold` of them stacked, in y as [N,Z,P,Q/fold,fold*K].
+/// One phase, or `fold` of them stacked, in y as [N,Z,P,Q/fold,fold*K] or [N,K,Z,P,Q/fold,fold].
 struct TwiceView : SlabGeometry {
-  CUtensorMap y;  // boxes of STAGE_POS positions x 128 bytes
+  CUtensorMap y;  // boxes of STAGE_POS positions x 128 bytes; not for y [N,K,Z,P,Q]
 };
 
 /// core's TwiceRows.
@@ -86,10 +95,9 @@ struct TwiceClassParams {
   TwiceRowsParams rows[2];
   cutlass::FastDivmod pos_tiles;  // of a sample
   int positions;                  // of a sample
-  int first_tile;
-  int tiles;                // of all samples
-  int tile_cost;            // relative to other classes
-  std::int64_t first_cost;  // sum over the tiles before this class's
+  int tiles;                      // of all samples
+  int tile_cost;                  // relative to other classes
+  std::int64_t first_cost;        // sum over the tiles before this class's
 };
 
 template <class Traits>
@@ -101,6 +109,7 @@ struct TwiceParams {
   int phase_window[kMaxSlabs][3];
   CUtensorMap w;  // boxes of one tap x w_rows output channels x BLK_C
   int w_rows;
+  int w_runs;  // boxes of each phase in a unit
   int num_classes, num_phases;
   int fold;
   int view_out[3];        // Z,P,Q/fold
@@ -111,16 +120,17 @@ struct TwiceParams {
   std::int64_t total_cost;
   int w_units;  // room for weights
   int x_slots;
-  int staging_buffers;                 // of each warpgroup
-  Output* y;                           // [N,Z,P,Q,K]
+  int staging_buffers;                 // of each warpgroup; none for y [N,K,Z,P,Q]
+  Output* y;                           // [N,Z,P,Q,K] or [N,K,Z,P,Q]
   Output const* bias;                  // [K], or null
   std::int32_t const* unscale_sample;  // [N] exponents, float32 output only
   std::int32_t const* unscale_column;  // [K] exponents, float32 output only
   Output const* gamma;                 // [K], or null for 1
   Output const* beta;                  // [K], or null for 0
   double eps;                          // activation units squared
+  float eps_float;                     // the same
   float floor;                         // of conv + bias: 0 for ReLU, -infinity for none
-  ActivationParams after;              // the normalization, piecewise linear
+  ActivationParams after;              // the normalization
   float2* part;                        // [N,moments,K/granule] (mean, M2)
   int moments;                         // partial moments of a sample along its positions
   int granule_shift;
@@ -130,12 +140,14 @@ struct TwiceParams {
   int segment_length;                  // partials of a group that a warp merges
   cutlass::FastDivmod segments;        // per group
   float4* table;                       // [N,G,segments] (mean, rest of the mean, M2, count)
-  int* arrivals;                       // [2] blocks that have arrived at either wait; zero before the launch
+  // Zero before the launch:
+  int* arrivals;  // [2] blocks that have arrived at either wait
+  int* dealt;     // [2,kMaxTwiceClasses] tiles handed out in either pass
 };
 
 /// A tile's place.
 struct TwiceTile {
-  int cls;
+  int cls;       // -1: none
   int n;         // sample
   int pos_tile;  // BLK_POS positions each, within the class's views
 };
@@ -144,6 +156,8 @@ struct TwiceTile {
 struct TwiceControl {
   RingBarriers<kMaxTwiceXSlots> x;
   RingBarriers<1> w;
+  RingBarriers<kTwiceTileSlots> tile_ring;
+  int4 tiles[kTwiceTileSlots];  // class, sample, position tile
   float4 maps[2][kTwiceRows];   // of a warpgroup's rows: mean, scale, shift
   int first_moment[kMaxSlabs];  // of phases
   int last_count[kMaxSlabs];    // positions behind a phase's last partial moment
@@ -164,67 +178,6 @@ struct TwiceShared {
     staging = w + params.w_units * Traits::W_BYTES;
     control = reinterpret_cast<TwiceControl*>(base + kSharedMemoryBytes - kTwiceControlBytes);
   }
-};
-
-/// A block's share of the tiles, equal in cost: a stretch of them, so that it changes classes seldom. It is
-/// walked once forwards and once backwards, when what the first pass read last is still in L2. Between
-/// classes a step touches registers alone: parameters with a run-time index come late from constant memory.
-template <class Traits>
-class TwiceWalk {
- public:
-  CUTLASS_DEVICE explicit TwiceWalk(TwiceParams<Traits> const& params) : params_(params) {
-    number_ = boundary(blockIdx.x);
-    count_ = boundary(blockIdx.x + 1) - number_;
-    int cls = 0;
-    while (cls + 1 < params.num_classes && number_ >= params.classes[cls + 1].first_tile) ++cls;
-    enter(cls);
-  }
-
-  /// Of the block. A walk stands at the first; a forward walk ends at the last, where a backward one begins.
-  CUTLASS_DEVICE int count() const { return count_; }
-  CUTLASS_DEVICE TwiceTile const& tile() const { return tile_; }
-  CUTLASS_DEVICE void step_forward() {
-    if (++number_ == class_end_) {
-      enter(tile_.cls + 1);
-    } else if (++tile_.pos_tile == pos_tiles_) {
-      tile_.pos_tile = 0;
-      ++tile_.n;
-    }
-  }
-  CUTLASS_DEVICE void step_backward() {
-    if (number_-- == class_first_) {
-      enter(tile_.cls - 1);
-    } else if (tile_.pos_tile-- == 0) {
-      tile_.pos_tile = pos_tiles_ - 1;
-      --tile_.n;
-    }
-  }
-
- private:
-  /// Stands at tile number_ of class `cls`.
-  CUTLASS_DEVICE void enter(int cls) {
-    TwiceClassParams const& at = params_.classes[cls];
-    tile_.cls = cls;
-    class_first_ = at.first_tile;
-    class_end_ = at.first_tile + at.tiles;
-    pos_tiles_ = at.pos_tiles.divisor;
-    tile_.n = at.pos_tiles.divmod(tile_.pos_tile, number_ - class_first_);
-  }
-
-  /// First tile of block `block`.
-  CUTLASS_DEVICE int boundary(unsigned block) const {
-    std::int64_t const cost = params_.total_cost * block / gridDim.x;
-    int cls = 0;
-    while (cls + 1 < params_.num_classes && cost >= params_.classes[cls + 1].first_cost) ++cls;
-    TwiceClassParams const& at = params_.classes[cls];
-    std::int64_t const tiles = (cost - at.first_cost + at.tile_cost - 1) / at.tile_cost;
-    return at.first_tile + int(min(tiles, std::int64_t(at.tiles)));
-  }
-
-  TwiceParams<Traits> const& params_;
-  TwiceTile tile_;
-  int number_, count_;
-  int class_first_, class_end_, pos_tiles_;
 };
 
 }  // namespace upconv3d::cuda
