@@ -162,8 +162,10 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
     cuda::complete_plan(p, call.device, *other_layout);
   }
   const Plan& plan = other_layout ? *other_layout : call.plan;
+  const bool needed = returned || call.saved_bytes > 0;
   const Tensor y =
-      returned ? empty_strided_like(conv.tensor, call.y_sizes, call.y_strides) : output_for(conv, call);
+      needed ? empty_strided_like(conv.tensor, call.y_sizes, call.y_strides) : output_for(conv, call);
+  if (call.saved_bytes > 0) extras.saved = contiguous_in(conv.tensor, call.plan.conv_layout);
   const DeviceScratch workspace(conv.tensor, plan.workspace_bytes);
   cuda::ForwardTensors f = forward_tensors(t, y, workspace);
   if (returned) {

@@ -166,11 +166,15 @@ class RememberedCalls {
 
 }  // namespace
 
-const BackwardPlan& BackwardPlans::find(const Problem& problem, const Device& device,
+const BackwardPlan& BackwardPlans::find(const Problem& problem, const Plan& forward, const Device& device,
                                         const GradientMask& wanted) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto& plan = plans_[(wanted.x ? 1 : 0) + (wanted.w ? 2 : 0)];
-  if (!plan) plan = std::make_unique<const BackwardPlan>(select_backward_plan(problem, device, wanted));
+  if (!plan) {
+    plan = std::make_unique<const BackwardPlan>(forward.keeps_conv
+                                                    ? library_backward_plan(problem, wanted)
+                                                    : select_backward_plan(problem, device, wanted));
+  }
   return *plan;
 }
 

@@ -47,7 +47,9 @@ struct OpArguments {
 /// The backward plans of one call, by the gradients that were asked for. Safe to use from several threads.
 class BackwardPlans {
  public:
-  const BackwardPlan& find(const Problem& problem, const Device& device, const GradientMask& wanted);
+  /// \param forward the plan that kept what is read
+  const BackwardPlan& find(const Problem& problem, const Plan& forward, const Device& device,
+                           const GradientMask& wanted);
 
  private:
   std::mutex mutex_;

@@ -6,8 +6,10 @@
     grad_x, ... = convolution_backward(grad_c, x, w)
 
 Where the forward ran the SM90 plan, our kernels compute this from a and its moments, which the forward kept,
-or which the backward computes again (`recompute`, and under torch.compile). Elsewhere it is written in
-PyTorch's operators, from c, which the CPU's forward keeps and other plans' backward computes again.
+or which the backward computes again (`recompute`, and under torch.compile). Where it ran the library plan,
+they compute all but convolution_backward from c, as PyTorch returned it, kept or computed again. Elsewhere it
+is written in PyTorch's operators, from c, which the CPU's forward keeps and other plans' backward computes
+again.
 
 It is one operator of its own, upconv3d::conv_transpose3d_relu_group_norm_backward, so that torch.compile runs
 it as it stands, with the precision that was asked for. With create_graph=True the same gradient is written in
@@ -187,7 +189,10 @@ def _keep_again(
 ) -> Tensor | None:
     """What a forward that is not recomputed keeps; None where its plan keeps nothing."""
     arguments = (x, weight, bias, *args[:6], norm_weight, None, args.eps, args.precision)
-    if not _C.explain(block_facts(*arguments) | {"training": True})["plan"]["keeps_activation"]:
+    plan = _C.explain(block_facts(*arguments) | {"training": True})["plan"]
+    if plan["keeps_conv"]:
+        return _convolution(x, weight, None, args).contiguous()
+    if not plan["keeps_activation"]:
         return None
     saved: Tensor = _training_op(*arguments)[1]
     return saved
