@@ -153,8 +153,12 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
   if (p.dtype == DType::kFloat32) flags = read_cudnn_flags(p.precision == Precision::kTF32);
   // A convolution that is returned has its bias; else our next pass adds it, which saves PyTorch's.
   const bool returned = p.tail.returns_conv;
-  const DenseResult conv =
+  DenseResult conv =
       as_dense(conv_transpose3d(t.x, t.w, returned ? t.bias : std::nullopt, p, flags), call.plan.conv_layout);
+  if (call.saved_bytes > 0) {
+    conv = {contiguous_in(conv.tensor, call.plan.conv_layout), call.plan.conv_layout};
+    extras.saved = conv.tensor;
+  }
   std::optional<Plan> other_layout;
   if (conv.layout != call.plan.conv_layout) {
     other_layout = call.plan;
@@ -165,7 +169,6 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
   const bool needed = returned || call.saved_bytes > 0;
   const Tensor y =
       needed ? empty_strided_like(conv.tensor, call.y_sizes, call.y_strides) : output_for(conv, call);
-  if (call.saved_bytes > 0) extras.saved = contiguous_in(conv.tensor, call.plan.conv_layout);
   const DeviceScratch workspace(conv.tensor, plan.workspace_bytes);
   cuda::ForwardTensors f = forward_tensors(t, y, workspace);
   if (returned) {

@@ -40,12 +40,11 @@ void require_no_obstacle(const Problem& problem, const std::string& forced_plan,
              ". Unset UPCONV3D_PLAN, or set it to library, which runs every block."));
 }
 
-/// Whether norm_backward can read the library plan's convolution: planes in a dtype that it computes in
-/// float. Of a skip, of a returned convolution and without a norm, autograd records PyTorch's own calls.
+/// Whether norm_backward can make anything of the library plan's convolution. Of a skip, of a returned
+/// convolution and without a norm, autograd records PyTorch's own calls, and of the family in float64.
 bool keeps_library_conv(const Problem& p) {
   const Tail& tail = p.tail;
-  return tail.norm && !tail.has_skip && !tail.returns_conv && p.dtype != DType::kFloat64 &&
-         p.y_layout == Layout::kNCDHW;
+  return tail.norm && !tail.has_skip && !tail.returns_conv && p.dtype != DType::kFloat64;
 }
 
 /// \param for_training whether a backward pass will want the convolution

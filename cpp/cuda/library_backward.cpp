@@ -83,6 +83,7 @@ void run_library_norm_backward(const BackwardCall& call, const BackwardTensors& 
   NormBackwardParams params;
   params.shape = shape_of(call);
   params.dtype = call.problem.dtype;
+  params.layout = call.forward.conv_layout;
   params.before = activation(tail.before());
   params.after = activation(tail.after());
   params.c = tensors.saved;

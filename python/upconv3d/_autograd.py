@@ -191,7 +191,8 @@ def _keep_again(
     arguments = (x, weight, bias, *args[:6], norm_weight, None, args.eps, args.precision)
     plan = _C.explain(block_facts(*arguments) | {"training": True})["plan"]
     if plan["keeps_conv"]:
-        return _convolution(x, weight, None, args).contiguous()
+        conv = _convolution(x, weight, None, args)
+        return conv.contiguous(memory_format=memory_format_of(x, weight))
     if not plan["keeps_activation"]:
         return None
     saved: Tensor = _training_op(*arguments)[1]

@@ -17,6 +17,7 @@ namespace upconv3d::test {
 struct ConvCase {
   std::int64_t n = 1, k = 1, positions = 1, num_groups = 1;
   DType dtype = DType::kFloat32;
+  Layout layout = Layout::kNCDHW;
   Activation before = Activation::kRelu;
   Activation after = Activation::kNone;
   double parameter = 0;     // of leaky_relu and elu
@@ -33,12 +34,12 @@ struct ConvCase {
 inline std::string describe(const ConvCase& c) {
   char line[320];
   std::snprintf(line, sizeof(line),
-                "n=%lld k=%lld positions=%lld groups=%lld %s before=%s after=%s parameter=%g slopes=%lld "
+                "n=%lld k=%lld positions=%lld groups=%lld %s %s before=%s after=%s parameter=%g slopes=%lld "
                 "bias=%d affine=%d in_place=%d sums_only=%d mean=%g grad_size=%g special=%g misalign=%lld",
                 static_cast<long long>(c.n), static_cast<long long>(c.k), static_cast<long long>(c.positions),
-                static_cast<long long>(c.num_groups), name(c.dtype), name(c.before), name(c.after),
-                c.parameter, static_cast<long long>(c.slopes), c.bias, c.affine, c.in_place, c.sums_only,
-                c.mean, c.grad_size, c.special, static_cast<long long>(c.misalign));
+                static_cast<long long>(c.num_groups), name(c.dtype), name(c.layout), name(c.before),
+                name(c.after), c.parameter, static_cast<long long>(c.slopes), c.bias, c.affine, c.in_place,
+                c.sums_only, c.mean, c.grad_size, c.special, static_cast<long long>(c.misalign));
   return line;
 }
 

@@ -41,12 +41,24 @@ Device this_device() {
 Problem problem_of(const ConvCase& c) {
   Problem p;
   p.n = c.n, p.c = 1, p.k = c.k, p.in = {1, 1, c.positions}, p.kernel = {1, 1, 1};
+  p.x_layout = p.y_layout = c.layout;
   p.num_groups = c.num_groups, p.eps = ConvReference::kEps, p.dtype = c.dtype, p.has_bias = c.bias;
   const bool first = c.before != Activation::kNone || c.after == Activation::kNone;
   p.tail.order = first ? Order::kActNorm : Order::kNormAct;
   p.tail.activation = first ? c.before : c.after;
   p.tail.parameter = c.parameter, p.tail.slopes = c.slopes;
   return p;
+}
+
+/// [n][k][position] as it lies in the case's layout.
+std::vector<double> in_layout(const ConvCase& c, const std::vector<double>& planes) {
+  if (c.layout == Layout::kNCDHW) return planes;
+  std::vector<double> rows(planes.size());
+  for (std::size_t i = 0; i < planes.size(); ++i) {
+    const std::int64_t plane = i / c.positions, p = i % c.positions;
+    rows[(plane / c.k * c.positions + p) * c.k + plane % c.k] = planes[i];
+  }
+  return rows;
 }
 
 /// Device memory of a case, and the call that it makes.
@@ -101,8 +113,8 @@ struct Arena {
   }
 
   void fill(const ConvReference& ref) const {
-    upload(conv.data() + offset, ref.c, c.dtype);
-    upload(grad_y.data() + offset, ref.grad_y, c.dtype);
+    upload(conv.data() + offset, in_layout(c, ref.c), c.dtype);
+    upload(grad_y.data() + offset, in_layout(c, ref.grad_y), c.dtype);
     upload(bias.data(), ref.bias, c.dtype);
     upload(gamma.data(), ref.gamma, c.dtype);
     upload(beta.data(), ref.beta, c.dtype);
@@ -168,7 +180,9 @@ void run_case(const ConvCase& c) {
   arena.run();
   const std::vector<char> once = arena.output_bytes();
   if (!c.sums_only) {
-    compare(c, "grad_c", (c.in_place ? arena.conv : arena.grad_c).data() + arena.offset, ref.grad_c);
+    Sized rows(0);
+    rows.value = in_layout(c, ref.grad_c.value), rows.size = in_layout(c, ref.grad_c.size);
+    compare(c, "grad_c", (c.in_place ? arena.conv : arena.grad_c).data() + arena.offset, rows);
   }
   compare(c, "grad_gamma", arena.grad_gamma.data(), ref.grad_gamma);
   compare(c, "grad_beta", arena.grad_beta.data(), ref.grad_beta);
@@ -214,6 +228,8 @@ void run_shapes() {
         c.in_place = turn % 4 != 1, c.sums_only = turn % 11 == 0;
         c.misalign = turn % 7 == 0 ? 1 : 0;
         run_case(c);
+        c.layout = Layout::kNDHWC;
+        run_case(c);
       }
     }
   }
@@ -230,6 +246,8 @@ void run_tails() {
           set_tail(c, first, activation, turn / 2);
           c.affine = turn % 5 != 0;
           run_case(c);
+          c.layout = Layout::kNDHWC;
+          run_case(c);
         }
       }
     }
@@ -242,6 +260,7 @@ void run_special() {
   for (const Activation activation : kActivations) {
     for (const DType dtype : kDTypes) {
       ConvCase c{3, 24, 301, 3, dtype};
+      c.layout = turn % 4 < 2 ? Layout::kNCDHW : Layout::kNDHWC;
       ++turn;
       set_tail(c, turn % 2 == 0, activation, turn);
       for (const double special : {std::nan(""), -HUGE_VAL}) {
@@ -259,6 +278,8 @@ void run_special() {
   }
   ConvCase far{2, 4, 5000, 2};
   far.mean = 1e4;
+  run_case(far);
+  far.layout = Layout::kNDHWC;
   run_case(far);
 }
 
@@ -300,6 +321,9 @@ void run_times() {
     time_case((kind + "2x16x48^3, relu, group norm").c_str(), {2, 16, 48 * 48 * 48, 8, dtype});
     time_case((kind + "2x512x4^3, relu, group norm").c_str(), {2, 512, 64, 8, dtype});
     time_case((kind + "16x128x34^3, relu, group norm").c_str(), {16, 128, kOut, 8, dtype});
+    time_case((kind + "16x128x34^3 NDHWC, relu, group norm").c_str(),
+              {16, 128, kOut, 8, dtype, Layout::kNDHWC});
+    time_case((kind + "2x2x96^3 NDHWC, relu, group norm").c_str(), {2, 2, kUp, 2, dtype, Layout::kNDHWC});
     for (const bool first : {true, false}) {
       ConvCase silu{16, 128, kOut, 8, dtype};
       set_tail(silu, first, Activation::kSilu, 0);

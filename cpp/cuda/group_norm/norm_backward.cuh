@@ -59,13 +59,13 @@ struct NormBackwardScratch {
 template <class T>
 struct NormBackwardArgs {
   GroupNormShape shape;
-  const T* c;            // [N,K,Z,P,Q]
-  const T* grad_y;       // [N,K,Z,P,Q]
+  const T* c;            // [N,K,Z,P,Q] or [N,Z,P,Q,K]
+  const T* grad_y;       // [N,K,Z,P,Q] or [N,Z,P,Q,K]
   const T* bias;         // [K], or null
   const T* gamma;        // [K], or null
   const float* table;    // [3,N,K]
   const float4* groups;  // [N,G]
-  T* grad_c;             // [N,K,Z,P,Q], may be c
+  T* grad_c;             // as c, may be c
   T* grad_gamma;         // [K], or null; the next three likewise
   T* grad_beta;
   T* grad_bias;
@@ -192,10 +192,33 @@ void with_norm_element(DType dtype, Visit&& visit) {
   visit(std::type_identity<__half>{});
 }
 
-/// The launches, in their order; `params` are right.
-void launch_norm_backward_sums(const NormBackwardParams& params, cudaStream_t stream);
+/// Calls visit(T tag, Tail tag) for what `params` name.
+template <class Visit>
+void with_norm_types(const NormBackwardParams& params, Visit&& visit) {
+  with_norm_element(params.dtype, [&](auto element) {
+    if (params.after.kind != Activation::kNone) return visit(element, AnyActivation<false>{});
+    if (params.before.kind == Activation::kRelu) return visit(element, ReluBefore{});
+    visit(element, AnyActivation<true>{});
+  });
+}
+
+/// Writes a vector and leaves it in L2, unlike store_once: the convolution's gradients read grad_c next.
+/// \param to [kCount] T, aligned to their bytes, at most 16
+template <int kCount, class T>
+__device__ __forceinline__ void store_vector(T* to, const Vector<T, kCount>& vector) {
+  using W = Word<kCount * sizeof(T)>;
+  static_assert(sizeof(W) == kCount * sizeof(T));
+  W word;
+  memcpy(&word, &vector, sizeof(word));
+  *reinterpret_cast<W*>(to) = word;
+}
+
+/// The launches, in their order, the first and the last for either layout; `params` are right.
+void launch_norm_backward_sums_planes(const NormBackwardParams& params, cudaStream_t stream);
+void launch_norm_backward_sums_rows(const NormBackwardParams& params, cudaStream_t stream);
 void launch_norm_backward_merge(const NormBackwardParams& params, cudaStream_t stream);
-void launch_norm_backward_grad_c(const NormBackwardParams& params, cudaStream_t stream);
+void launch_norm_backward_grad_c_planes(const NormBackwardParams& params, cudaStream_t stream);
+void launch_norm_backward_grad_c_rows(const NormBackwardParams& params, cudaStream_t stream);
 
 template <class T>
 NormBackwardArgs<T> norm_backward_args(const NormBackwardParams& params) {

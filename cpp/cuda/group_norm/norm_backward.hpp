@@ -29,15 +29,16 @@ namespace upconv3d::cuda {
 struct NormBackwardParams {
   GroupNormShape shape;           // tiles as activation_moments has them
   DType dtype = DType::kFloat32;  // of all tensors that name none; not float64
+  Layout layout = Layout::kNCDHW;
   ActivationParams before = {}, after = {};
-  const void* c = nullptr;        // [N,K,Z,P,Q], dense
-  const void* grad_y = nullptr;   // [N,K,Z,P,Q], dense
+  const void* c = nullptr;        // [N,K,Z,P,Q] or [N,Z,P,Q,K], dense
+  const void* grad_y = nullptr;   // [N,K,Z,P,Q] or [N,Z,P,Q,K], dense
   const void* bias = nullptr;     // [K], or null
   const void* gamma = nullptr;    // [K], or null for 1
   const float* table = nullptr;   // [3,N,K] mean, scale, shift, as the forward pass had them from finalize
   const float* groups = nullptr;  // [N,G,4] mean, what the mean lost by rounding, rstd, unused
 
-  void* grad_c = nullptr;       // [N,K,Z,P,Q], written; may be c; or null
+  void* grad_c = nullptr;       // as c, written; may be c; or null
   void* grad_gamma = nullptr;   // [K], or null; likewise the next three
   void* grad_beta = nullptr;    // [K]
   void* grad_bias = nullptr;    // [K]

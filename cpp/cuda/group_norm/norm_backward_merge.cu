@@ -181,9 +181,11 @@ void launch_norm_backward(const NormBackwardParams& params, cudaStream_t stream)
               name(params.before.kind) + ", after=" + name(params.after.kind) + ". Use PyTorch's.");
   require_slopes(params.before);
   require_slopes(params.after);
-  launch_norm_backward_sums(params, stream);
+  const bool rows = params.layout == Layout::kNDHWC;
+  (rows ? launch_norm_backward_sums_rows : launch_norm_backward_sums_planes)(params, stream);
   launch_norm_backward_merge(params, stream);
-  if (params.grad_c != nullptr) launch_norm_backward_grad_c(params, stream);
+  if (params.grad_c == nullptr) return;
+  (rows ? launch_norm_backward_grad_c_rows : launch_norm_backward_grad_c_planes)(params, stream);
 }
 
 }  // namespace upconv3d::cuda

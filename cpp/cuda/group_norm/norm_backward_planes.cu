@@ -144,14 +144,8 @@ __device__ __forceinline__ void store_vectors(const NormBackwardArgs<T>& args,
       }
     }
   });
-  // Left in L2, unlike y: the convolution's gradients read it next.
-  using W = Word<kVector * sizeof(T)>;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    W word;
-    memcpy(&word, &grad[i], sizeof(word));
-    *reinterpret_cast<W*>(args.grad_c + at + i * step) = word;
-  }
+  for (int i = 0; i < kCount; ++i) store_vector<kVector>(args.grad_c + at + i * step, grad[i]);
 }
 
 /// Blocks run from the last tile to the first: that is what is still in L2.
@@ -172,16 +166,11 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
 /// Calls visit(T tag, Tail tag, constant of the vector's elements) for what `params` name.
 template <class Visit>
 void with_plane_types(const NormBackwardParams& params, Visit&& visit) {
-  with_norm_element(params.dtype, [&](auto element) {
+  const bool aligned = is_aligned(params.c) && is_aligned(params.grad_y) && is_aligned(params.grad_c);
+  with_norm_types(params, [&](auto element, auto tail) {
     constexpr int kWidest = kAccessBytes / sizeof(typename decltype(element)::type);
-    const bool aligned = is_aligned(params.c) && is_aligned(params.grad_y) && is_aligned(params.grad_c);
-    const auto with_tail = [&](auto tail) {
-      if (aligned) return visit(element, tail, std::integral_constant<int, kWidest>{});
-      visit(element, tail, std::integral_constant<int, 1>{});
-    };
-    if (params.after.kind != Activation::kNone) return with_tail(AnyActivation<false>{});
-    if (params.before.kind == Activation::kRelu) return with_tail(ReluBefore{});
-    with_tail(AnyActivation<true>{});
+    if (aligned) return visit(element, tail, std::integral_constant<int, kWidest>{});
+    visit(element, tail, std::integral_constant<int, 1>{});
   });
 }
 
@@ -197,7 +186,7 @@ void launch_planes(const char* name, Kernel kernel, const NormBackwardParams& pa
 
 }  // namespace
 
-void launch_norm_backward_sums(const NormBackwardParams& params, cudaStream_t stream) {
+void launch_norm_backward_sums_planes(const NormBackwardParams& params, cudaStream_t stream) {
   with_plane_types(params, [&](auto element, auto tail, auto vector) {
     using T = typename decltype(element)::type;
     launch_planes("norm_backward_sums_planes", norm_backward_sums_planes<T, decltype(tail), vector()>, params,
@@ -205,7 +194,7 @@ void launch_norm_backward_sums(const NormBackwardParams& params, cudaStream_t st
   });
 }
 
-void launch_norm_backward_grad_c(const NormBackwardParams& params, cudaStream_t stream) {
+void launch_norm_backward_grad_c_planes(const NormBackwardParams& params, cudaStream_t stream) {
   with_plane_types(params, [&](auto element, auto tail, auto vector) {
     using T = typename decltype(element)::type;
     launch_planes("norm_backward_grad_c_planes", norm_backward_grad_c_planes<T, decltype(tail), vector()>,
