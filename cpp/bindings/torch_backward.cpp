@@ -140,6 +140,16 @@ struct GradC {
   }
 };
 
+/// grad_c [N,K,Z,P,Q] as it lies in `memory`.
+Tensor viewed_grad_c(const PreparedCall& prepared, const BackwardPlan& plan, const Tensor& memory) {
+  if (prepared.plan.keeps_conv) return reinterpret(memory, prepared.y_sizes, prepared.y_strides);
+  const Extent3 out = prepared.problem.out();
+  const std::int64_t pitch = plan.grad_c_pitch;
+  return reinterpret(
+      memory, prepared.y_sizes,
+      {prepared.problem.positions() * pitch, 1, out[1] * out[2] * pitch, out[2] * pitch, pitch});
+}
+
 /// Six gradients and grad_c, as fused_backward and _numbered_tail_backward return them.
 TailGradients run(const PreparedCall& prepared, const GradientMask& wanted, const Tensor& grad_y,
                   const Tensor& input, const Tensor& weight, const ChannelTensors& channels,
@@ -189,22 +199,15 @@ TailGradients run(const PreparedCall& prepared, const GradientMask& wanted, cons
     t.grad_x = grad_x->mutable_data_ptr();
     run_stage(call, cuda::BackwardStage::kGradX, t, x, index);
   }
-  if (keeps_conv && plan.library) {
-    grad_c_view = reinterpret(grad_c.memory ? *grad_c.memory : saved, prepared.y_sizes, prepared.y_strides);
-  } else if (plan.library) {
-    const Extent3 out = p.out();
-    const std::int64_t pitch = plan.grad_c_pitch;
-    grad_c_view = reinterpret(*grad_c.memory, prepared.y_sizes,
-                              {p.positions() * pitch, 1, out[1] * out[2] * pitch, out[2] * pitch, pitch});
-  }
+  if (plan.library) grad_c_view = viewed_grad_c(prepared, plan, grad_c.memory ? *grad_c.memory : saved);
   const Tensor empty = empty_strided_like(x, {0}, {1});  // one for all: it takes as long as one of any size
   const auto or_empty = [&](const std::optional<Tensor>& tensor) { return tensor ? *tensor : empty; };
   return {or_empty(grad_x),    or_empty(grad_w),      or_empty(grad_bias),  or_empty(grad_gamma),
           or_empty(grad_beta), or_empty(grad_slopes), or_empty(grad_c_view)};
 }
 
-/// grad_y [N,K,Z,P,Q], input [N,C,D,H,W], saved [bytes] uint8. Returns the five gradients, empty where they
-/// are not wanted, and grad_c [N,K,Z,P,Q] where it is left to the caller to convolve it.
+/// grad_y [N,K,Z,P,Q], input [N,C,D,H,W], saved [bytes] uint8 or [N,K,Z,P,Q]. Returns the five gradients,
+/// empty where they are not wanted, and grad_c [N,K,Z,P,Q] where it is left to the caller to convolve it.
 /// \param consume_saved whether `saved` may be overwritten, as nobody needs it again
 Gradients fused_backward(const Tensor& grad_y, const Tensor& input, const Tensor& weight,
                          const std::optional<Tensor>& bias, const Ints& stride, const Ints& padding,

@@ -43,8 +43,8 @@ std::tuple<Tensor, Tensor> numbered_tail(const Tensor& input, const Tensor& weig
   return {y, extras.conv ? *extras.conv : empty_strided_like(input, {0}, {1})};
 }
 
-/// y, [0], and what a backward pass reads, [bytes] uint8; or three times [0], with nothing computed, where
-/// the plan would keep nothing.
+/// y, [0], and what a backward pass reads, [bytes] uint8 or the convolution [N,K,Z,P,Q]; or three times [0],
+/// with nothing computed, where the plan would keep nothing.
 std::tuple<Tensor, Tensor, Tensor> numbered_tail_for_training(
     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
