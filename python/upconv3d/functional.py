@@ -238,8 +238,8 @@ def conv_transpose3d_relu_group_norm(
         precision: concerns float32 input on CUDA. "ieee": float32's error; "tf32": at most TF32's error
             (operands of a 10-bit mantissa); None: what torch.backends.cudnn.conv.fp32_precision says at the
             call (under torch.compile: when the graph is compiled, for PyTorch has no guard on that setting).
-        recompute: concerns gradients. False: relu(conv) is kept for the backward, on the SM90 plan in 16 bit or
-            as precision needs, on other plans and on the CPU the convolution in the input's dtype; True: the
+        recompute: concerns gradients. False: relu(conv) is kept for the backward, on the SM90 plan in 16 bit
+            or as precision needs, on other plans and the CPU the convolution in the input's dtype; True: the
             backward computes it again from input, which alone is kept, as it always does under torch.compile
             and in float64 on CUDA. The gradients have the same bits on the SM90 plan; elsewhere those of
             PyTorch's convolution may differ in the last ones.
