@@ -35,8 +35,9 @@ import torch
 import upconv3d
 from bench import bench_line
 from models import MODELS, Model
+from report import models_report
 from torch import Tensor, nn
-from upconv3d.profile.measure import environment, environment_line, medians_ms, write_whole
+from upconv3d.profile.measure import environment, medians_ms, write_whole
 
 ERROR_FACTOR = 2.0
 # Rounding of the last operation, where eager's error happens to be smaller still.
@@ -142,7 +143,8 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
     failures = {}
     with settings(dtype):
         memory, eager_memory = (peak_bytes(calls[name], device) for name in ("ours", "eager"))
-        if args.compile:
+        # Where nothing was replaced, the compiler gets the same model twice.
+        if args.compile and report.replaced:
             torch._dynamo.reset()
             for name, m in models.items():
                 call = step(torch.compile(m, dynamic=False), list(m.parameters()), x, kind, dtype)
@@ -177,31 +179,6 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
         "eager_err": eager_err,
         "check": "ok" if good else "FAILED",
     }
-
-
-def markdown(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """A table of all rows."""
-    columns = [
-        ("replaced", "replaced", "{}"),
-        ("eager, ms", "eager_ms", "{:.2f}"),
-        ("accelerated, ms", "ms", "{:.2f}"),
-        ("x eager", "x_eager", "{:.2f}"),
-        ("torch.compile, ms", "compile_ms", "{:.2f}"),
-        ("accelerated and compiled, ms", "compiled_ms", "{:.2f}"),
-        ("x torch.compile", "x_compile", "{:.2f}"),
-        ("x memory", "x_memory", "{:.2f}"),
-        ("error", "err", "{:.1e}"),
-        ("eager's", "eager_err", "{:.1e}"),
-    ]
-    lines = [f"Measured {environment_line(env)}, by `{env['command']}`", ""]
-    lines += ["| model | input | pass | " + " | ".join(title for title, _, _ in columns) + " |"]
-    lines += ["|---|---|---|" + "---:|" * len(columns)]
-    for row in rows:
-        size = "x".join(map(str, row["size"]))
-        kind = row["dtype"] + (" channels_last_3d" if row["layout"] == "ndhwc" else "")
-        cells = ["-" if row[key] is None else form.format(row[key]) for _, key, form in columns]
-        lines.append(f"| `{row['name']}` | {size} {kind} | {row['pass']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def draw(path: Path, env: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -284,7 +261,7 @@ def main() -> int:
                     if args.json is not None:
                         text = json.dumps({"environment": env, "rows": rows}, indent=1)
                         write_whole(args.json, text + "\n")
-    table = markdown(env, rows)
+    table = models_report({"environment": env, "rows": rows})
     print(table)
     if args.markdown is not None:
         write_whole(args.markdown, table)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a result file of bench.py or bench_training.py into the README's table, and keeps the two equal.
+"""Turns result files of bench.py, bench_training.py and bench_models.py into the README's tables, and keeps
+them equal.
 
     python perf/report.py RESULT.json             prints the Markdown of the shapes tagged readme
     python perf/report.py --all RESULT.json       of every shape
@@ -7,7 +8,7 @@
     python perf/report.py --check README.md       exit status 1 where a block differs from its result file
 
 A block in a Markdown file stands between these two lines; the path is relative to that file, the tag one of
-shapes.json's (readme, if left out):
+shapes.json's (readme, if left out), and of no consequence to whole models:
 
     <!-- results: perf/results/NAME.json TAG -->
     <!-- /results -->
@@ -47,8 +48,42 @@ COLUMNS = [
 ]
 
 
+# Of whole models, by bench_models.py: before and after, in ms and MB.
+MODEL_COLUMNS = [
+    ("eager, ms", "eager_ms", "{:.2f}"),
+    ("accelerated, ms", "ms", "{:.2f}"),
+    ("ratio", "x_eager", "{:.2f}"),
+    ("torch.compile, ms", "compile_ms", "{:.2f}"),
+    ("accelerated and compiled, ms", "compiled_ms", "{:.2f}"),
+    ("ratio", "x_compile", "{:.2f}"),
+    ("accelerated, MB", "memory_mb", "{:.0f}"),
+    ("ratio to eager", "x_memory", "{:.2f}"),
+    ("rms error", "err", "{:.1e}"),
+    ("eager's", "eager_err", "{:.1e}"),
+]
+
+
+def models_report(result: dict[str, Any]) -> str:
+    """The Markdown of a result file of bench_models.py: a row per case."""
+    env, rows = result["environment"], result["rows"]
+    columns = [column for column in MODEL_COLUMNS if any(row.get(column[1]) is not None for row in rows)]
+    lines = [f"Measured {environment_line(env)}, by", "", "```console", env["command"], "```", ""]
+    lines.append("| model, input | replaced | pass | " + " | ".join(title for title, _, _ in columns) + " |")
+    lines.append("|---|---|---|" + "---:|" * len(columns))
+    for row in rows:
+        size = "x".join(map(str, row["size"]))
+        layout = " channels_last_3d" if row["layout"] == "ndhwc" else ""
+        kind = f"{row['pass']}, {row['dtype']}{layout}"
+        kind += "" if row["check"] == "ok" else " (check failed)"
+        cells = ["-" if row[key] is None else form.format(row[key]) for _, key, form in columns]
+        lines.append(f"| `{row['name']}` {size} | {row['replaced']} | {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def report(result: dict[str, Any], shapes: dict[str, Shape], tag: str | None = "readme") -> str:
     """The Markdown of a result file: where it was measured, the command, the table of shapes tagged `tag`."""
+    if any("pass" in row for row in result["rows"]):
+        return models_report(result)
     env = result["environment"]
     rows = [row for row in result["rows"] if tag is None or tag in shapes[row["name"]].tags]
     if not rows:

@@ -65,8 +65,8 @@ def _repeatable():
     """Every test starts from one seed and leaves PyTorch's precision and cuDNN settings as they were."""
     torch.manual_seed(1234)
     precision = torch.backends.cudnn.conv.fp32_precision
-    benchmark = torch.backends.cudnn.benchmark
+    benchmark, deterministic = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
     yield
     if torch.backends.cudnn.conv.fp32_precision != precision:
         torch.backends.cudnn.conv.fp32_precision = precision
-    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, deterministic
