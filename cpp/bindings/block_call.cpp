@@ -151,8 +151,12 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
   if (p.dtype == DType::kFloat32) flags = read_cudnn_flags(p.precision == Precision::kTF32);
   // A convolution that is returned has its bias; else our next pass adds it, which saves PyTorch's.
   const bool returned = p.tail.returns_conv;
-  const DenseResult conv =
+  DenseResult conv =
       as_dense(conv_transpose3d(t.x, t.w, returned ? t.bias : std::nullopt, p, flags), call.plan.conv_layout);
+  if (call.saved_bytes > 0) {
+    conv = {contiguous_in(conv.tensor, call.plan.conv_layout), call.plan.conv_layout};
+    extras.saved = conv.tensor;
+  }
   std::optional<Plan> other_layout;
   if (conv.layout != call.plan.conv_layout) {
     other_layout = call.plan;
@@ -160,8 +164,9 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
     cuda::complete_plan(p, call.device, *other_layout);
   }
   const Plan& plan = other_layout ? *other_layout : call.plan;
+  const bool needed = returned || call.saved_bytes > 0;
   const Tensor y =
-      returned ? empty_strided_like(conv.tensor, call.y_sizes, call.y_strides) : output_for(conv, call);
+      needed ? empty_strided_like(conv.tensor, call.y_sizes, call.y_strides) : output_for(conv, call);
   const DeviceScratch workspace(conv.tensor, plan.workspace_bytes);
   cuda::ForwardTensors f = forward_tensors(t, y, workspace);
   if (returned) {

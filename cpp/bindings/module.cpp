@@ -97,10 +97,14 @@ py::dict explain(const py::dict& dict) {
   result["flops"] = problem.useful_flops();
   std::string description = describe(problem) + "\n" + describe(plan);
   std::vector<std::string> backward_stages;
-  if (plan.keeps_activation) {
+  const GradientMask all = {true, true, problem.has_bias, true, true};
+  if (plan.keeps_conv) {
+    const BackwardPlan backward = library_backward_plan(problem, all);
+    backward_stages = backward.stages;
+    description += describe(backward) + "\n";
+  } else if (plan.keeps_activation) {
     std::vector<GradWInstance> grad_w_variants = grad_w_instances();
     for (GradWInstance& instance : grad_w_variants) instance.compiled = instance.compiled || assume_compiled;
-    const GradientMask all = {true, true, problem.has_bias, true, true};
     const BackwardPlan backward =
         select_backward_plan(problem, device, all, instances_for(assume_compiled), grad_w_variants);
     backward_stages = backward.stages;

@@ -166,11 +166,15 @@ class RememberedCalls {
 
 }  // namespace
 
-PreparedBackward& PreparedBackwards::find(const Problem& problem, const Device& device,
+PreparedBackward& PreparedBackwards::find(const Problem& problem, const Plan& forward, const Device& device,
                                           const GradientMask& wanted) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto& prepared = prepared_[(wanted.x ? 1 : 0) + (wanted.w ? 2 : 0)];
-  if (!prepared) prepared.reset(new PreparedBackward{select_backward_plan(problem, device, wanted), {}});
+  if (!prepared) {
+    prepared.reset(new PreparedBackward{forward.keeps_conv ? library_backward_plan(problem, wanted)
+                                                           : select_backward_plan(problem, device, wanted),
+                                        {}});
+  }
   return *prepared;
 }
 

@@ -54,7 +54,9 @@ struct PreparedBackward {
 /// Those of one call, by the gradients that were asked for. Safe to use from several threads.
 class PreparedBackwards {
  public:
-  PreparedBackward& find(const Problem& problem, const Device& device, const GradientMask& wanted);
+  /// \param forward the plan that kept what is read
+  PreparedBackward& find(const Problem& problem, const Plan& forward, const Device& device,
+                         const GradientMask& wanted);
 
  private:
   std::mutex mutex_;

@@ -33,16 +33,17 @@ using TailGradients =
 
 /// The per-channel tensors of a call; those that it does not have are empty.
 struct ChannelTensors {
+  const std::optional<Tensor>& bias;
   const std::optional<Tensor>& norm_weight;
   const std::optional<Tensor>& norm_bias = kNoTensor;  // read only where an activation follows the norm
   const std::optional<Tensor>& slopes = kNoTensor;
 };
 
 /// Which gradients are wanted: bits 0 to 5 for x, weight, bias, norm_weight, norm_bias and slopes.
-GradientMask mask_of(std::int64_t bits, bool has_bias, const ChannelTensors& channels) {
+GradientMask mask_of(std::int64_t bits, const ChannelTensors& channels) {
   return {(bits & 1) != 0,
           (bits & 2) != 0,
-          (bits & 4) != 0 && has_bias,
+          (bits & 4) != 0 && channels.bias,
           (bits & 8) != 0 && channels.norm_weight,
           (bits & 16) != 0,
           (bits & 32) != 0 && channels.slopes};
@@ -65,10 +66,14 @@ void require_matching(const PreparedCall& call, const Tensor& grad_y, const Tens
                                describe_tensor(input).device, "; got ", describe_tensor(grad_y).device,
                                " and ", describe_tensor(saved).device, ". Move them there."));
   }
-  const bool lies_as_kept = saved.element_size() == 1 && saved.is_contiguous();
-  if (!call.plan.keeps_activation || saved.numel() != call.saved_bytes || !lies_as_kept) {
+  const bool keeps = call.plan.keeps_activation || call.plan.keeps_conv;
+  const bool lies_as_kept = call.plan.keeps_conv
+                                ? kept.dtype == own.dtype && is_dense_in(saved, call.plan.conv_layout)
+                                : saved.element_size() == 1 && saved.is_contiguous();
+  const std::int64_t bytes = saved.numel() * static_cast<std::int64_t>(saved.element_size());
+  if (!keeps || bytes != call.saved_bytes || !lies_as_kept) {
     throw RuleViolation(
-        concat("upconv3d: what the forward kept must be of the same call; got ", saved.numel(),
+        concat("upconv3d: what the forward kept must be of the same call; got ", bytes,
                " bytes where this call keeps ", call.saved_bytes,
                ". Do not change the memory format of saved tensors between forward and backward, "
                "or use recompute=True."));
@@ -136,6 +141,16 @@ struct GradC {
   }
 };
 
+/// grad_c [N,K,Z,P,Q] as it lies in `memory`.
+Tensor viewed_grad_c(const PreparedCall& prepared, const BackwardPlan& plan, const Tensor& memory) {
+  if (prepared.plan.keeps_conv) return reinterpret(memory, prepared.y_sizes, prepared.y_strides);
+  const Extent3 out = prepared.problem.out();
+  const std::int64_t pitch = plan.grad_c_pitch;
+  return reinterpret(
+      memory, prepared.y_sizes,
+      {prepared.problem.positions() * pitch, 1, out[1] * out[2] * pitch, out[2] * pitch, pitch});
+}
+
 /// Six gradients and grad_c, those that there are.
 TailGradients run(const PreparedCall& prepared, const GradientMask& wanted, const Tensor& grad_y,
                   const Tensor& input, const Tensor& weight, const ChannelTensors& channels,
@@ -143,12 +158,16 @@ TailGradients run(const PreparedCall& prepared, const GradientMask& wanted, cons
   const Problem& p = prepared.problem;
   const std::int32_t index = input.get_device_index();
   const OnDevice current(index);
-  PreparedBackward& backward = prepared.backwards->find(p, prepared.device, wanted);
+  PreparedBackward& backward = prepared.backwards->find(p, prepared.plan, prepared.device, wanted);
   const BackwardPlan& plan = backward.plan;
   const cuda::BackwardCall call{p, prepared.plan, plan, prepared.device, &backward.grad_x_memo};
   const Tensor x = contiguous_in(input, p.x_layout);
-  const bool dense = is_dense_in(grad_y, Layout::kNCDHW) || is_dense_in(grad_y, Layout::kNDHWC);
+  const bool keeps_conv = prepared.plan.keeps_conv;  // grad_y is then read as it lies
+  const bool dense =
+      is_dense_in(grad_y, p.y_layout) ||
+      (!keeps_conv && (is_dense_in(grad_y, Layout::kNCDHW) || is_dense_in(grad_y, Layout::kNDHWC)));
   const Tensor dense_grad_y = dense ? grad_y : contiguous_in(grad_y, p.y_layout);
+  const std::optional<Tensor> bias = contiguous_vector(channels.bias);
   const std::optional<Tensor> gamma = contiguous_vector(channels.norm_weight);
   const std::optional<Tensor> beta = contiguous_vector(channels.norm_bias);
   const std::optional<Tensor> slopes = contiguous_vector(channels.slopes);
@@ -157,6 +176,7 @@ TailGradients run(const PreparedCall& prepared, const GradientMask& wanted, cons
   const std::optional<Tensor> grad_beta = vector_if(wanted.beta, x, p.k);
   const std::optional<Tensor> grad_slopes = vector_if(wanted.slopes, x, p.tail.slopes);
   cuda::BackwardTensors t = common_tensors(p, dense_grad_y, saved, x, weight);
+  t.bias = data_or_null(bias);
   t.gamma = data_or_null(gamma);
   t.beta = data_or_null(beta);
   t.slopes = data_or_null(slopes);
@@ -164,8 +184,9 @@ TailGradients run(const PreparedCall& prepared, const GradientMask& wanted, cons
   t.grad_gamma = mutable_data_or_null(grad_gamma);
   t.grad_beta = mutable_data_or_null(grad_beta);
   t.grad_slopes = mutable_data_or_null(grad_slopes);
-  // What the library convolves is PyTorch's to free, when it wants to: never in saved memory.
-  const GradC grad_c(call, x, consume_saved && !plan.library, t);
+  // What the library convolves is PyTorch's to free, when it wants to: never in saved memory, but for the
+  // convolution, which was PyTorch's to begin with.
+  const GradC grad_c(call, x, consume_saved && (keeps_conv || !plan.library), t);
   run_stage(call, cuda::BackwardStage::kGroupNorm, t, x, index);
 
   std::optional<Tensor> grad_x, grad_w, grad_c_view;
@@ -180,17 +201,12 @@ TailGradients run(const PreparedCall& prepared, const GradientMask& wanted, cons
     t.grad_x = grad_x->mutable_data_ptr();
     run_stage(call, cuda::BackwardStage::kGradX, t, x, index);
   }
-  if (plan.library) {
-    const Extent3 out = p.out();
-    const std::int64_t pitch = plan.grad_c_pitch;
-    grad_c_view = reinterpret(*grad_c.memory, prepared.y_sizes,
-                              {p.positions() * pitch, 1, out[1] * out[2] * pitch, out[2] * pitch, pitch});
-  }
+  if (plan.library) grad_c_view = viewed_grad_c(prepared, plan, grad_c.memory ? *grad_c.memory : saved);
   return {grad_x, grad_w, grad_bias, grad_gamma, grad_beta, grad_slopes, grad_c_view};
 }
 
-/// grad_y [N,K,Z,P,Q], input [N,C,D,H,W], saved [bytes] uint8. Returns the five gradients, empty where they
-/// are not wanted, and grad_c [N,K,Z,P,Q] where it is left to the caller to convolve it.
+/// grad_y [N,K,Z,P,Q], input [N,C,D,H,W], saved [bytes] uint8 or [N,K,Z,P,Q]. Returns the five gradients,
+/// empty where they are not wanted, and grad_c [N,K,Z,P,Q] where it is left to the caller to convolve it.
 /// \param consume_saved whether `saved` may be overwritten, as nobody needs it again
 Gradients fused_backward(const Tensor& grad_y, const Tensor& input, const Tensor& weight,
                          const std::optional<Tensor>& bias, const Ints& stride, const Ints& padding,
@@ -203,10 +219,9 @@ Gradients fused_backward(const Tensor& grad_y, const Tensor& input, const Tensor
   const auto call = prepare_call({input, weight, bias, norm_weight, norm_bias, stride, padding,
                                   output_padding, dilation, groups, num_groups, eps, precision, true});
   require_matching(*call, grad_y, input, saved);
-  const ChannelTensors channels = {norm_weight};
+  const ChannelTensors channels = {bias, norm_weight};
   const auto [x, w, b, gamma, beta, slopes, grad_c] =
-      run(*call, mask_of(wanted, bias.has_value(), channels), grad_y, input, weight, channels, saved,
-          consume_saved);
+      run(*call, mask_of(wanted, channels), grad_y, input, weight, channels, saved, consume_saved);
   const Tensor empty = empty_strided_like(input, {0}, {1});  // one for all: it takes as long as any size
   const auto or_empty = [&](const MaybeTensor& tensor) { return tensor ? *tensor : empty; };
   return {or_empty(x), or_empty(w), or_empty(b), or_empty(gamma), or_empty(beta), or_empty(grad_c)};
@@ -225,9 +240,8 @@ TailGradients numbered_tail_backward(const Tensor& grad_y, const Tensor& input, 
       prepare_call({input, weight, bias, norm_weight, norm_bias, s.stride, s.padding, s.output_padding,
                     s.dilation, s.groups, s.num_groups, s.eps, s.precision, true, slopes, kNoTensor, s.tail});
   require_matching(*call, grad_y, input, saved);
-  const ChannelTensors channels = {norm_weight, norm_bias, slopes};
-  return run(*call, mask_of(wanted, bias.has_value(), channels), grad_y, input, weight, channels, saved,
-             consume_saved);
+  const ChannelTensors channels = {bias, norm_weight, norm_bias, slopes};
+  return run(*call, mask_of(wanted, channels), grad_y, input, weight, channels, saved, consume_saved);
 }
 
 }  // namespace

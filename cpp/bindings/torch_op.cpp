@@ -40,8 +40,8 @@ Tensor conv_transpose3d_relu_group_norm(const Tensor& input, const Tensor& weigh
                     groups, num_groups, eps, precision});
 }
 
-/// The block, and what the backward operator takes as `saved`: [bytes] uint8 on CUDA, on the CPU the
-/// convolution.
+/// The block, and what the backward operator takes as `saved`: of the SM90 plan [bytes] uint8, of library
+/// plans the convolution [N,K,Z,P,Q].
 std::tuple<Tensor, Tensor> run_for_training(const OpArguments& a) {
   CallExtras extras;
   const Tensor y = run_call(a, extras);

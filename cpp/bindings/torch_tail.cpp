@@ -41,8 +41,8 @@ std::tuple<Tensor, std::optional<Tensor>> numbered_tail(
   return {y, extras.conv};
 }
 
-/// y, and what a backward pass reads, [bytes] uint8; or neither, with nothing computed, where the plan would
-/// keep nothing.
+/// y, and what a backward pass reads, [bytes] uint8 or the convolution [N,K,Z,P,Q]; or neither, with
+/// nothing computed, where the plan would keep nothing.
 std::tuple<std::optional<Tensor>, std::optional<Tensor>> numbered_tail_for_training(
     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,

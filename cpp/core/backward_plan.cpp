@@ -49,6 +49,17 @@ BackwardPlan select_backward_plan(const Problem& p, const Device& device, const 
   return plan;
 }
 
+BackwardPlan library_backward_plan(const Problem& p, const GradientMask& wanted) {
+  BackwardPlan plan;
+  plan.stages = {"activation_moments", "group_norm_finalize", "norm_backward"};
+  if (!wanted.convolution()) return plan;
+  plan.reason = "the forward pass, PyTorch's convolution";
+  plan.library = true;
+  plan.grad_c_pitch = p.k;
+  plan.stages.push_back("aten::convolution_backward");
+  return plan;
+}
+
 std::string describe(const BackwardPlan& plan) {
   std::string text = concat("backward: grad_c in ", plan.library  ? "the input's dtype, for the library"
                                                     : plan.scaled ? "float16 with a power of two"

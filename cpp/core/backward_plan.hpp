@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// How the backward pass runs after a forward pass that kept before(conv): the gradient at the convolution's
-/// output, grad_c, from group_norm_backward; grad_x and grad_w from it by our kernels, or by the library.
+/// output, grad_c, from group_norm_backward; grad_x and grad_w from it by our kernels, or by the library. And
+/// after one of the library plan that kept the convolution: grad_c from norm_backward, the rest by the
+/// library.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +43,9 @@ struct BackwardPlan {
 BackwardPlan select_backward_plan(const Problem& problem, const Device& device, const GradientMask& wanted,
                                   const std::vector<ConvInstance>& instances = conv_instances(),
                                   const std::vector<GradWInstance>& grad_w_variants = grad_w_instances());
+
+/// The same after a forward pass of the library plan. \see Plan::keeps_conv
+BackwardPlan library_backward_plan(const Problem& problem, const GradientMask& wanted);
 
 /// Several lines for people.
 std::string describe(const BackwardPlan& plan);

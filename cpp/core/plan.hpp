@@ -96,6 +96,7 @@ struct Plan {
   bool activation_in_y = false;          // before(conv) is stored in y's memory, and normalized there
   bool normalizes = false;               // SM90: the convolution's kernel normalizes too
   bool keeps_activation = false;         // SM90: before(conv) and its moments are kept for the backward
+  bool keeps_conv = false;               // library: the convolution, without bias, is kept for the backward
   bool linear = false;                   // SM90: no normalization follows, and so no moments are taken
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
   int split_axes = 0;                    // axes along which our kernels cut borders off (border_slabs)
@@ -119,7 +120,7 @@ Plan select_plan(const Problem& problem, const Device& device,
                  const std::vector<ConvInstance>& instances = conv_instances());
 
 /// The plan of a forward pass that a backward pass will follow: as select_plan's, but where that is the SM90
-/// plan, before(conv) is stored beside y and kept.
+/// plan, before(conv) is stored beside y and kept, and where it is the library plan, the convolution is.
 Plan select_training_plan(const Problem& problem, const Device& device,
                           const std::vector<ConvInstance>& instances = conv_instances());
 

@@ -40,13 +40,22 @@ void require_no_obstacle(const Problem& problem, const std::string& forced_plan,
              ". Unset UPCONV3D_PLAN, or set it to library, which runs every block."));
 }
 
-Plan cuda_library_plan(const Problem& p, const std::string& reason) {
+/// Whether norm_backward can make anything of the library plan's convolution. Of a skip, of a returned
+/// convolution and without a norm, autograd records PyTorch's own calls, and of the family in float64.
+bool keeps_library_conv(const Problem& p) {
+  const Tail& tail = p.tail;
+  return tail.norm && !tail.has_skip && !tail.returns_conv && p.dtype != DType::kFloat64;
+}
+
+/// \param for_training whether a backward pass will want the convolution
+Plan cuda_library_plan(const Problem& p, const std::string& reason, bool for_training) {
   Plan plan;
   plan.algorithm = Algorithm::kCudaLibrary;
   plan.reason = reason;
   plan.conv_layout = p.y_layout;  // what cuDNN keeps
   plan.activation = p.dtype;
-  plan.activation_in_y = !p.tail.returns_conv;
+  plan.keeps_conv = for_training && keeps_library_conv(p);
+  plan.activation_in_y = !p.tail.returns_conv && !plan.keeps_conv;
   plan.stages = {"aten::convolution"};
   if (p.tail.norm) {
     plan.stages.insert(plan.stages.end(),
@@ -93,7 +102,7 @@ bool backward_can_count(const Problem& p, const Plan& plan) {
          saturating_product(p.n, plan.tiles) <= kEnd;
 }
 
-/// \param keeps_activation whether a backward pass will want before(conv)
+/// \param keeps_activation whether a backward pass will want before(conv), or the convolution
 Plan choose(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances,
             bool keeps_activation) {
   validate(problem);
@@ -120,17 +129,21 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
       }
       const std::string disadvantage = forced.empty() ? sm90_disadvantage(problem, plan) : "";
       if (disadvantage.empty()) return plan;
-      return cuda_library_plan(problem, "not the SM90 kernel: " + disadvantage);
+      return cuda_library_plan(problem, "not the SM90 kernel: " + disadvantage, keeps_activation);
     }
     reason = concat("not the SM90 kernel: ", obstacle);
   }
-  if (forced == "sm80" || (forced.empty() && prefers_sm80(device))) {
+  // The SM80 kernel keeps nothing, so that a backward pass would compute the convolution once more.
+  const bool kept_elsewhere = keeps_activation && keeps_library_conv(problem);
+  if (kept_elsewhere && forced.empty() && prefers_sm80(device)) {
+    reason += "; not the SM80 kernel: a backward pass follows";
+  } else if (forced == "sm80" || (forced.empty() && prefers_sm80(device))) {
     const std::string obstacle = sm80_obstacle(problem, device, instances, instance);
     if (!forced.empty()) require_no_obstacle(problem, forced, obstacle);
     if (instance) return sm80_plan(problem, device, *instance);
     reason += concat("; not the SM80 kernel: ", obstacle);
   }
-  return cuda_library_plan(problem, reason);
+  return cuda_library_plan(problem, reason, keeps_activation);
 }
 
 }  // namespace

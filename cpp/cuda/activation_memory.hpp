@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// Where before(conv) of the SM90 plan (core/tail.hpp) lies with what is needed to read it: in a call's
-/// workspace, or, where the plan keeps it for the backward pass, in memory of its own.
+/// workspace, or, where the plan keeps it for the backward pass, in memory of its own. (The library plan
+/// keeps the convolution as PyTorch returned it.)
 #pragma once
 
 #include <cstdint>
@@ -47,7 +48,9 @@ struct ActivationMemory {
 
 /// Bytes of what a plan keeps for the backward pass; 0 where it keeps nothing.
 inline std::int64_t saved_bytes(const Problem& problem, const Plan& plan) {
-  if (!plan.keeps_activation || problem.n == 0) return 0;
+  if (problem.n == 0) return 0;
+  if (plan.keeps_conv) return problem.n * problem.k * problem.positions() * size_of(problem.dtype);
+  if (!plan.keeps_activation) return 0;
   Carver carver(nullptr);
   const ActivationMemory counted(problem, plan, carver);
   return carver.used();

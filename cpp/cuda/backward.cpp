@@ -10,6 +10,7 @@
 #include "cuda/grad_w.hpp"
 #include "cuda/grad_x.hpp"
 #include "cuda/group_norm/group_norm_backward.hpp"
+#include "cuda/library_backward.hpp"
 #include "cuda/stage_range.hpp"
 #include "cuda/workspace.hpp"
 
@@ -56,6 +57,7 @@ GroupNormBackwardParams group_norm_params(const BackwardCall& call, const Backwa
 }
 
 void run_group_norm(const BackwardCall& call, const BackwardTensors& tensors, cudaStream_t stream) {
+  if (call.forward.keeps_conv) return run_library_norm_backward(call, tensors, stream);
   const StageRange range("upconv3d::group_norm_backward");
   launch_group_norm_backward(group_norm_params(call, tensors), stream);
 }
@@ -88,6 +90,7 @@ void run_input(const BackwardCall& call, const BackwardTensors& tensors, cudaStr
 }  // namespace
 
 void* overwritable_activation(const BackwardCall& call, const BackwardTensors& tensors) {
+  if (call.forward.keeps_conv) return tensors.saved;
   if (!may_overwrite_activation(group_norm_params(call, tensors))) return nullptr;
   Carver carver(tensors.saved);
   return ActivationMemory(call.problem, call.forward, carver).a;
@@ -97,6 +100,7 @@ std::int64_t backward_workspace_bytes(const BackwardCall& call, BackwardStage st
                                       const BackwardTensors& tensors) {
   switch (stage) {
     case BackwardStage::kGroupNorm:
+      if (call.forward.keeps_conv) return library_norm_backward_workspace_bytes(call);
       return group_norm_backward_scratch_bytes(group_norm_params(call, tensors));
     case BackwardStage::kGradW:
       return grad_w_workspace_bytes(call.problem, *call.plan.grad_w);

@@ -19,9 +19,10 @@ namespace upconv3d::cuda {
 struct BackwardTensors {
   const void* grad_y = nullptr;  // [N,K,Z,P,Q] or [N,Z,P,Q,K] dtype, dense, any alignment
   Layout grad_y_layout = Layout::kNCDHW;
-  void* saved = nullptr;    // saved_bytes(problem, forward), as the forward pass left it
-  const void* x = nullptr;  // [N,C,D,H,W] or [N,D,H,W,C] dtype, dense, problem.x_layout; for grad_w
-  const void* w = nullptr;  // [C,K,T,R,S] dtype; for grad_x
+  void* saved = nullptr;       // saved_bytes(problem, forward), as the forward pass left it
+  const void* bias = nullptr;  // [K] dtype, or null; where the convolution without bias was kept
+  const void* x = nullptr;     // [N,C,D,H,W] or [N,D,H,W,C] dtype, dense, problem.x_layout; for grad_w
+  const void* w = nullptr;     // [C,K,T,R,S] dtype; for grad_x
   std::int64_t w_strides[5] = {};
   const void* gamma = nullptr;   // [K] dtype, or null for 1
   const void* beta = nullptr;    // [K] dtype, or null for 0; read where an activation follows the norm
@@ -35,7 +36,8 @@ struct BackwardTensors {
   void* grad_beta = nullptr;    // [K] dtype
   void* grad_slopes = nullptr;  // [tail.slopes] dtype
   // Gradient at the convolution's output, between the stages, 16-byte aligned: [N,Z,P,Q,plan.grad_c_pitch],
-  // dtype or float16 (plan.scaled) or SplitRows (plan.split). May be overwritable_activation.
+  // dtype or float16 (plan.scaled) or SplitRows (plan.split). May be overwritable_activation. Where the
+  // convolution was kept, as that lies, of any alignment.
   void* grad_c = nullptr;
   std::int32_t* unscale = nullptr;  // [1] with plan.scaled or split: grad_c is to be multiplied by 2^unscale
   void* workspace = nullptr;        // of the stage that runs, 256-byte aligned
@@ -44,7 +46,7 @@ struct BackwardTensors {
 /// In launch order; the last two where the plan has them.
 enum class BackwardStage : std::uint8_t { kGroupNorm, kGradW, kGradX };
 
-/// What a stage is to run: a forward plan that kept before(conv), and the backward plan.
+/// What a stage is to run: a forward plan that kept before(conv) or the convolution, and the backward plan.
 struct BackwardCall {
   const Problem& problem;
   const Plan& forward;
@@ -53,7 +55,8 @@ struct BackwardCall {
   LaunchMemo* grad_x_memo = nullptr;  // of grad_x in calls of this plan on this device; or null
 };
 
-/// Where before(conv) lies in tensors.saved if grad_c may take its place; else null. Reads grad_y_layout too.
+/// Where what was kept lies in tensors.saved if grad_c may take its place; else null. Reads grad_y_layout
+/// too.
 void* overwritable_activation(const BackwardCall& call, const BackwardTensors& tensors);
 
 /// Scratch memory of a stage; pointers of `tensors` tell which gradients are wanted.

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block under autocast: as PyTorch runs the three calls, or, where that is quicker, without any cast."""
 
-import os
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import _C
 from ._autograd import record_block
+from ._facts import block_facts
 from ._numbered import numbered_block, settings_number
 
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
@@ -28,11 +28,28 @@ def autocast_dtype(input: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-@cache
-def _runs_sm90_plan(device: torch.device) -> bool:
-    """Whether blocks on `device` take the SM90 plan, where their shapes allow it."""
-    forced = os.environ.get("UPCONV3D_PLAN", "")  # the compiled module reads it once as well
-    return forced in ("", "sm90", "stored", "twice") and torch.cuda.get_device_capability(device)[0] == 9
+# Whether calls of a kind take the SM90 plan in float32 "tf32". Asking takes longer than the block itself.
+_takes_sm90: dict[tuple[Any, ...], bool] = {}
+_MOST_KINDS = 1024  # beyond which all are forgotten, as where shapes never repeat
+
+
+def _takes_sm90_plan(input: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> bool:
+    kind = (input.shape, input.stride(), weight.shape, weight.stride(), input.device, settings)
+    found = _takes_sm90.get(kind)
+    return _ask_for_plan(kind, input, weight, settings) if found is None else found
+
+
+def _ask_for_plan(kind: tuple[Any, ...], input: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> bool:
+    stride, padding, output_padding, groups, dilation, num_groups, eps = settings[:7]
+    convolution = (stride, padding, output_padding, groups, dilation)
+    facts = block_facts(input, weight, None, *convolution, num_groups, None, None, eps, "tf32")
+    facts["input"]["dtype"] = "float32"
+    # The plan that a backward pass follows is the one that is more often the library's.
+    found: bool = _C.explain(facts | {"training": True})["plan"]["algorithm"] == "sm90_implicit_gemm"
+    if len(_takes_sm90) >= _MOST_KINDS:
+        _takes_sm90.clear()
+    _takes_sm90[kind] = found
+    return found
 
 
 # Output values of a block up to which the casts of its tensors are expected to take longer, on the host, than
@@ -42,12 +59,15 @@ _MOST_FLOAT32_VALUES = 2**25
 
 
 def computes_in_float32(
-    tensors: Sequence[Tensor | None], low: torch.dtype, stride: Sequence[int], groups: int
+    tensors: Sequence[Tensor | None], low: torch.dtype, settings: tuple[Any, ...]
 ) -> bool:
-    """Whether autocast's casts, to `low`, are left out: on a GPU whose plan for float32 "tf32" is quick.
+    """Whether autocast's casts, to `low`, are left out: where float32 "tf32" takes the SM90 plan.
 
     That plan multiplies in 16 bit too, in float16 with scales, which is more exact than either `low`, and its
     result is the float32 that autocast wants of a group norm. Six casts with their gradients are saved.
+    cuDNN's convolution of the library plan is slower in float32, and casts as PyTorch does.
+
+    settings: begins with the fields of BlockArguments.
     """
     input, weight = tensors[:2]
     assert input is not None and weight is not None
@@ -55,9 +75,10 @@ def computes_in_float32(
         return False
     if any(tensor is not None and tensor.dtype is not torch.float32 for tensor in tensors[1:]):
         return False
+    stride = settings[0]
     positions = input.numel() // max(input.size(-4), 1) * stride[0] * stride[1] * stride[2]  # about
-    values = positions * weight.size(1) * groups
-    return values <= _MOST_FLOAT32_VALUES and _runs_sm90_plan(input.device)
+    values = positions * weight.size(1) * settings[3]
+    return values <= _MOST_FLOAT32_VALUES and _takes_sm90_plan(input, weight, settings)
 
 
 def under_autocast(run: Callable[..., Tensor], tensors: Sequence[Tensor | None], *numbers: Any) -> Tensor:
@@ -80,7 +101,7 @@ def block_under_autocast(
     """
     input: Any = tensors[0]
     low = autocast_dtype(input)
-    if low is not None and computes_in_float32(tensors, low, block[0], block[3]):
+    if low is not None and computes_in_float32(tensors, low, block):
         tensors = [input.float(), *tensors[1:]]
         block = (*block[:7], "tf32")
     elif low is not None:

@@ -6,7 +6,9 @@
     grad_x, ... = convolution_backward(grad_c, x, w)
 
 Where the forward ran the SM90 plan, our kernels compute this from a and its moments, which the forward kept,
-or which the backward computes again (`recompute`, and under torch.compile with dynamic shapes). Elsewhere it
+or which the backward computes again (`recompute`, and under torch.compile with dynamic shapes). Where it ran
+the library plan, they compute all but convolution_backward from c, as PyTorch returned it, kept or computed
+again. Elsewhere it
 is written in PyTorch's operators, from c, which the CPU's forward keeps and other plans' backward computes
 again.
 
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._facts import block_facts, kept_bytes
+from ._facts import block_facts, is_concrete, kept_of
 from ._geometry import batched, dense_as, memory_format_of
 from ._graphs import record_operator
 from ._numbered import numbered_block, numbered_block_for_training
@@ -192,7 +194,11 @@ def _keep_again(
 ) -> Tensor | None:
     """What a forward that is not recomputed keeps; None where its plan keeps nothing."""
     arguments = (x, weight, bias, *args[:6], norm_weight, None, args.eps, args.precision)
-    if not _C.explain(block_facts(*arguments) | {"training": True})["plan"]["keeps_activation"]:
+    plan = _C.explain(block_facts(*arguments) | {"training": True})["plan"]
+    if plan["keeps_conv"]:
+        conv = _convolution(x, weight, None, args)
+        return conv.contiguous(memory_format=memory_format_of(x, weight))
+    if not plan["keeps_activation"]:
         return None
     saved: Tensor = _training_op(*arguments)[1]
     return saved
@@ -415,7 +421,10 @@ record_block: Callable[..., Tensor] = super(torch.autograd.Function, ConvTranspo
 
 
 def _keeps(*arguments: Any) -> bool:
-    return kept_bytes(arguments) is not None
+    """Whether a compiler can be told what the forward keeps; on a CPU it is the convolution, in any sizes."""
+    if arguments[0].device.type != "cuda":
+        return True
+    return is_concrete(*arguments[:-1]) and kept_of(block_facts(*arguments)) is not None
 
 
 def register() -> None:

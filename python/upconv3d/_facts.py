@@ -2,7 +2,7 @@
 """The arguments of the block as plain data, which is what _C.validate and _C.explain take."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,20 +77,25 @@ def is_concrete(*values: Any) -> bool:
     return True
 
 
-def kept_bytes_of(facts: dict[str, Any]) -> int | None:
-    """How many bytes a training forward keeps on CUDA; None where that depends on the input's address."""
-    facts = facts | {"training": True}
-    aligned: int = _C.explain(facts)["saved_bytes"]
+class Kept(NamedTuple):
+    """What a training forward keeps on CUDA: the convolution, in the result's format, or so many bytes."""
+
+    convolution: bool
+    size: int
+
+
+def kept_of(facts: dict[str, Any]) -> Kept | None:
+    """What a call keeps, for torch.compile; None where that depends on the input's address."""
     unaligned = facts | {"input": facts["input"] | {"data_ptr_mod16": 2}}
-    return aligned if _C.explain(unaligned)["saved_bytes"] == aligned else None
+    kept = []
+    for variant in (facts, unaligned):
+        explained = _C.explain(variant | {"training": True})
+        kept.append(Kept(explained["plan"]["keeps_conv"], explained["saved_bytes"]))
+    return kept[0] if kept[0] == kept[1] else None
 
 
-def kept_bytes(arguments: Sequence[Any]) -> int | None:
-    """How many bytes a training forward of the mission's operator keeps on CUDA, for torch.compile.
-
-    None where that is not known before the call: a size is symbolic, or it depends on the input's address. On
-    a CPU, where the convolution is kept whatever the sizes, 0.
-    """
-    if arguments[0].device.type != "cuda":
-        return 0
-    return kept_bytes_of(block_facts(*arguments)) if is_concrete(*arguments[:-1]) else None
+def empty_kept(kept: Kept | None, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor without values in the place of what is kept, of a result y; [0] where that is nothing known."""
+    if kept is not None and kept.convolution:
+        return torch.empty_like(y, dtype=dtype)
+    return y.new_empty(0 if kept is None else kept.size, dtype=torch.uint8)

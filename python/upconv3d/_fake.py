@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._facts import block_facts, is_concrete, kept_bytes
+from ._facts import block_facts, empty_kept, is_concrete, kept_of
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
 
 
@@ -43,8 +43,9 @@ def _for_training(input: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     if input.device.type == "cpu":  # the convolution
         return y, torch.empty(batched(y).shape, dtype=input.dtype, device=input.device)
     # A compiler asks only where this is known; to others, who pass it on, it is of no consequence.
-    known = kept_bytes((input, *arguments)) if input.device.type == "cuda" else 0
-    return y, input.new_empty(known or 0, dtype=torch.uint8)
+    known = is_concrete(input, *arguments[:-1]) and input.device.type == "cuda"
+    kept = kept_of(block_facts(input, *arguments)) if known else None
+    return y, empty_kept(kept, batched(y), input.dtype)
 
 
 def _backward(

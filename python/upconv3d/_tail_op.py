@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _C
 from ._autograd import _convolution_backward, _is_transformed
-from ._facts import block_facts, is_concrete, kept_bytes_of, tensor_facts
+from ._facts import Kept, block_facts, empty_kept, is_concrete, kept_of, tensor_facts
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
 from ._graphs import record_operator
 from ._tail import (
@@ -199,24 +199,25 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return result(dtype), result(x.dtype) if s.return_conv else t.input.new_empty(0)
 
 
-def _kept_bytes(tensors: Sequence[Any], settings: Sequence[Any]) -> int:
-    """How many bytes _training_kernel keeps; 0 where that is nothing, or not known before the call."""
+def _kept(tensors: Sequence[Any], settings: Sequence[Any]) -> Kept | None:
+    """What _training_kernel keeps; None where that is nothing, or not known before the call."""
     input, skip = tensors[0], tensors[6]
     if input.device.type != "cuda" or (skip is not None and skip.dtype is not input.dtype):
-        return 0
+        return None
     if not is_concrete(*(v for v in tensors if v is not None), *settings):
-        return 0
-    return kept_bytes_of(facts_of(tensors, settings)) or 0
+        return None
+    kept = kept_of(facts_of(tensors, settings))
+    return None if kept is None or kept.size == 0 else kept
 
 
 def _keeps(*arguments: Any) -> bool:
-    return _kept_bytes(*split(arguments)) > 0
+    return _kept(*split(arguments)) is not None
 
 
 def _fake_training(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     y, conv = _fake_forward(*arguments)
     tensors, settings = split(arguments)
-    return y, conv, y.new_empty(_kept_bytes(tensors, settings), dtype=torch.uint8)
+    return y, conv, empty_kept(_kept(tensors, settings), batched(y), tensors[0].dtype)
 
 
 def facts_of(tensors: Sequence[Any], settings: Sequence[Any]) -> dict[str, Any]:

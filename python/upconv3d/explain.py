@@ -28,6 +28,7 @@ class Plan:
         pack_x: whether input is copied into operand form first.
         activation_in_y: whether that is stored in the result's memory and normalized in place.
         keeps_activation: whether that and its moments are kept for the backward pass.
+        keeps_conv: whether PyTorch's convolution is, before the bias is added.
         split_axes: axes, depth first, along which the kernel treats borders apart, to skip taps that would
             read only padding.
         share_taps: whether one load of input serves all taps along the height, with borders cut off along the
@@ -58,6 +59,7 @@ class Plan:
     pack_x: bool
     activation_in_y: bool
     keeps_activation: bool
+    keeps_conv: bool
     tile_positions: int
     split_axes: int
     share_taps: bool
@@ -91,6 +93,7 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         pack_x=plan["pack_x"],
         activation_in_y=plan["activation_in_y"],
         keeps_activation=plan["keeps_activation"],
+        keeps_conv=plan["keeps_conv"],
         tile_positions=plan["tile_positions"],
         split_axes=plan["split_axes"],
         share_taps=plan["share_taps"],

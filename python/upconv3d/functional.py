@@ -240,11 +240,11 @@ def conv_transpose3d_relu_group_norm(
         precision: concerns float32 input on CUDA. "ieee": float32's error; "tf32": at most TF32's error
             (operands of a 10-bit mantissa); None: what torch.backends.cudnn.conv.fp32_precision says at the
             call (under torch.compile: when the graph is compiled, for PyTorch has no guard on that setting).
-        recompute: concerns gradients. False: relu(conv) is kept for the backward, on an SM90 GPU in 16 bit or
-            as precision needs, on the CPU in the input's dtype; True: the backward computes it again from
-            input, which alone is kept, as it always does on other GPUs, and on any where torch.compile does
-            not know the sizes. The gradients have the same bits on an SM90 GPU; on the CPU, oneDNN's may
-            differ in the last ones.
+        recompute: concerns gradients. False: relu(conv) is kept for the backward, on the SM90 plan in 16 bit
+            or as precision needs, on other plans and the CPU the convolution in the input's dtype; True: the
+            backward computes it again from input, which alone is kept, as it always does in float64 on CUDA,
+            and there where torch.compile does not know the sizes. The gradients have the same bits on the
+            SM90 plan; elsewhere those of PyTorch's convolution may differ in the last ones.
 
     Returns:
         [N, K, Z, P, Q] or [K, Z, P, Q], dtype of input; Z = (D-1)*stride - 2*padding + dilation*(T-1)

@@ -240,7 +240,7 @@ def _run_cuda(
         pair = _run_kernels(tensors, settings, recording)
     elif plain:
         cast = tensors
-        if not unkept and computes_in_float32(tensors, low, settings[0], settings[3]):  # type: ignore[arg-type]
+        if not unkept and computes_in_float32(tensors, low, settings):  # type: ignore[arg-type]
             cast = (tensors[0].float(), *tensors[1:])
             settings = (*settings[:7], "tf32", *settings[8:])
         else:

@@ -60,6 +60,43 @@ void test_backward_plans() {
   expect(!weight.grad_x && weight.grad_w.has_value(), "what is not asked for is not computed");
 }
 
+void test_library_training() {
+  Problem small = headline(DType::kFloat32, Layout::kNCDHW);
+  small.c = small.k = small.num_groups = 2;
+  const Plan plan = select_training_plan(small, hopper(), all_compiled());
+  expect(plan.algorithm == Algorithm::kCudaLibrary && plan.keeps_conv && !plan.keeps_activation &&
+             !plan.activation_in_y,
+         "the convolution is kept beside y: " + describe(plan));
+  const Plan without = select_plan(small, hopper(), all_compiled());
+  expect(without.activation_in_y && !without.keeps_conv, "nothing is kept where nothing follows");
+  const auto keeps = [](const Problem& p) {
+    return select_training_plan(p, hopper(), all_compiled()).keeps_conv;
+  };
+  Problem wide = small;
+  wide.dtype = DType::kFloat64;
+  Problem rows = small;
+  rows.x_layout = rows.y_layout = Layout::kNDHWC;
+  expect(keeps(rows), "kept in either layout");
+  Problem skip = small;
+  skip.tail.has_skip = true;
+  Problem returned = small;
+  returned.tail.returns_conv = true;
+  Problem bare = small;
+  bare.num_groups = 1, bare.tail.norm = false;
+  expect(!keeps(wide) && !keeps(skip) && !keeps(returned) && !keeps(bare),
+         "what PyTorch differentiates is not kept");
+  Device ampere = hopper();
+  ampere.compute_capability = 80;
+  const Problem planes = headline(DType::kBFloat16, Layout::kNCDHW);
+  expect(select_training_plan(planes, ampere, all_compiled()).keeps_conv, "kept on Ampere");
+  ampere.forced_plan = "sm80";
+  expect(!select_training_plan(planes, ampere, all_compiled()).keeps_conv, "the SM80 kernel keeps nothing");
+  const BackwardPlan all = library_backward_plan(small, kAll);
+  expect(all.library && all.grad_c_pitch == 2 && all.stages.back() == "aten::convolution_backward",
+         "the library convolves: " + describe(all));
+  expect(!library_backward_plan(small, {false, false, true, true, true}).library, "vectors alone");
+}
+
 void test_library() {
   const auto expect_library = [](const Problem& p, const char* part, const Device& device = hopper()) {
     const BackwardPlan plan = plan_of(p, kAll, device);
@@ -84,6 +121,7 @@ int main() {
   try {
     upconv3d::test_training_plans();
     upconv3d::test_backward_plans();
+    upconv3d::test_library_training();
     upconv3d::test_library();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());

@@ -49,6 +49,7 @@ struct FinalizeArgs {
   double eps;                  // activation units squared
   double* scratch;             // [N,G,segments,3] double, or null where segments is 1
   Stat<T>* table;              // [3,N,K] stat
+  float4* groups;              // [N,G] mean, rest of the mean, rstd, unused; or null
 };
 
 struct DoubleMoments {
@@ -169,6 +170,10 @@ __device__ __forceinline__ void write_table(const FinalizeArgs<T>& args, std::in
   const S mean = static_cast<S>(moments.mean);
   const double mean_rest = moments.mean - static_cast<double>(mean);
   const std::int64_t plane = args.shape.n * args.shape.k;
+  if (args.groups != nullptr && threadIdx.x == 0) {
+    args.groups[sample * args.shape.num_groups + group] = {
+        static_cast<float>(mean), static_cast<float>(mean_rest), static_cast<float>(rstd), 0.f};
+  }
   for (std::int64_t i = threadIdx.x; i < args.channels; i += kThreads) {
     const std::int64_t channel = group * args.channels + i;
     const double gamma = args.gamma != nullptr ? static_cast<double>(to_stat(args.gamma[channel])) : 1.0;
@@ -246,6 +251,7 @@ void launch_group_norm_finalize(const FinalizeParams& params, cudaStream_t strea
     args.eps = params.eps;
     args.scratch = static_cast<double*>(params.scratch);
     args.table = static_cast<Stat<T>*>(params.table);
+    args.groups = reinterpret_cast<float4*>(params.groups);
     const std::int64_t groups = shape.n * shape.num_groups;
     if (args.segments == 1) {
       const bool small = shape.tiles * args.channels <= kThreadsSmall * kChunk;

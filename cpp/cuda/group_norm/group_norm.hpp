@@ -57,6 +57,7 @@ struct FinalizeParams {
   void* scratch = nullptr;               // finalize_scratch_bytes(shape, dtype)
   void* table = nullptr;                 // [3,N,K] stat, written: mean, scale, shift
   const std::int32_t* counts = nullptr;  // [tiles] positions of each tile, where they are not as said above
+  float* groups = nullptr;  // [N,G,4] written, or null: mean, what it lost by rounding, 1/sqrt(var + eps), 0
 };
 std::int64_t finalize_scratch_bytes(const GroupNormShape& shape, DType dtype);
 void launch_group_norm_finalize(const FinalizeParams& params, cudaStream_t stream);
