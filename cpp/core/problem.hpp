@@ -65,6 +65,7 @@ struct Problem {
   Layout y_layout = Layout::kNCDHW;
   bool x_aligned = true;  // x starts on a 16-byte boundary, as TMA requires
   bool has_bias = false;
+  bool w_channels_last = false;  // w lies dense as [C,T,R,S,K/groups], and starts on a 16-byte boundary
   Operation operation = Operation::kConvTranspose;
   Tail tail;  // what follows the convolution
 
