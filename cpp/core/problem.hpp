@@ -65,8 +65,8 @@ struct Problem {
   Layout y_layout = Layout::kNCDHW;
   bool x_aligned = true;  // x starts on a 16-byte boundary, as TMA requires
   bool has_bias = false;
-  bool w_channels_last = false;  // w lies dense as [C,T,R,S,K/groups], and starts on a 16-byte boundary
   Operation operation = Operation::kConvTranspose;
+  bool w_channels_last = false;  // w lies dense as [C,T,R,S,K/groups], and starts on a 16-byte boundary
   Tail tail;  // what follows the convolution
 
   /// Z,P,Q: (in-1)*stride - 2*padding + dilation*(kernel-1) + output_padding + 1, per axis. kConv: the in
