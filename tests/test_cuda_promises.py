@@ -148,8 +148,8 @@ def test_launches_per_forward(hopper, shape, layout, kind):
     print(
         f"{kind} {layout} N={shape[0]}: {len(names)} launches, {len(fills)} of them fills or copies: {names}"
     )
-    # Large float32 operands are packed in three launches, 16-bit ones that lie channels last in none; NCDHW is
-    # normalized by a kernel of its own.
+    # Large float32 operands are packed in three launches, 16-bit ones that lie channels last in none; NCDHW
+    # is normalized by a kernel of its own.
     plan = block.plan()
     lying = plan.w_in_place and not plan.pack_x
     assert lying == (block.input.element_size() == 2 and layout == "NDHWC")

@@ -140,7 +140,7 @@ def test_channels_last_weight_is_read_where_it_lies(training):
     misaligned["weight"]["data_ptr_mod16"] = 8
     assert not plan_of(misaligned).w_in_place
     # One tap: both orders are the same memory.
-    assert plan_of(facts(kernel=(1, 1, 1))).w_in_place
+    assert plan_of(facts(kernel=(1, 1, 1), training=True)).w_in_place
 
 
 def test_computing_twice_packs_weights():
