@@ -32,9 +32,10 @@ def facts(
         return _tensor(sizes, strides, dtype)
 
     groups = overrides.get("groups", 1)
+    weight_layout = overrides.pop("weight_layout", "NCDHW")
     base = {
         "input": tensor([n, c, *extent], layout == "NDHWC"),
-        "weight": tensor([c, k // groups, *kernel], False),
+        "weight": tensor([c, k // groups, *kernel], weight_layout == "NDHWC"),
         "bias": None,
         "norm_weight": None,
         "norm_bias": None,
@@ -119,6 +120,33 @@ def test_family_per_dtype_and_precision(dtype, precision, family, layout):
     packing = FLOAT32_PACKING if dtype == "float32" else ("pack_operands",)
     normalizing = () if plan.activation_in_y else ("group_norm_normalize",)
     assert plan.stages == (*packing, plan.kernel, *normalizing)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_channels_last_weight_is_read_where_it_lies(training):
+    def plan(**changes):
+        return plan_of(facts(weight_layout="NDHWC", training=training, **changes))
+
+    lying = plan()
+    assert lying.w_in_place and lying.stages == (lying.kernel,)
+    assert "from w as it lies" in str(lying) and lying.problem["w_channels_last"]
+    # x in another order is packed by a launch of its own, which leaves w alone.
+    transposed = plan(layout="NCDHW")
+    assert transposed.w_in_place and transposed.pack_x and transposed.stages[0] == "pack_operands"
+    # Rows that are no whole 16-byte chunks, groups, and what is to be converted.
+    for changes in ({"k": 100, "num_groups": 10}, {"groups": 2}, {"dtype": "float32", "precision": "tf32"}):
+        assert not plan(**changes).w_in_place and plan(**changes).stages[0].startswith("pack_")
+    misaligned = facts(weight_layout="NDHWC")
+    misaligned["weight"]["data_ptr_mod16"] = 8
+    assert not plan_of(misaligned).w_in_place
+    # One tap: both orders are the same memory.
+    assert plan_of(facts(kernel=(1, 1, 1), training=True)).w_in_place
+
+
+def test_computing_twice_packs_weights():
+    block = facts(1, 128, 128, (48, 48, 48), (2, 2, 2), stride=[2, 2, 2], weight_layout="NDHWC")
+    plan = plan_of(block)
+    assert plan.twice and not plan.w_in_place and plan.stages == ("pack_operands", plan.kernel)
 
 
 @pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])

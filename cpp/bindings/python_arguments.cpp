@@ -111,6 +111,7 @@ py::dict to_dict(const Problem& p) {
   dict["x_layout"] = name(p.x_layout);
   dict["y_layout"] = name(p.y_layout);
   dict["x_aligned"] = p.x_aligned;
+  dict["w_channels_last"] = p.w_channels_last;
   dict["has_bias"] = p.has_bias;
   dict["order"] = name(p.tail.order);
   dict["norm"] = p.tail.norm;
@@ -133,6 +134,7 @@ py::dict to_dict(const Plan& plan) {
   dict["conv_layout"] = name(plan.conv_layout);
   dict["activation"] = name(plan.activation);
   dict["pack_x"] = plan.pack_x;
+  dict["w_in_place"] = plan.w_in_place;
   dict["activation_in_y"] = plan.activation_in_y;
   dict["keeps_activation"] = plan.keeps_activation;
   dict["keeps_conv"] = plan.keeps_conv;

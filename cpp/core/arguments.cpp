@@ -233,6 +233,8 @@ Problem make_problem(const Arguments& a) {
   p.x_layout = x_suggests || dense_ndhwc_only ? Layout::kNDHWC : Layout::kNCDHW;
   // A copy that has to be made anyway starts where the allocator puts it, on at least 64 bytes.
   p.x_aligned = !is_dense(x_sizes, x_strides, p.x_layout) || a.input.data_ptr_mod16 == 0;
+  p.w_channels_last =
+      is_dense(a.weight.sizes, a.weight.strides, Layout::kNDHWC) && a.weight.data_ptr_mod16 == 0;
   return p;
 }
 

@@ -50,6 +50,7 @@ std::string describe(const Plan& plan) {
                    name(plan.conv_layout), plan.activation_in_y ? " in y's memory" : " beside y");
   }
   if (plan.pack_x) text += ", from a packed copy of x";
+  if (plan.w_in_place) text += plan.pack_x ? " and w as it lies" : ", from w as it lies";
   if (!plan.channels.empty()) text += concat("\n  channels: ", plan.channels);
   if (plan.estimated_stored_ms > 0) {
     text += concat("\n  estimates after packing: stored ", plan.estimated_stored_ms, " ms, computed twice ");

@@ -98,6 +98,7 @@ struct Plan {
   bool keeps_activation = false;         // SM90: before(conv) and its moments are kept for the backward
   bool keeps_conv = false;               // library: the convolution, without bias, is kept for the backward
   bool linear = false;                   // SM90: no normalization follows, and so no moments are taken
+  bool w_in_place = false;               // SM90: w is read as it lies, [C,T,R,S,K], and not packed
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
   int split_axes = 0;                    // axes along which our kernels cut borders off (border_slabs)
   bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)

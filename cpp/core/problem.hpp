@@ -66,7 +66,8 @@ struct Problem {
   bool x_aligned = true;  // x starts on a 16-byte boundary, as TMA requires
   bool has_bias = false;
   Operation operation = Operation::kConvTranspose;
-  Tail tail;  // what follows the convolution
+  bool w_channels_last = false;  // w lies dense as [C,T,R,S,K/groups], and starts on a 16-byte boundary
+  Tail tail;                     // what follows the convolution
 
   /// Z,P,Q: (in-1)*stride - 2*padding + dilation*(kernel-1) + output_padding + 1, per axis. kConv: the in
   /// that this gives; output_padding inputs at the end are then none that an output's last tap needs.

@@ -471,7 +471,8 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   if (cut.split_axes == 0 && has_phases) plan.window_tiles = window_tiles(p, slabs, instance);
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
   plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
-  plan.stages = pack_stages(p);
+  plan.w_in_place = reads_w_in_place(p);
+  if (plan.pack_x || !plan.w_in_place) plan.stages = pack_stages(p);
   plan.stages.push_back(instance.name);
   if (p.tail.norm && p.tail.returns_conv && p.y_layout != plan.conv_layout)
     plan.stages.push_back("unpack_rows");
@@ -497,16 +498,15 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
   plan.twice = true;
   plan.instance = instance;
   plan.tile_positions = kTwicePositions;
-  plan.split_axes = 0;
-  plan.share_taps = false;
-  plan.window_tiles = 0;
+  plan.window_tiles = plan.split_axes = 0;
+  plan.share_taps = plan.w_in_place = false;
   plan.tiles = twice_moments(layout);
   // This kernel's own registers hold what it normalizes, so any activation may follow.
-  if (!plan.normalizes) plan.stages.pop_back();
   plan.normalizes = plan.activation_in_y = true;
   plan.conv_layout = p.y_layout;
   plan.channels = channels_text(p, true);
-  plan.stages.back() = instance->name;
+  plan.stages = pack_stages(p);
+  plan.stages.push_back(instance->name);
   return "";
 }
 

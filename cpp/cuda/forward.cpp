@@ -136,11 +136,13 @@ ConvTransposeParams conv_params(const Problem& problem, const Plan& plan, const 
   conv.x_hi = workspace.operands.x(plan, tensors);
   conv.x_packed = plan.pack_x;
   conv.x_lo = workspace.operands.x_lo;
-  conv.w_hi = workspace.operands.w_hi;
+  conv.w_in_place = plan.w_in_place;
+  conv.w_hi = workspace.operands.w(plan, tensors);
   conv.w_lo = workspace.operands.w_lo;
   conv.bias = tensors.bias;
   conv.a = activation.a;
   conv.counters = workspace.counters;
+  conv.clears_counters = PackedOperands::packs_nothing(plan);
   conv.split_axes = plan.split_axes;
   conv.share_taps = plan.share_taps;
   conv.window_tiles = plan.window_tiles;
@@ -163,8 +165,8 @@ ConvTransposeParams conv_params(const Problem& problem, const Plan& plan, const 
   return conv;
 }
 
-/// The SM90 plan: pack the operands, then everything else in one kernel, or all but a normalization that
-/// transposes, or that an activation follows which is too much for that kernel.
+/// The SM90 plan: pack the operands that must be, then everything else in one kernel, or all but a
+/// normalization that transposes, or that an activation follows which is too much for that kernel.
 void run_sm90(const Problem& problem, const Plan& plan, const Device& device, const ForwardTensors& tensors,
               cudaStream_t stream, LaunchMemo* memo) {
   const Sm90Workspace workspace(problem, plan, tensors.workspace);

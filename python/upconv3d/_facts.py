@@ -95,7 +95,7 @@ def kept_of(facts: dict[str, Any]) -> Kept | None:
 
 
 def empty_kept(kept: Kept | None, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor without values in the place of what is kept, of a result y; [0] where that is nothing known."""
+    """A tensor without values in the place of what is kept beside y; [0] where that is not known."""
     if kept is not None and kept.convolution:
         return torch.empty_like(y, dtype=dtype)
     return y.new_empty(0 if kept is None else kept.size, dtype=torch.uint8)

@@ -26,6 +26,7 @@ class Plan:
         activation: dtype of what is normalized, relu(conv) or conv, between convolution and normalize. Under
             "tf32" it is stored in 16 bits with a step, as the plan's text says.
         pack_x: whether input is copied into operand form first.
+        w_in_place: whether the kernel reads weight where it lies; else it packs a copy.
         activation_in_y: whether that is stored in the result's memory and normalized in place.
         keeps_activation: whether that and its moments are kept for the backward pass.
         keeps_conv: whether PyTorch's convolution is, before the bias is added.
@@ -57,6 +58,7 @@ class Plan:
     conv_layout: str
     activation: str
     pack_x: bool
+    w_in_place: bool
     activation_in_y: bool
     keeps_activation: bool
     keeps_conv: bool
@@ -91,6 +93,7 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         conv_layout=plan["conv_layout"],
         activation=plan["activation"],
         pack_x=plan["pack_x"],
+        w_in_place=plan["w_in_place"],
         activation_in_y=plan["activation_in_y"],
         keeps_activation=plan["keeps_activation"],
         keeps_conv=plan["keeps_conv"],
@@ -132,8 +135,8 @@ def explain(
     """The plan that conv_transpose3d_relu_group_norm would run for the same arguments; computes nothing.
 
     Args and Raises: those of conv_transpose3d_relu_group_norm; only sizes, strides, dtypes, devices and the
-    alignment of input are read. training: whether the plan is to be that of a call whose gradients
-    are wanted.
+    alignment of input and weight are read. training: whether the plan is to be that of a call whose
+    gradients are wanted.
     """
     check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
     facts = block_facts(

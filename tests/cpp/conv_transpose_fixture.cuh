@@ -54,6 +54,8 @@ struct Launch {
   bool affine = true;  // gamma and beta are given
   Mode mode = Mode::kInPlace;
   Tail tail{};
+  bool w_in_place = false;       // w is [C,T,R,S,K], not packed
+  bool clears_counters = false;  // which are poisoned; else they are zero
 };
 
 /// Scaling x by 2^3 and w by 2^-2 and undoing it with unscale exponents exercises the float epilogue.
@@ -81,6 +83,12 @@ inline bool can_launch(const ConvInstance& instance, const Problem& problem, Mod
   return !normalizes(mode) || problem.k % kChannelUnit == 0;
 }
 
+/// Whether the variant takes the case's w as it lies.
+inline bool can_read_w_in_place(const ConvInstance& instance, const Problem& problem) {
+  return instance.products == 1 && instance.output == instance.operand && problem.groups == 1 &&
+         problem.k % kChannelUnit == 0;
+}
+
 /// One case's tensors on the device and its exact convolution, for all launches of an instance.
 template <class Operand, class Output>
 class Fixture {
@@ -93,6 +101,7 @@ class Fixture {
         x_lo_(packed_x_size()),
         w_hi_(packed_w_size()),
         w_lo_(packed_w_size()),
+        w_in_place_(w_size()),
         bias_(problem_.k),
         gamma_(problem_.k),
         beta_(problem_.k),
@@ -150,8 +159,10 @@ class Fixture {
     DeviceBuffer<std::int32_t> moment_of(problem_.positions());
     DeviceBuffer<std::int32_t> counters(cuda::counter_count(problem_));
     part.poison(), table.poison(), steps.poison(), moment_of.poison(), a_.poison(), y_.poison();
-    counters.clear();
+    launch.clears_counters ? counters.poison() : counters.clear();
     cuda::ConvTransposeParams params = operands();
+    params.w_in_place = launch.w_in_place, params.clears_counters = launch.clears_counters;
+    if (launch.w_in_place) params.w_hi = w_in_place_.get();
     if (launch.affine) params.gamma = gamma_.get(), params.beta = beta_.get();
     params.a = a_.get(), params.counters = counters.get();
     params.linear = linear;
@@ -195,7 +206,7 @@ class Fixture {
   const ConvInstance& instance_;
   Problem problem_;
   const bool x_packed_;
-  DeviceBuffer<Operand> x_hi_, x_lo_, w_hi_, w_lo_;
+  DeviceBuffer<Operand> x_hi_, x_lo_, w_hi_, w_lo_, w_in_place_;
   DeviceBuffer<Output> bias_, gamma_, beta_, slopes_, a_, y_;
   DeviceBuffer<std::int32_t> unscale_sample_, unscale_column_;
   std::vector<double> convolved_;  // [N,Z,P,Q,K] conv + bias
@@ -302,6 +313,7 @@ class Fixture {
   /// x = (3x, -2x), w = (-2w, w).
   void upload_operands(std::vector<double> x, std::vector<double> w) {
     const std::int64_t inputs = group_inputs(problem_), pitch = operand_channels(problem_);
+    w_in_place_.upload(rounded<Operand>(transposed(w, inputs)));
     if (x_packed_) x = packed(x, problem_.n, problem_.groups, inputs, pitch);
     w = packed(w, 1, 1, inputs, pitch);
     const bool split = instance_.products == 3;

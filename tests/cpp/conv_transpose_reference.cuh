@@ -132,6 +132,16 @@ inline std::vector<double> packed(const std::vector<double>& from, std::int64_t 
   return to;
 }
 
+/// [rows,columns] as [columns,rows].
+inline std::vector<double> transposed(const std::vector<double>& from, std::int64_t columns) {
+  const std::int64_t rows = static_cast<std::int64_t>(from.size()) / columns;
+  std::vector<double> to(from.size());
+  for (std::int64_t i = 0; i < static_cast<std::int64_t>(from.size()); ++i) {
+    to[i % columns * rows + i / columns] = from[i];
+  }
+  return to;
+}
+
 inline std::uint64_t next_random(std::uint64_t& state) {  // xorshift64
   state ^= state << 13;
   state ^= state >> 7;

@@ -178,6 +178,11 @@ void test_sm90_selection() {
   p.x_aligned = false;
   expect(select_plan(p, hopper(), all_compiled()).pack_x, "misaligned x is packed");
   p = headline();
+  p.w_channels_last = true;
+  const Plan lying = select_plan(p, hopper(), all_compiled());
+  expect(lying.w_in_place && lying.stages == std::vector<std::string>{lying.instance->name},
+         "w that lies channels last is not packed");
+  p = headline();
   p.n = 0;
   select_plan(p, hopper(), all_compiled());
 }

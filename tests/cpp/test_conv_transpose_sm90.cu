@@ -40,6 +40,7 @@ using upconv3d::Tail;
 using upconv3d::cuda::check;
 using upconv3d::tests::activated;
 using upconv3d::tests::can_launch;
+using upconv3d::tests::can_read_w_in_place;
 using upconv3d::tests::Fixture;
 using upconv3d::tests::group_counts;
 using upconv3d::tests::is_linear;
@@ -209,12 +210,13 @@ std::string label(const Problem& problem, const Launch& launch) {
          " groups=" + std::to_string(problem.groups) + " num_groups=" + std::to_string(launch.num_groups) +
          " split_axes=" + std::to_string(launch.cut.split_axes) +
          (launch.cut.share_taps ? " share_taps, " : ", ") + modes[int(launch.mode)] + ", " +
-         describe(launch.tail);
+         describe(launch.tail) + (launch.w_in_place ? ", w in place" : "") +
+         (launch.clears_counters ? ", clears counters" : "");
 }
 
 /// One launch by few blocks, and all that it wrote.
 template <class Fixture>
-void run_launch(Fixture& fixture, const Launch& launch, Tally& tally) {
+void run_one_launch(Fixture& fixture, const Launch& launch, Tally& tally) {
   tally.run(fixture.instance(), label(fixture.problem(), launch), [&] {
     fixture.launch(launch, kFewBlocks);
     std::string problem;
@@ -226,20 +228,33 @@ void run_launch(Fixture& fixture, const Launch& launch, Tally& tally) {
   });
 }
 
+/// The launch; where the variant can, once more with w as it lies and counters that it has to clear.
+template <class Fixture>
+void run_launch(Fixture& fixture, Launch launch, Tally& tally) {
+  run_one_launch(fixture, launch, tally);
+  launch.clears_counters = true;
+  launch.w_in_place = can_read_w_in_place(fixture.instance(), fixture.problem());
+  if (launch.w_in_place) run_one_launch(fixture, launch, tally);
+}
+
 template <class T>
 bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0);
 }
 
-/// 20 launches, by few blocks and by all that fit, give the same bits.
+/// 20 launches, by few blocks and by all that fit, that clear their counters or find them so, and with w
+/// packed or as it lies, give the same bits.
 template <class Fixture>
-std::string check_repeats(Fixture& fixture, const Launch& launch, int sm_count) {
+std::string check_repeats(Fixture& fixture, Launch launch, int sm_count) {
   constexpr int kLaunches = 20;
+  const bool may_lie = can_read_w_in_place(fixture.instance(), fixture.problem());
   fixture.launch(launch, sm_count);
   const auto a = fixture.a;
   const auto y = fixture.y;
   const auto channel_table = fixture.channel_table;
   for (int i = 1; i < kLaunches; ++i) {
+    launch.clears_counters = i % 2 == 1;
+    launch.w_in_place = may_lie && i % 3 != 0;
     fixture.launch(launch, i % 4 == 1 ? kFewBlocks : sm_count);
     if (!same_bits(a, fixture.a) || !same_bits(y, fixture.y)) {
       return "launch " + std::to_string(i) + " stored other bits than launch 0";

@@ -3,7 +3,10 @@
 ///
 ///   x     [N,D,H,W,C]                 operand  read through TMA im2col; or packed by layout/pack as
 ///         [N,groups,D,H,W,channels]            channels of a group, then zeros
-///   w     [T*R*S,K,channels]          operand  packed by layout/pack
+///   w     [T*R*S,K,channels]          operand  packed by layout/pack; or, of that dtype,
+///         [C,T*R*S,K]                          channels_last_3d as PyTorch keeps it: K contiguous, which
+///         wgmma
+///                                              takes of 16 bits, and zeros beyond C and K are TMA's
 ///   a     [N,Z,P,Q,K]                 output   before(conv + bias), then y: in place, or beside it
 ///   part  [N,moments,K/granule,2]     float    (mean, M2) of the *rounded* before(conv + bias)
 ///   table [N,G,4]                     float    mean, rest of the mean, 1/sqrt(var + eps)
@@ -34,6 +37,9 @@
 ///   warp 3       merges moments and normalizes finished samples; when no tile is left, the warps that
 ///                multiplied help with what remains (group_norm_sm90.cuh). A few blocks stop early for that.
 ///
+/// Where no launch packs anything, none has cleared the counters either: block 0 does, and all others wait
+/// for it at a barrier of the cooperative launch.
+///
 /// With three products, operands come as v = hi + lo and every k-block accumulates hi*lo + lo*hi + hi*hi in
 /// the tensor cores, then adds that into float registers: tensor cores truncate as they accumulate, and only
 /// short sums may be left to them (Ootomo & Yokota, arXiv:2203.03341).
@@ -43,6 +49,9 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
+
+#include <cooperative_groups.h>
 
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
 
@@ -66,12 +75,15 @@
 namespace upconv3d::cuda {
 
 /// Consumers: two warpgroups multiply what load_tiles brings and stage the results.
-template <class Traits>
+///
+/// \tparam W_IN_PLACE of params. Known here, not where it is needed: between two ways to multiply into the
+/// same registers ptxas would wait for each instruction (C7515).
+template <class Traits, bool W_IN_PLACE>
 CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, SharedMemory<Traits> const& shared) {
   using namespace cute;
   ControlStorage<Traits>& control = *shared.control;
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
-  auto rings = make_operand_rings(params, shared);
+  auto rings = make_operand_rings<Traits, W_IN_PLACE>(params, shared);
   Tensor acc =
       partition_fragment_C(typename Traits::TiledMma{},
                            Shape<Int<Traits::BLK_K>, Int<Traits::BLK_POS>>{});  // ((2,2,WG_POS/8),1,1)
@@ -165,6 +177,12 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
   arrive_stored<0>(pending);
 }
 
+/// By all threads of one block. \see counter_count
+template <class Traits>
+CUTLASS_DEVICE void clear_counters(KernelParams<Traits> const& params) {
+  for (int i = threadIdx.x; i < params.num_counters; i += Traits::THREADS) params.next_tile[i] = 0;
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::THREADS, 1)
     conv_transpose_relu_group_norm_sm90(__grid_constant__ const KernelParams<Traits> params) {
@@ -173,6 +191,12 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
   extern __shared__ __align__(1024) char raw_shared[];
   SharedMemory<Traits> const shared(raw_shared, params.rings);
   ControlStorage<Traits>& control = *shared.control;
+  cooperative_groups::grid_group const grid = cooperative_groups::this_grid();
+  cooperative_groups::grid_group::arrival_token cleared{};
+  if (params.num_counters > 0) {
+    if (blockIdx.x == 0) clear_counters(params);
+    cleared = grid.barrier_arrive();
+  }
   constexpr int kDrainWarps = 2;
   if (threadIdx.x == 0) {
     control.x.init(1, kConsumerWarps);
@@ -188,12 +212,21 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     control.first_moment[threadIdx.x] = slab.first_moment;
     control.last_count[threadIdx.x] = (slab.positions - 1) % Traits::STAGED_POS + 1;
   }
-  __syncthreads();
+  if (params.num_counters > 0) {
+    grid.barrier_wait(std::move(cleared));  // for the block's own threads too
+  } else {
+    __syncthreads();
+  }
 
   int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp >= 4) {
     cutlass::arch::warpgroup_reg_alloc<Traits::CONSUMER_REGISTERS>();
-    multiply_tiles(params, shared);
+    if constexpr (Traits::READS_W_IN_PLACE) {
+      params.w_in_place ? multiply_tiles<Traits, true>(params, shared)
+                        : multiply_tiles<Traits, false>(params, shared);
+    } else {
+      multiply_tiles<Traits, false>(params, shared);
+    }
     if (params.normalizes) {
       // Both warpgroups are done with the operands' memory: now items come there.
       cutlass::arch::NamedBarrier::sync(32 * kConsumerWarps, 1);
@@ -326,6 +359,28 @@ void fill_group_norm(const ConvTransposeParams& params, KernelParams<Traits>& to
   to.merge_steps = static_cast<int>(ceil_div(problem.num_groups * to.merge_lanes, 32));
 }
 
+/// The descriptors of w.
+template <class Traits>
+void fill_w(const ConvTransposeParams& params, DType operand, KernelParams<Traits>& to, TensorMaps& maps) {
+  const Problem& problem = params.problem;
+  to.w_in_place = params.w_in_place;
+  if (params.w_in_place) {
+    if (!Traits::READS_W_IN_PLACE || problem.groups != 1) {
+      throw std::logic_error(
+          "upconv3d: this variant of the SM90 kernel takes a packed w; got one in place for " +
+          describe(problem) + ". select_plan must pack it.");
+    }
+    maps.place(to.w[0], Mapped::kW,
+               encode_w_in_place(problem, operand, params.w_hi, Traits::W_BOX_K, Traits::BLK_C));
+    return;
+  }
+  const void* const w[2] = {params.w_hi, params.w_lo};
+  for (int split = 0; split < Traits::SPLITS; ++split) {
+    maps.place(to.w[split], split == 0 ? Mapped::kW : Mapped::kWLo,
+               encode_w(problem, operand, w[split], Traits::BLK_K, Traits::BLK_C));
+  }
+}
+
 /// All parameters but those of point_to.
 template <class Traits>
 void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType output,
@@ -341,11 +396,7 @@ void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType 
   to.pitch = static_cast<int>(to.in_place && Traits::QUANTIZED ? 2 * pitch : pitch);
   to.step_pitch = static_cast<int>(pitch);
   fill_slabs(params, operand, output, to, maps);
-  const void* const w[2] = {params.w_hi, params.w_lo};
-  for (int split = 0; split < Traits::SPLITS; ++split) {
-    maps.place(to.w[split], split == 0 ? Mapped::kW : Mapped::kWLo,
-               encode_w(problem, operand, w[split], Traits::BLK_K, Traits::BLK_C));
-  }
+  fill_w(params, operand, to, maps);
   if constexpr (!Traits::QUANTIZED) {
     if (to.normalizes) {
       maps.place(to.item, Mapped::kA,
@@ -358,6 +409,7 @@ void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType 
     to.kernel[axis] = static_cast<int>(problem.kernel[axis]);
     to.out[axis] = static_cast<int>(out[axis]);
   }
+  to.num_counters = params.clears_counters ? static_cast<int>(counter_count(problem)) : 0;
   to.samples = static_cast<int>(problem.n);
   to.k = static_cast<int>(problem.k);
   to.x_groups = params.x_packed ? static_cast<int>(problem.groups) : 1;

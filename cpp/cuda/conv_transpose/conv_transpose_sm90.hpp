@@ -17,9 +17,9 @@
 
 namespace upconv3d::cuda {
 
-/// conv_transpose_twice_sm90 takes no channel_table, steps, moment_of, split_axes, share_taps and
-/// window_tiles; its part is of unrounded values, by granules of twice_granule_shift, its table
-/// [twice_table_floats] (core/twice_layout.hpp).
+/// conv_transpose_twice_sm90 takes no channel_table, steps, moment_of, split_axes, share_taps, window_tiles,
+/// w_in_place and clears_counters; its part is of unrounded values, by granules of twice_granule_shift, its
+/// table [twice_table_floats] (core/twice_layout.hpp).
 ///
 /// a is before(conv + bias): problem.tail.before(), which must be ReLU or nothing. Linear: the same where it
 /// is ReLU, else conv + bias.
@@ -30,7 +30,8 @@ struct ConvTransposeParams {
   std::int64_t x_pitch = 0;    // channels of a row of x that is not packed; 0: C
   const void* x_lo = nullptr;  // as x_hi, three products only
   bool x_split = false;        // x_hi and x_lo are the same SplitRows, x_pitch channels each
-  const void* w_hi = nullptr;  // [T*R*S,K,operand_channels] operand
+  bool w_in_place = false;     // w_hi is w as it lies (reads_w_in_place), 16-byte aligned
+  const void* w_hi = nullptr;  // [T*R*S,K,operand_channels] operand; in place: [C,T*R*S,K]
   const void* w_lo = nullptr;  // the same, three products only
   const void* bias = nullptr;  // [K] dtype, or null
   const std::int32_t* unscale_sample = nullptr;  // [N] exponents, or null where operands are unscaled
@@ -60,16 +61,17 @@ struct ConvTransposeParams {
   std::int8_t* steps = nullptr;
   // [Z*P*Q] written: the partial moment, and so the steps, of a position; null: not wanted.
   std::int32_t* moment_of = nullptr;
-  std::int32_t* counters = nullptr;  // [counter_count(problem)], zero
+  std::int32_t* counters = nullptr;  // [counter_count(problem)], zero unless this launch clears them
   int split_axes = 0;                // axes along which borders are cut off, see border_slabs
   bool share_taps = false;        // loads of x serve several taps: tap_sharing_slabs instead of border_slabs
+  bool clears_counters = false;   // where no earlier kernel of the call can: blocks wait for that, about 1 us
   std::int64_t window_tiles = 0;  // position tiles of a window of the launch order, 0: slab by slab
   int sm_count = 0;               // blocks of the persistent grid
   // Of launches on one device that differ in nothing above but addresses, and in none that is null; or null.
   LaunchMemo* memo = nullptr;
 };
 
-/// Counters that a launch needs, which must be zero when it begins.
+/// Counters that a launch needs.
 inline std::int64_t counter_count(const Problem& problem) {
   return 2 + 2 * std::max<std::int64_t>(problem.n, kMaxTwiceClasses);
 }

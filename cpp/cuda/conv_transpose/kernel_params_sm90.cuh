@@ -61,17 +61,32 @@ struct ConvTransposeTraitsSm90 {
   static constexpr int WARPGROUPS_POS = 2 / WARPGROUPS_K;
   static constexpr int WG_POS = BLK_POS / WARPGROUPS_POS;
 
+  /// Whether w may be [C,T,R,S,K] as PyTorch's channels_last_3d leaves it: where the operand is its own
+  /// dtype.
+  static constexpr bool READS_W_IN_PLACE = PRODUCTS == 1 && std::is_same_v<Stored, Operand>;
+
+  template <bool W_IN_PLACE>
   using MmaOp =
       decltype(cute::GMMA::ss_op_selector<Operand, Operand, float,
-                                          cute::Shape<cute::_64, cute::Int<WG_POS>, cute::Int<BLK_C>>>());
-  using TiledMma = decltype(cute::make_tiled_mma(
-      MmaOp{}, cute::Layout<cute::Shape<cute::Int<WARPGROUPS_K>, cute::Int<WARPGROUPS_POS>, cute::_1>>{}));
+                                          cute::Shape<cute::_64, cute::Int<WG_POS>, cute::Int<BLK_C>>,
+                                          W_IN_PLACE ? cute::GMMA::Major::MN : cute::GMMA::Major::K>());
+  template <bool W_IN_PLACE>
+  using TiledMmaOf = decltype(cute::make_tiled_mma(
+      MmaOp<W_IN_PLACE>{},
+      cute::Layout<cute::Shape<cute::Int<WARPGROUPS_K>, cute::Int<WARPGROUPS_POS>, cute::_1>>{}));
+  using TiledMma = TiledMmaOf<false>;  // accumulators are the same of either
 
   using SmemAtom = cute::GMMA::Layout_K_SW128_Atom<Operand>;
   using SmemLayoutX = decltype(cute::tile_to_shape(
       SmemAtom{}, cute::Shape<cute::Int<BLK_POS>, cute::Int<BLK_C>>{}));  // (BLK_POS,BLK_C)
   using SmemLayoutW = decltype(cute::tile_to_shape(
       SmemAtom{}, cute::Shape<cute::Int<BLK_K>, cute::Int<BLK_C>>{}));  // (BLK_K,BLK_C)
+
+  // Boxes of 64 output channels, a swizzle row, of all of a k-block's input channels; box after box.
+  static constexpr int W_BOX_K = 64;
+  using SmemLayoutWInPlace = decltype(cute::tile_to_shape(
+      cute::GMMA::Layout_MN_SW128_Atom<Operand>{}, cute::Shape<cute::Int<BLK_K>, cute::Int<BLK_C>>{},
+      cute::Step<cute::_2, cute::_1>{}));  // (BLK_K,BLK_C)
 
   static constexpr int ROW_BYTES = BLK_C * int(sizeof(Operand));
   static constexpr int W_BYTES = BLK_K * ROW_BYTES;
@@ -188,6 +203,8 @@ struct KernelParams {
   CUtensorMap w[Traits::SPLITS];
   CUtensorMap item;  // a as [N,Z*P*Q,K]: boxes that are normalized; not for Stepped16
   int num_slabs;
+  bool w_in_place;                    // w is [C,T*R*S,K], not packed
+  int num_counters;                   // that the launch clears, 0: they are zero before
   int kernel[3];                      // T,R,S
   int out[3];                         // Z,P,Q
   int samples;                        // N
@@ -238,7 +255,7 @@ struct KernelParams {
   int merge_steps;                     // of a warp, 32 / merge_lanes groups each, for all groups of a sample
   float4* table;                       // [N,G] (mean, rest of the mean, 1/sqrt(var+eps), unused), or null
   float* channel_table;                // [3,N,K] mean, scale, shift, where this kernel does not normalize
-  // Counters, zero before the launch.
+  // Counters, one after the other; zero before the launch or cleared by it.
   int* next_tile;  // tiles handed out beyond each block's first
   int* next_item;  // normalization items handed out
   int* arrivals;   // [N] stored parts of half tiles, 2 * STAGE_ROUNDS per tile
@@ -317,7 +334,7 @@ CUTLASS_DEVICE int pixel_of(KernelParams<Traits> const& params, KernelSlab<Trait
 template <class Traits>
 struct SharedMemory {
   char* x;        // [x_units] x tiles, (BLK_POS + shared rows,BLK_C) swizzled each
-  char* w;        // [w_units] w tiles, (BLK_K,BLK_C) swizzled each
+  char* w;        // [w_units] w tiles, (BLK_K,BLK_C) swizzled each, either operand layout
   char* staging;  // [2] half tiles of Stored on their way to memory
   char* items;    // [ITEM_BUFFERS] items on their way to be normalized
   ControlStorage<Traits>* control;

@@ -22,6 +22,25 @@
 
 namespace upconv3d::cuda {
 
+/// Loads one tap of w, BLK_K output channels from `channel` on x BLK_C input channels from `c` on.
+template <class Traits>
+CUTLASS_DEVICE void load_w(KernelParams<Traits> const& params, CUtensorMap const& map, std::uint64_t* barrier,
+                           char* to, int c, int channel, int tap) {
+  // Every tile reads these channels' rows of w for all taps: w is what must stay in L2.
+  auto const hint = std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+  if constexpr (Traits::READS_W_IN_PLACE) {
+    if (params.w_in_place) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int box = 0; box < Traits::WARPGROUPS_K; ++box) {
+        cute::SM90_TMA_LOAD_3D::copy(&map, barrier, hint, to + box * (Traits::W_BYTES / Traits::WARPGROUPS_K),
+                                     channel + box * Traits::W_BOX_K, tap, c);
+      }
+      return;
+    }
+  }
+  cute::SM90_TMA_LOAD_3D::copy(&map, barrier, hint, to, c, channel, tap);
+}
+
 /// Producer: one thread hands out tiles and issues the loads of every k-block. Tiles are taken from a
 /// counter, since their costs differ; where a tile is computed changes no bit of it.
 template <class Traits>
@@ -80,10 +99,8 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
               CUTLASS_PRAGMA_UNROLL
               for (int split = 0; split < Traits::SPLITS; ++split) {
                 control.w.wait_empty(w);
-                // Every tile reads these channels' rows of w for all taps: w is what must stay in L2.
-                cute::SM90_TMA_LOAD_3D::copy(&params.w[split], control.w.expect(w.slot, Traits::W_BYTES),
-                                             std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
-                                             shared.w + w.slot * Traits::W_BYTES, c, coord.channel, tap);
+                load_w(params, params.w[split], control.w.expect(w.slot, Traits::W_BYTES),
+                       shared.w + w.slot * Traits::W_BYTES, c, coord.channel, tap);
                 w.advance(rings.w_units);
               }
             }
@@ -97,9 +114,10 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
 
 /// A consumer warpgroup's view of the rings.
 ///
+/// \tparam TiledMma  that multiplies them
 /// \tparam FragmentW (MMA,MMA_K,BLK_C/16) descriptors of the first unit of w
 /// \tparam FragmentX (MMA,MMA_POS,BLK_C/16) descriptors of the first unit of x
-template <class Traits, class FragmentW, class FragmentX>
+template <class Traits, class TiledMma, class FragmentW, class FragmentX>
 class OperandRings {
  public:
   CUTLASS_DEVICE OperandRings(ControlStorage<Traits>& control, RingShape const& rings, FragmentW const& w,
@@ -149,7 +167,7 @@ class OperandRings {
     for (int split = 0; split < Traits::SPLITS; ++split) barriers.arrive_empty(slots[split]);
   }
 
-  typename Traits::TiledMma mma_;
+  TiledMma mma_;
   ControlStorage<Traits>& control_;
   RingShape const& rings_;
   FragmentW w_;
@@ -157,21 +175,24 @@ class OperandRings {
   RingCursor x_at_, w_at_;
 };
 
-template <class Traits>
+template <class Traits, bool W_IN_PLACE>
 CUTLASS_DEVICE auto make_operand_rings(KernelParams<Traits> const& params,
                                        SharedMemory<Traits> const& shared) {
   using namespace cute;
   using Operand = typename Traits::Operand;
-  auto thread_mma = typename Traits::TiledMma{}.get_thread_slice(threadIdx.x - 128);
-  Tensor sW = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.w)),
-                          typename Traits::SmemLayoutW{});  // (BLK_K,BLK_C)
+  using TiledMma = typename Traits::template TiledMmaOf<W_IN_PLACE>;
+  using SmemLayoutW =
+      std::conditional_t<W_IN_PLACE, typename Traits::SmemLayoutWInPlace, typename Traits::SmemLayoutW>;
+  auto thread_mma = TiledMma{}.get_thread_slice(threadIdx.x - 128);
+  Tensor sW =
+      make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.w)), SmemLayoutW{});  // (BLK_K,BLK_C)
   Tensor sX = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.x)),
                           typename Traits::SmemLayoutX{});                // (BLK_POS,BLK_C)
   auto const w = thread_mma.make_fragment_A(thread_mma.partition_A(sW));  // (MMA,MMA_K,BLK_C/16)
   auto const x = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (MMA,MMA_POS,BLK_C/16)
   using FragmentW = cute::remove_cvref_t<decltype(w)>;
   using FragmentX = cute::remove_cvref_t<decltype(x)>;
-  return OperandRings<Traits, FragmentW, FragmentX>(*shared.control, params.rings, w, x);
+  return OperandRings<Traits, TiledMma, FragmentW, FragmentX>(*shared.control, params.rings, w, x);
 }
 
 /// acc = sum over k-blocks of w*x, taps that share a load of x lying `shared_rows` rows apart in it;

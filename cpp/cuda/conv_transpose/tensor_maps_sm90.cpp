@@ -177,6 +177,16 @@ TensorMap encode_w(const Problem& problem, DType operand, const void* w, int box
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
+TensorMap encode_w_in_place(const Problem& problem, DType operand, const void* w, int box_k,
+                            int box_channels) {
+  const auto k = static_cast<cuuint64_t>(problem.k);
+  return encode_tiled(
+      "w", problem, operand, const_cast<void*>(w), 0,
+      {k, static_cast<cuuint64_t>(volume(problem.kernel)), static_cast<cuuint64_t>(problem.c)}, k,
+      {static_cast<cuuint32_t>(box_k), 1, static_cast<cuuint32_t>(box_channels)},
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
 TensorMap encode_slab_channels(const Problem& problem, const Slab& slab, DType element, void* y,
                                int box_positions, int box_k) {
   const Extent3 out = problem.out();

@@ -80,6 +80,11 @@ TensorMap encode_slab_input(const Problem& problem, const Slab& slab, DType oper
 /// w [T*R*S,K,operand_channels] 16 bit, read in tiles of one tap x `box_k` output channels x `box_channels`.
 TensorMap encode_w(const Problem& problem, DType operand, const void* w, int box_k, int box_channels);
 
+/// w [C,T*R*S,K] 16 bit, K a multiple of 8, read in tiles of one tap x `box_channels` input channels x
+/// `box_k` output channels.
+TensorMap encode_w_in_place(const Problem& problem, DType operand, const void* w, int box_k,
+                            int box_channels);
+
 /// A slab of y, every step-th position of [N,Z,P,Q,channels] of `element`, stored in tiles of `box_positions`
 /// consecutive positions x `box_k` channels. The walk goes on from one sample's slab to the next one's: whole
 /// tiles of one sample only.

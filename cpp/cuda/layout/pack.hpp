@@ -96,7 +96,8 @@ struct PackParams {
   DType operand = DType::kFloat16;  // dtype itself where that is 16 bit, kFloat16 for float32
   int products = 1;                 // 1, or 3 (float32 only): write lo too
   const void* x = nullptr;          // [N,C,D,H,W] or [N,D,H,W,C] dtype, dense, any alignment
-  const void* w = nullptr;          // [C,K/groups,T,R,S] dtype, any strides
+  const void* w = nullptr;          // [C,K/groups,T,R,S] dtype, any strides; 16 bit: null where w is used as
+                                    // it lies
   std::int64_t w_strides[5] = {};   // of w, in elements
   void* x_hi = nullptr;             // [N,groups,D,H,W,operand_channels] operand, 16-byte aligned; null where
                                     // x is used as it lies
@@ -125,7 +126,7 @@ OperandScales carve_operand_scales(const Problem& problem, void* memory);
 ///
 ///   float32: pack_weight, pack_input, repack (which returns where the assumption holds); or, params.at_once,
 ///            pack_scaled_operands, which does the same
-///   16 bit:  pack_operands (w, and x unless x_hi is null)
+///   16 bit:  pack_operands (w unless it is null, and x unless x_hi is null)
 ///
 /// \throws std::invalid_argument for a combination of dtype, operand and products that no kernel takes.
 /// \throws std::runtime_error where CUDA refuses a launch.
