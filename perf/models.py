@@ -132,19 +132,19 @@ MODELS = [
         _autoencoder_kl,
     ),
     Model(
-        "residual_unet3d",
-        "pytorch-3dunet ResidualUNet3D, 64..1024 channels, GroupNorm(8)",
-        (1, 1, 80, 160, 160),
-        (1, 1, 16, 16, 16),
-        _residual_unet,
-        "pytorch3dunet",
-    ),
-    Model(
         "occupancy_head",
         "in the style of SurroundOcc's head, 256, 128, 64 channels, GroupNorm(16)",
         (1, 256, 25, 25, 2),
         (1, 64, 5, 5, 2),
         lambda small: OccupancyHead((64, 32, 16) if small else (256, 128, 64)),
         None,
+    ),
+    Model(
+        "residual_unet3d",
+        "pytorch-3dunet ResidualUNet3D, 64..1024 channels, GroupNorm(8)",
+        (1, 1, 80, 160, 160),
+        (1, 1, 16, 16, 16),
+        _residual_unet,
+        "pytorch3dunet",
     ),
 ]

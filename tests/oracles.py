@@ -172,7 +172,9 @@ def check_like_eager(block: Block, floor_factor: float = 1) -> None:
 def reference_gradients(
     block: Block, grad_y: Tensor, band: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """float64 gradients, and how much each may move when every |c| <= band*max|c| takes the other gate."""
+    """float64 gradients, and how much each may move: those of the convolution when every |c| <= band*max|c|
+    takes the other gate, norm_weight's by the rounding in c, a sum of products, that moves each of its terms.
+    """
     wide = block.to(torch.float64).requires_grad()
     c = wide.conv()
     a = F.relu(c).detach().requires_grad_()
@@ -199,6 +201,13 @@ def reference_gradients(
     )
     slack = {name: torch.zeros_like(grad) for name, grad in grads.items()}
     slack |= dict(zip(conv_names, moves, strict=True))
+    if "norm_weight" in tensors:
+        # Terms of either sign may cancel, roundings of them do not. They add up as a random walk.
+        terms = grad_y.double() * replace(wide, norm_weight=None, norm_bias=None).norm(a.detach())
+        products = wide.weight[:, 0].numel() // wide.groups
+        eps = torch.finfo(torch.promote_types(block.input.dtype, torch.float32)).eps
+        per_channel = [axis for axis in range(terms.dim()) if axis != terms.dim() - 4]
+        slack["norm_weight"] = products**0.5 * eps * terms.detach().square().sum(per_channel).sqrt()
     return grads, slack
 
 

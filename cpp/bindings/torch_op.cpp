@@ -2,8 +2,9 @@
 /// \file
 /// torch.ops.upconv3d.conv_transpose3d_relu_group_norm: schema and implementations for CPU and CUDA. And
 /// _for_training, the same with what a backward pass reads of it, an opaque piece of memory: empty where the
-/// plan keeps nothing; and _recomputed, of which autograd keeps the input alone. Fake kernels and autograd are registered in Python. And both once more with their
-/// numbers as one (block_settings.hpp), for calls that nothing but a CPU or CUDA kernel is to see.
+/// plan keeps nothing; and _recomputed, of which autograd keeps the input alone. Fake kernels and autograd
+/// are registered in Python. And the first two once more with their numbers as one (block_settings.hpp), for
+/// calls that nothing but a CPU or CUDA kernel is to see.
 
 #include <torch/csrc/stable/library.h>
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from . import _C
 from ._facts import block_facts, is_concrete, kept_of
 from ._geometry import batched, dense_as, memory_format_of
-from ._graphs import record_operator
+from ._graphs import is_traced, record_operator
 from ._numbered import numbered_block, numbered_block_for_training
 
 _NAME = "conv_transpose3d_relu_group_norm"
@@ -317,7 +317,7 @@ def _is_transformed(grad_y: Tensor) -> bool:
     return (
         torch._C._functorch.is_legacy_batchedtensor(grad_y)
         or torch._C._functorch.is_batchedtensor(grad_y)
-        or torch.compiler.is_compiling()
+        or is_traced(grad_y)
     )
 
 

@@ -6,6 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether a compiler, of a forward or of a backward pass, records what is done with `tensor`.
+
+    torch 2.11's is_compiling is not set while AOTAutograd traces: its tensors say so.
+    """
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or torch.compiler.is_compiling()
 
 
 def record_operator(
@@ -19,7 +30,7 @@ def record_operator(
 
     While a compiler traces, `name` is recorded as name_for_training where keeps(*arguments) says that what
     it keeps is known; its last result is then among those that setup_context gets. Others than compilers call
-    `name` itself: torch.jit.trace, modes, and fake tensors, to whom what is kept is of no use.
+    `name` itself: torch.jit.trace and modes, to whom what is kept is of no use.
     """
     training = f"{name}_for_training"
     kept_op = getattr(torch.ops.upconv3d, training).default
@@ -46,7 +57,7 @@ def record_operator(
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*arguments):
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keys, *arguments)
-        if torch.compiler.is_compiling() and keeps(*arguments):
+        if is_traced(arguments[0]) and keeps(*arguments):
             output = kept_op(*arguments)
             return output[0] if results == 1 else output[:results]
         return Recorded.apply(*arguments, keys)  # type: ignore[no-untyped-call]
