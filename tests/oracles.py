@@ -173,7 +173,7 @@ def reference_gradients(
     block: Block, grad_y: Tensor, band: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """float64 gradients, and how much each may move: those of the convolution when every |c| <= band*max|c|
-    takes the other gate, norm_weight's by the rounding in c, a sum of products, that moves each of its terms.
+    takes the other gate, sums over positions by the rounding in c, a sum of products, that moves each term.
     """
     wide = block.to(torch.float64).requires_grad()
     c = wide.conv()
@@ -201,13 +201,19 @@ def reference_gradients(
     )
     slack = {name: torch.zeros_like(grad) for name, grad in grads.items()}
     slack |= dict(zip(conv_names, moves, strict=True))
+    # Terms of either sign may cancel, roundings of them do not. They add up as a random walk.
+    eps = torch.finfo(torch.promote_types(block.input.dtype, torch.float32)).eps
+    walk = (wide.weight[:, 0].numel() // wide.groups) ** 0.5 * eps
+    per_channel = [axis for axis in range(c.dim()) if axis != c.dim() - 4]
+
+    def wander(terms: Tensor) -> Tensor:
+        return walk * terms.detach().square().sum(per_channel).sqrt()
+
     if "norm_weight" in tensors:
-        # Terms of either sign may cancel, roundings of them do not. They add up as a random walk.
-        terms = grad_y.double() * replace(wide, norm_weight=None, norm_bias=None).norm(a.detach())
-        products = wide.weight[:, 0].numel() // wide.groups
-        eps = torch.finfo(torch.promote_types(block.input.dtype, torch.float32)).eps
-        per_channel = [axis for axis in range(terms.dim()) if axis != terms.dim() - 4]
-        slack["norm_weight"] = products**0.5 * eps * terms.detach().square().sum(per_channel).sqrt()
+        xhat = replace(wide, norm_weight=None, norm_bias=None).norm(a)
+        slack["norm_weight"] = wander(grad_y.double().reshape(c.shape) * xhat.reshape(c.shape))
+    if "bias" in tensors:
+        slack["bias"] = slack["bias"] + wander(grad_a)
     return grads, slack
 
 

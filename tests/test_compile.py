@@ -57,6 +57,16 @@ def test_opcheck_of_the_backward_operator(device, layout):
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+@pytest.mark.parametrize("shape", ["padding", "monai-unet", "unbatched", "grouped"])
+def test_opcheck_of_the_training_operator(device, shape, layout):
+    """Also what is kept has the sizes and strides that a compiler was told."""
+    block = shape_block(shape, device=device)
+    block = block.channels_last() if layout == "NDHWC" else block
+    op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_for_training.default
+    torch.library.opcheck(op, _op_arguments(block), test_utils=("test_schema", "test_faketensor"))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("x_format", ["NCDHW", "NDHWC", "odd"])
 @pytest.mark.parametrize("w_format", ["NCDHW", "NDHWC"])

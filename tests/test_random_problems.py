@@ -96,6 +96,16 @@ def deterministic_cudnn(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
+def floor_factor(block: Block) -> float:
+    """Among hundreds, some eager result is right by luck.
+
+    And where every tap reads padding, the bias is all there is: 1/sqrt(eps) magnifies the rounding of its 16
+    bits under "tf32" (README, Limitations), and PyTorch returns norm_bias exactly.
+    """
+    only_bias = block.precision == "tf32" and not replace(block, bias=None).conv().any()
+    return 16 if only_bias else 2
+
+
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_random_problems(device, batch, monkeypatch):
     deterministic_cudnn(monkeypatch)
@@ -105,7 +115,7 @@ def test_random_problems(device, batch, monkeypatch):
         text, block = random_problem(index, device)
         plans[block.plan().algorithm] += 1
         try:
-            check_like_eager(block, floor_factor=2)  # among hundreds, some eager result is right by luck
+            check_like_eager(block, floor_factor(block))
             if device.type == "cuda":
                 assert torch.equal(bits(block.ours()), bits(block.ours())), "two calls, two results"
         except AssertionError as error:

@@ -55,8 +55,12 @@ std::tuple<Tensor, Tensor> conv_transpose3d_relu_group_norm_for_training(
     std::int64_t num_groups, const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
     double eps, StringHandle precision_handle) {
   const std::string precision = take_string(precision_handle);
-  return run_for_training({input, weight, bias, norm_weight, norm_bias, stride, padding, output_padding,
-                           dilation, groups, num_groups, eps, precision, true});
+  const OpArguments arguments = {input,          weight,   bias,   norm_weight, norm_bias, stride,    padding,
+                                 output_padding, dilation, groups, num_groups,  eps,       precision, true};
+  const auto [y, saved] = run_for_training(arguments);
+  // A convolution in the format of y, whatever PyTorch chose: the fake kernel has to say which it is.
+  if (saved.dim() != 5) return {y, saved};
+  return {y, contiguous_in(saved, prepare_call(arguments)->problem.y_layout)};
 }
 
 OpArguments numbered_arguments(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,

@@ -41,7 +41,7 @@ def _forward(
 def _for_training(input: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     y = _forward(input, *arguments)
     if input.device.type == "cpu":  # the convolution
-        return y, torch.empty(batched(y).shape, dtype=input.dtype, device=input.device)
+        return y, torch.empty_like(batched(y))
     # A compiler asks only where this is known; to others, who pass it on, it is of no consequence.
     known = is_concrete(input, *arguments[:-1]) and input.device.type == "cuda"
     kept = kept_of(block_facts(input, *arguments)) if known else None
