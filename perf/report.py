@@ -82,7 +82,7 @@ def models_report(result: dict[str, Any]) -> str:
 
 def report(result: dict[str, Any], shapes: dict[str, Shape], tag: str | None = "readme") -> str:
     """The Markdown of a result file: where it was measured, the command, the table of shapes tagged `tag`."""
-    if any("pass" in row for row in result["rows"]):
+    if any("replaced" in row for row in result["rows"]):
         return models_report(result)
     env = result["environment"]
     rows = [row for row in result["rows"] if tag is None or tag in shapes[row["name"]].tags]
