@@ -322,3 +322,33 @@ def test_a_copy_without_source_says_that_it_is_not_accelerated(monkeypatch):
         copied = copy.deepcopy(model)
     x = _volume()
     torch.testing.assert_close(copied(x), model(x))
+
+
+class _DropoutsInTurn(nn.Module):
+    """Another dropout is called between a convolution and its own; forward names its module otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.ConvTranspose3d(6, 4, 2, 2)
+        self.norm = nn.GroupNorm(2, 4)
+        self.mine = nn.Dropout(0.5)
+        self.other = nn.Dropout(0.5)
+        self.act = nn.ReLU()
+
+    def forward(this, x, z):  # noqa: N805
+        c = this.up(x)
+        z = this.other(z)
+        return this.act(this.mine(this.norm(c))), z
+
+
+def test_dropouts_draw_their_numbers_in_turn():
+    plain = _DropoutsInTurn()
+    model = copy.deepcopy(plain)
+    assert upconv3d.accelerate(model).replaced
+    x, z = _volume(), torch.randn(2, 3, 4)
+    for training in (True, False):
+        results = []
+        for each in (plain, model):
+            torch.manual_seed(3)
+            results.append(each.train(training)(x, z))
+        torch.testing.assert_close(*results)

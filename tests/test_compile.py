@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator as PyTorch's compiler sees it: opcheck, fake tensors, torch.compile."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -195,3 +196,8 @@ def test_what_a_compiled_forward_of_the_family_keeps(hopper):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert forward == ["upconv3d.conv_transpose3d_norm_act_for_training.default"]
     assert backward == ["upconv3d.conv_transpose3d_norm_act_backward.default"]
+
+
+def test_compiled_graphs_on_disk_are_of_one_build_and_plan():
+    tag = torch.compiler.config.cache_key_tag
+    assert f"upconv3d {upconv3d.__version__} " in tag and os.environ.get("UPCONV3D_PLAN", "") in tag

@@ -288,7 +288,7 @@ def test_autocast_casts_as_pytorch_does(cuda):
         assert relative_error(gradient, reference) <= limit, name
 
 
-@pytest.mark.parametrize("wrong", ["bytes", "dtype", "format"])
+@pytest.mark.parametrize("wrong", ["bytes", "rank", "dtype", "format"])
 def test_what_the_forward_kept_must_fit(cuda, wrong):
     block = kind_block("last_block", "ieee", cuda)
     args, kwargs = block.arguments()
@@ -296,6 +296,7 @@ def test_what_the_forward_kept_must_fit(cuda, wrong):
     saved = torch.randn_like(block.ours())
     saved = {
         "bytes": saved[:1],
+        "rank": saved.flatten(),
         "dtype": saved.half(),
         "format": saved.transpose(3, 4).contiguous().transpose(3, 4),
     }[wrong]
@@ -304,3 +305,8 @@ def test_what_the_forward_kept_must_fit(cuda, wrong):
             torch.randn_like(block.ours()), *args[:3], *numbers[:3], 1, numbers[3], kwargs["num_groups"],
             kwargs["norm_weight"], kwargs["eps"], kwargs["precision"], saved, 31, False,
         )  # fmt: skip
+
+
+def test_the_plan_of_both_passes_is_told_in_lines():
+    plan = plan_of(facts(n=2, c=2, k=2, dtype="float32", num_groups=2) | {"training": True})
+    assert "\nbackward:" in plan.description

@@ -101,7 +101,7 @@ py::dict explain(const py::dict& dict) {
   if (plan.keeps_conv) {
     const BackwardPlan backward = library_backward_plan(problem, all);
     backward_stages = backward.stages;
-    description += describe(backward) + "\n";
+    description += "\n" + describe(backward) + "\n";
   } else if (plan.keeps_activation) {
     std::vector<GradWInstance> grad_w_variants = grad_w_instances();
     for (GradWInstance& instance : grad_w_variants) instance.compiled = instance.compiled || assume_compiled;

@@ -68,7 +68,8 @@ void require_matching(const PreparedCall& call, const Tensor& grad_y, const Tens
   }
   const bool keeps = call.plan.keeps_activation || call.plan.keeps_conv;
   const bool lies_as_kept = call.plan.keeps_conv
-                                ? kept.dtype == own.dtype && is_dense_in(saved, call.plan.conv_layout)
+                                ? kept.dtype == own.dtype && sizes_of(saved) == call.y_sizes &&
+                                      is_dense_in(saved, call.plan.conv_layout)
                                 : saved.element_size() == 1 && saved.is_contiguous();
   const std::int64_t bytes = saved.numel() * static_cast<std::int64_t>(saved.element_size());
   if (!keeps || bytes != call.saved_bytes || !lies_as_kept) {
@@ -248,6 +249,8 @@ TailGradients numbered_tail_backward(const Tensor& grad_y, const Tensor& input, 
 }  // namespace upconv3d::bindings
 
 STABLE_TORCH_LIBRARY_FRAGMENT(upconv3d, library) {
+  // Where consume_saved is set, grad_c may lie in saved, which no schema can say of some calls alone: nobody
+  // traces such a call.
   library.def(
       "fused_backward(Tensor grad_y, Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
       "int[] output_padding, int groups, int[] dilation, int num_groups, Tensor? norm_weight, float eps, "

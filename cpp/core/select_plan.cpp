@@ -40,6 +40,28 @@ void require_no_obstacle(const Problem& problem, const std::string& forced_plan,
              ". Unset UPCONV3D_PLAN, or set it to library, which runs every block."));
 }
 
+/// Why a plan that may run is not worth it, or "": PyTorch's convolution and our passes after it are expected
+/// to be quicker by far, as where samples of a few positions leave most of every tile empty.
+std::string sm90_disadvantage(const Problem& p, const Plan& plan) {
+  // Only where tiles are mostly empty: of strides and few channels the estimate of cuDNN below is up to 5
+  // times too low.
+  constexpr double kLeastFilled = 0.25;
+  const double positions = static_cast<double>(p.positions());
+  const double filled = positions / static_cast<double>(plan.tiles * plan.tile_positions);
+  if (p.n == 0 || filled >= kLeastFilled) return "";
+  // Matmul rates of an H200 in FLOP/ms and the share of them that cuDNN reached at stride 1; what its
+  // launches and ours take at least; and by how much the estimate must be ahead to count.
+  const double rate = size_of(p.dtype) == 2 ? 679e9 : p.precision == Precision::kTF32 ? 349e9 : 51e9;
+  constexpr double kShare = 0.4, kLaunchesMs = 0.02, kAhead = 3;
+  const double library = p.useful_flops() / (kShare * rate) +
+                         tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(p.dtype)) +
+                         3 * tensor_ms(p, p.k, positions, size_of(p.dtype)) + kLaunchesMs;
+  const double ours = plan.twice ? plan.estimated_twice_ms : plan.estimated_stored_ms;
+  if (ours <= kAhead * library) return "";
+  return concat("tiles are filled to ", 100 * filled, "% and estimated at ", ours,
+                " ms, where cuDNN's convolution is expected to need ", library, " ms with our normalization");
+}
+
 /// Whether norm_backward can make anything of the library plan's convolution. Of a skip, of a returned
 /// convolution and without a norm, autograd records PyTorch's own calls, and of the family in float64.
 bool keeps_library_conv(const Problem& p) {

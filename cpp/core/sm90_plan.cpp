@@ -296,10 +296,6 @@ std::string channels_text(const Problem& p, bool stored_in_place) {
 constexpr double kCyclesPerMs = 1.65e6;
 constexpr double kBytesPerMs = 4.2e9;
 
-double tensor_ms(const Problem& p, std::int64_t channels, double positions, std::int64_t bytes) {
-  return static_cast<double>(p.n * channels * bytes) * positions / kBytesPerMs;
-}
-
 }  // namespace
 
 double estimated_multiply_ms(const Problem& p, const ConvInstance& instance, const Cut& cut, int sm_count) {
@@ -401,6 +397,10 @@ std::int64_t window_tiles(const Problem& p, const std::vector<Slab>& slabs, cons
 
 }  // namespace
 
+double tensor_ms(const Problem& p, std::int64_t channels, double positions, std::int64_t bytes) {
+  return static_cast<double>(p.n * channels * bytes) * positions / kBytesPerMs;
+}
+
 std::string sm90_obstacle(const Problem& p, const Device& device, const std::vector<ConvInstance>& instances,
                           std::optional<ConvInstance>& instance) {
   if (device.compute_capability != kHopper) {
@@ -420,26 +420,6 @@ std::string sm90_obstacle(const Problem& p, const Device& device, const std::vec
     return concat("this build has no kernel for ", family_text(family_of(p)),
                   " on arch 90a that can count this block's tiles");
   return "";
-}
-
-std::string sm90_disadvantage(const Problem& p, const Plan& plan) {
-  // Only where tiles are mostly empty: of strides and few channels the estimate of cuDNN below is up to 5
-  // times too low.
-  constexpr double kLeastFilled = 0.25;
-  const double positions = static_cast<double>(p.positions());
-  const double filled = positions / static_cast<double>(plan.tiles * plan.tile_positions);
-  if (p.n == 0 || filled >= kLeastFilled) return "";
-  // Matmul rates of an H200 in FLOP/ms and the share of them that cuDNN reached at stride 1; what its
-  // launches and ours take at least; and by how much the estimate must be ahead to count.
-  const double rate = size_of(p.dtype) == 2 ? 679e9 : p.precision == Precision::kTF32 ? 349e9 : 51e9;
-  constexpr double kShare = 0.4, kLaunchesMs = 0.02, kAhead = 3;
-  const double library = p.useful_flops() / (kShare * rate) +
-                         tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(p.dtype)) +
-                         3 * tensor_ms(p, p.k, positions, size_of(p.dtype)) + kLaunchesMs;
-  const double ours = plan.twice ? plan.estimated_twice_ms : plan.estimated_stored_ms;
-  if (ours <= kAhead * library) return "";
-  return concat("tiles are filled to ", 100 * filled, "% and estimated at ", ours,
-                " ms, where cuDNN's convolution is expected to need ", library, " ms with our normalization");
 }
 
 Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& instance) {

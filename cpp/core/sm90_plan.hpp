@@ -4,6 +4,7 @@
 /// or computed twice.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -45,9 +46,8 @@ inline bool is_in_epilogue(Activation activation) {
 double estimated_multiply_ms(const Problem& problem, const ConvInstance& instance, const Cut& cut,
                              int sm_count);
 
-/// Why a plan that may run is not worth it, or "": PyTorch's convolution and our passes after it are expected
-/// to be quicker by far, as where samples of a few positions leave most of every tile empty.
-std::string sm90_disadvantage(const Problem& problem, const Plan& plan);
+/// Time in ms that an H200 takes to read or write [n,channels,positions] of `bytes` each.
+double tensor_ms(const Problem& problem, std::int64_t channels, double positions, std::int64_t bytes);
 
 /// The plan that runs `instance`, where there is no obstacle: before(conv) is stored, then
 /// normalized where that is due.

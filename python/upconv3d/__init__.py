@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One fused block for PyTorch: group_norm(relu(conv_transpose3d(x, w, bias)))."""
 
+import os
+
 from ._extension import load_extension, require_torch
 
 require_torch()
 _C = load_extension()
 
-from . import _autocast, _autograd, _fake, _numbered, _tail_op, _transforms  # noqa: E402  (they register with the operator that _C has just defined)
+from . import _autocast, _autograd, _fake, _graphs, _numbered, _tail_op, _transforms  # noqa: E402  (they register with the operator that _C has just defined)
 from .accelerate import Finding, Report, accelerate  # noqa: E402
 from .explain import Plan, build_config, explain, explain_norm_act  # noqa: E402
 from .functional import conv_transpose3d_relu_group_norm  # noqa: E402
@@ -34,6 +36,8 @@ __all__ = [
     "inductor_pass",
 ]
 
+# Builds of one version may differ, and are told apart by when they were made.
+_graphs.tag_compile_cache(f"{__version__} {os.path.getmtime(str(_C.__file__))}")
 _autograd.register()
 _autocast.register()
 _fake.register()

@@ -35,7 +35,10 @@ _MOST_KINDS = 1024  # beyond which all are forgotten, as where shapes never repe
 
 def _takes_sm90_plan(input: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> bool:
     kind = (input.shape, input.stride(), weight.shape, weight.stride(), input.device, settings)
-    found = _takes_sm90.get(kind)
+    try:
+        found = _takes_sm90.get(kind)
+    except TypeError:  # a symbolic size, which has no hash
+        return False
     return _ask_for_plan(kind, input, weight, settings) if found is None else found
 
 

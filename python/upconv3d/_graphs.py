@@ -2,6 +2,7 @@
 """Autograd of an operator by its public name, as torch.library.register_autograd ties it, and with something
 kept for the backward where torch.compile can be told how much that is."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,15 @@ def is_traced(tensor: Tensor) -> bool:
     torch 2.11's is_compiling is not set while AOTAutograd traces: its tensors say so.
     """
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or torch.compiler.is_compiling()
+
+
+def tag_compile_cache(build: str) -> None:
+    """Lets graphs that torch.compile keeps on disk be found by this build alone, and under this forced plan.
+
+    They say what a forward keeps for its backward, which is a matter of both.
+    """
+    plan = os.environ.get("UPCONV3D_PLAN", "")
+    torch.compiler.config.cache_key_tag += f"|upconv3d {build} {plan}"
 
 
 def record_operator(

@@ -206,6 +206,8 @@ def _kept(tensors: Sequence[Any], settings: Sequence[Any]) -> Kept | None:
         return None
     if not is_concrete(*(v for v in tensors if v is not None), *settings):
         return None
+    if plain_number(tensors, settings) is None:  # the kernel keeps nothing where too many are remembered
+        return None
     kept = kept_of(facts_of(tensors, settings))
     return None if kept is None or kept.size == 0 else kept
 

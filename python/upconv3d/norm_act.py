@@ -455,7 +455,7 @@ def run_module(
             return_conv=return_conv,
             precision=precision,
         )
-        if key is not None and len(_settings_of) < _MOST_SETTINGS:
+        if key is not None and settings is None and len(_settings_of) < _MOST_SETTINGS:
             vectors = (norm_weight, norm_bias)
             numbers: tuple[Any, ...] = (
                 order,

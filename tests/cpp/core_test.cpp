@@ -6,12 +6,16 @@
 #include <functional>
 #include <iostream>
 #include <limits>
+#include <memory>
+#include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/arguments.hpp"
 #include "core/border_slabs.hpp"
 #include "core/errors.hpp"
+#include "core/launch_memo.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 #include "core/text.hpp"
@@ -433,11 +437,41 @@ void test_library_selection() {
          "8 positions per phase leave most of a tile empty: " + tiny.reason);
 }
 
+struct CountedLaunch : RememberedLaunch {
+  int runs = 0;
+};
+
+void test_launch_memo() {
+  LaunchMemo memo;
+  int made = 0;
+  const auto make = [&] {
+    ++made;
+    return std::make_unique<CountedLaunch>();
+  };
+  LaunchMemo::run<CountedLaunch>(&memo, make, [](CountedLaunch& launch) { ++launch.runs; });
+  LaunchMemo::run<CountedLaunch>(&memo, make, [&](CountedLaunch& launch) {
+    expect(++launch.runs == 2, "a launch is remembered");
+    std::thread([&] {
+      LaunchMemo::run<CountedLaunch>(
+          &memo, make, [](CountedLaunch& other) { expect(other.runs == 0, "one of its own while in use"); });
+    }).join();
+  });
+  const auto failing = [](CountedLaunch&) { throw std::runtime_error("refused"); };
+  expect_violation<std::runtime_error>([&] { LaunchMemo::run<CountedLaunch>(&memo, make, failing); },
+                                       "refused", "a launch that fails");
+  LaunchMemo::run<CountedLaunch>(&memo, make,
+                                 [](CountedLaunch& launch) { expect(launch.runs == 0, "is forgotten"); });
+  LaunchMemo::run<CountedLaunch>(nullptr, make,
+                                 [](CountedLaunch& launch) { expect(launch.runs == 0, "no memo"); });
+  expect(made == 4, "launches made");
+}
+
 }  // namespace
 }  // namespace upconv3d
 
 int main() {
   try {
+    upconv3d::test_launch_memo();
     upconv3d::test_problem();
     upconv3d::test_rules();
     upconv3d::test_formats();

@@ -280,9 +280,8 @@ def defaults_of(module: nn.Module) -> tuple[int, dict[str, Any]]:
     Raises: UnprovableError.
     """
     needed, defaults = 0, {}
-    for parameter in inspect.signature(type(module).forward).parameters.values():
-        if parameter.name == "self":
-            continue
+    static = isinstance(inspect.getattr_static(type(module), "forward"), staticmethod)
+    for parameter in list(inspect.signature(type(module).forward).parameters.values())[0 if static else 1 :]:
         if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
             raise UnprovableError("its forward takes arguments of an unusual kind")
         if parameter.default is inspect.Parameter.empty:

@@ -27,7 +27,8 @@ from .swap import _OPTIONS, MIXINS, Accelerated, is_sequential, leaves
 _TRACED = "_upconv3d_traced"
 _PARTS = (nn.GroupNorm, nn.InstanceNorm3d, nn.BatchNorm3d, nn.Identity)
 _PARTS += (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.GELU, nn.PReLU)  # type: ignore[assignment]
-_PARTS += (nn.Dropout, nn.Dropout2d, nn.Dropout3d)  # type: ignore[assignment]
+_DROPOUTS = (nn.Dropout, nn.Dropout2d, nn.Dropout3d)
+_PARTS += _DROPOUTS  # type: ignore[assignment]
 # Activations that a forward calls as functions, by what they are: the module that computes the same.
 Function = tuple[str, Any, bool]  # name and parameter of conv_transpose3d_norm_act, whether in place
 _stateless: dict[Function, nn.Module] = {}
@@ -229,6 +230,17 @@ def _is_call_with(node: fx.Node, argument: fx.Node) -> bool:
     return node.op == "call_module" and node.args == (argument,) and not node.kwargs
 
 
+def _adjacent(nodes: list[fx.Node], user: fx.Node) -> bool:
+    """Whether nothing is called between the chain's nodes, up to user: what else draws random numbers would
+    get others where one of the chain does."""
+    node = nodes[0].next
+    while node is not user:
+        if node not in nodes and node.op not in ("placeholder", "get_attr"):
+            return False
+        node = node.next
+    return True
+
+
 def _follow(conv: fx.Node, module: nn.Module, user: fx.Node) -> tuple[list[fx.Node], list[Any], str]:
     """The nodes behind a convolution's from this user of it on, each the only user of the one before.
 
@@ -244,6 +256,8 @@ def _follow(conv: fx.Node, module: nn.Module, user: fx.Node) -> tuple[list[fx.No
             part = module.get_submodule(str(user.target))
             if not isinstance(part, _PARTS) or any(not isinstance(p, nn.Module) for p in parts):
                 return nodes, parts, f"{type(part).__name__} follows"
+            if isinstance(part, _DROPOUTS) and not _adjacent(nodes, user):
+                return nodes, parts, f"{type(part).__name__} follows, after other calls"
             parts.append(part)
         elif (function := _activation_function(user)) is not None:
             parts.append(function)  # type: ignore[arg-type]
