@@ -2,7 +2,8 @@
 """What a right answer is.
 
 1. Small integers: conv + ReLU is exact in every dtype, so it is compared exactly, the normalization undone.
-2. Error against float64 at most twice PyTorch's error in the same precision (FlashAttention's rule).
+2. Error against float64 at most twice PyTorch's error in the same precision (FlashAttention's rule). Beyond
+   that, sums over positions may be off by the rounding of their terms (reference_gradients).
 3. ReLU's gradient jumps at 0: elements of the convolution so close to 0 that rounding decides their gate may
    go either way, and the gradients may differ by what those elements can contribute, no more.
 """
