@@ -97,7 +97,8 @@ def test_values_gradients_and_calls(name, training, device, calls):
             y * torch.linspace(-1, 1, y.numel(), device=device).view(y.shape) for y in _flat(part(tensor))
         ]
         sum(y.sum() for y in outputs).backward()
-    assert len(calls) == (len(found) if returning == 0 else 0)
+    # On the CPU PyTorch's own calls are recorded where the convolution is returned.
+    assert len(calls) == (len(found) if returning == 0 or device.type == "cuda" else 0)
     ours, theirs = (
         [x.grad, *(p.grad for p in m.parameters())] for x, m in zip(inputs, (model, plain), strict=True)
     )

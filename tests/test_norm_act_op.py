@@ -22,6 +22,7 @@ CASES = {
     "prelu-skip": {"activation": "prelu", "order": "act_norm", "skip": True},
     "prelu": {"activation": "prelu"},
     "instance-conv": {"norm": "instance", "return_conv": True},
+    "act-conv": {"order": "act_norm", "activation": "prelu", "return_conv": True, "n": None},
     "no-norm": {"norm": None, "activation": "elu", "skip": True, "return_conv": True},
     "skip-alone": {"norm": None, "activation": None, "skip": True},
     "nothing": {"norm": None, "activation": None, "return_conv": True},
@@ -259,14 +260,17 @@ class _Kernels:
     def backward(self, grad_y, *arguments):
         self.calls.append("backward")
         *tensors, saved, number, wanted, consume_saved = arguments
+        settings = _tail_op._settings[number]
+        returned = settings[-1]
+        if returned:  # the kernels read what it is, whatever is convolved
+            assert tensors[2] is None and not consume_saved
+            self.skip = saved - _tail._convolution(*tensors[:3], _tail.Settings(*settings).convolution())
         # The kernels keep the sum.
         tensors.append(None if self.skip is None else batched(self.skip))
-        assert (
-            len(tensors) == 7 and saved.dtype == torch.uint8 and grad_y.dim() == 5 and tensors[0].dim() == 5
-        )
+        assert len(tensors) == 7 and grad_y.dim() == tensors[0].dim() == 5
+        assert saved.dtype == (tensors[0].dtype if returned else torch.uint8)
         self.consumed.append(consume_saved)
         mask = [bool(wanted >> i & 1) for i in range(7)]
-        settings = _tail_op._settings[number]
         # Weights' gradients and the skip's only: the input's is left to the caller, with grad_c.
         found = _tail.tail_backward(grad_y, None, tensors, settings, [False, *mask[1:]])
         everything = [*tensors[:6], torch.zeros_like(grad_y) if tensors[6] is None else tensors[6]]
@@ -298,13 +302,17 @@ def kernels(request, monkeypatch):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("nothing", "skip-alone")])
 def test_node(kernels, case):
-    call = _call(case, dtype=torch.float64)
-    _check_like_eager(call, type(call).ours, 1e-9)
-    # Of a skip, of a returned convolution and without a norm, no plan keeps anything, and none is asked.
-    asked = call.norm is not None and not call.return_conv and "skip" not in call.tensors
+    returned = _call(case).return_conv
+    # A returned convolution is read by a backward of ours, but not in float64.
+    call = _call(case, dtype=torch.float32 if returned else torch.float64)
+    _check_like_eager(call, type(call).ours, 1e-4 if returned else 1e-9)
+    # Of a skip and without a norm, no plan keeps anything, and none is asked.
+    asked = call.norm is not None and "skip" not in call.tensors
     expected = ["for_training", "forward", "backward"] if kernels.keeps else ["for_training"]
+    if returned:
+        expected = ["forward", "backward"]
     assert kernels.calls == (expected if asked else [])
-    assert kernels.consumed == ([True] if "backward" in kernels.calls else [])
+    assert kernels.consumed == ([not returned] if "backward" in kernels.calls else [])
 
 
 def test_node_keeps_what_it_may_need_again(kernels):

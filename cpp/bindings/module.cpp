@@ -89,7 +89,11 @@ py::dict explain(const py::dict& dict) {
     device = query_device(arguments.input.device);
   }
   const bool for_training = dict.contains("training") && dict["training"].cast<bool>();
-  const Plan plan = make_plan(problem, device, instances_for(assume_compiled), for_training);
+  // A call that returns the convolution runs as without gradients, and its backward reads what it returned.
+  const bool reads_returned = for_training && problem.tail.returns_conv;
+  const Plan plan =
+      make_plan(problem, device, instances_for(assume_compiled), for_training && !reads_returned);
+  const Plan read = reads_returned ? make_plan(problem, device, instances_for(assume_compiled), true) : plan;
   print_plan_if_asked(problem, plan);
   py::dict result;
   result["problem"] = to_dict(problem);
@@ -98,7 +102,7 @@ py::dict explain(const py::dict& dict) {
   std::string description = describe(problem) + "\n" + describe(plan);
   std::vector<std::string> backward_stages;
   const GradientMask all = {true, true, problem.has_bias, true, true};
-  if (plan.keeps_conv) {
+  if (read.keeps_conv) {
     const BackwardPlan backward = library_backward_plan(problem, all);
     backward_stages = backward.stages;
     description += "\n" + describe(backward) + "\n";

@@ -42,12 +42,13 @@ std::tuple<Tensor, std::optional<Tensor>> numbered_tail(
 }
 
 /// y, and what a backward pass reads, [bytes] uint8 or the convolution [N,K,Z,P,Q]; or neither, with
-/// nothing computed, where the plan would keep nothing.
+/// nothing computed, where the plan would keep nothing, or _numbered_tail returns it anyway.
 std::tuple<std::optional<Tensor>, std::optional<Tensor>> numbered_tail_for_training(
     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
     const std::optional<Tensor>& slopes, const std::optional<Tensor>& skip, std::int64_t settings) {
   const BlockSettings& s = remembered_settings(settings);
+  if (s.tail.returns_conv) return {std::nullopt, std::nullopt};
   const OpArguments arguments =
       tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, true);
   const auto call = prepare_call(arguments);

@@ -96,7 +96,8 @@ struct Plan {
   bool activation_in_y = false;          // before(conv) is stored in y's memory, and normalized there
   bool normalizes = false;               // SM90: the convolution's kernel normalizes too
   bool keeps_activation = false;         // SM90: before(conv) and its moments are kept for the backward
-  bool keeps_conv = false;               // library: the convolution, without bias, is kept for the backward
+  bool keeps_conv = false;               // library: the backward reads the convolution, without bias unless
+                                         // it is what the call returned
   bool linear = false;                   // SM90: no normalization follows, and so no moments are taken
   bool w_in_place = false;               // SM90: w is read as it lies, [C,T,R,S,K], and not packed
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)

@@ -62,11 +62,11 @@ std::string sm90_disadvantage(const Problem& p, const Plan& plan) {
                 " ms, where cuDNN's convolution is expected to need ", library, " ms with our normalization");
 }
 
-/// Whether norm_backward can make anything of the library plan's convolution. Of a skip, of a returned
-/// convolution and without a norm, autograd records PyTorch's own calls, and of the family in float64.
+/// Whether norm_backward can make anything of a convolution. Of a skip and without a norm, autograd records
+/// PyTorch's own calls, and of the family in float64.
 bool keeps_library_conv(const Problem& p) {
   const Tail& tail = p.tail;
-  return tail.norm && !tail.has_skip && !tail.returns_conv && p.dtype != DType::kFloat64;
+  return tail.norm && !tail.has_skip && p.dtype != DType::kFloat64;
 }
 
 /// \param for_training whether a backward pass will want the convolution
@@ -131,6 +131,10 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
   if (!device.is_cuda) return cpu_library_plan(problem, device);
   const std::string& forced = device.forced_plan;
   require_known(forced);
+  if (keeps_activation && problem.tail.returns_conv && keeps_library_conv(problem)) {
+    // Whichever plan computed it: the forward pass of such a call is that of inference.
+    return cuda_library_plan(problem, "the backward pass begins with the returned convolution", true);
+  }
   std::optional<ConvInstance> instance;
   std::string reason = forced.empty() ? "" : "UPCONV3D_PLAN=" + forced;
   if (forced.empty() || is_sm90(forced)) {

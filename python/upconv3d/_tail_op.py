@@ -204,6 +204,8 @@ def _kept(tensors: Sequence[Any], settings: Sequence[Any]) -> Kept | None:
     input, skip = tensors[0], tensors[6]
     if input.device.type != "cuda" or (skip is not None and skip.dtype is not input.dtype):
         return None
+    if settings[-1]:  # what the backward reads is returned
+        return None
     if not is_concrete(*(v for v in tensors if v is not None), *settings):
         return None
     if plain_number(tensors, settings) is None:  # the kernel keeps nothing where too many are remembered
@@ -259,6 +261,38 @@ def _fused_backward(
         found = _convolution_backward(grad_c, x, t.weight, args, left)
         gradients[:3] = [b if wanted else a for a, b, wanted in zip(gradients, found, left, strict=False)]
     return in_sizes_of(t, [*gradients, grad_c], mask)
+
+
+def reads_returned(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
+    """Whether the backward of a call on CUDA reads the convolution that the call returned."""
+    return settings[-1] and settings[5] > 0 and tensors[6] is None and tensors[0].dtype is not torch.float64
+
+
+def _backward_from_conv(
+    grad_y: Tensor,
+    grad_conv: Tensor | None,
+    tensors: Sequence[Any],
+    settings: Sequence[Any],
+    mask: Sequence[bool],
+    conv: Tensor,
+    number: int,
+) -> list[Tensor | None]:
+    """tail_backward by our kernels up to the convolution's gradient, from the returned convolution."""
+    t, s = Tensors(*tensors), Settings(*settings)
+    x = batched(t.input)
+    wants_conv = any(mask[:3])
+    bits = wants_conv | mask[3] << 3 | mask[4] << 4 | mask[5] << 5
+    # conv has the bias in it.
+    channels = (None, t.norm_weight, t.norm_bias, t.slopes)
+    _, _, _, *norms, grad_c = _numbered_tail_backward(
+        batched(grad_y), x, t.weight, *channels, batched(conv), number, bits, False
+    )
+    grads: Sequence[Tensor | None] = (None, None, None)
+    if wants_conv:
+        if grad_conv is not None:
+            grad_c = grad_c.add_(batched(grad_conv))
+        grads = _convolution_backward(grad_c, x, t.weight, s.convolution(), list(mask[:3]))
+    return in_sizes_of(t, [*grads, *norms, None], mask)
 
 
 def _reachable(mask: Sequence[bool], grad_y: Tensor | None, grad_conv: Tensor | None) -> list[bool]:
@@ -329,34 +363,36 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None, _: None
 
 
 class ConvTranspose3dNormAct(torch.autograd.Function):
-    """A call of the family as a node of autograd's graph, for calls that nothing but autograd looks at.
-
-    Not for calls that return the convolution: no plan keeps anything for their backward.
-    """
+    """A call of the family as a node of autograd's graph, for calls that nothing but autograd looks at."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """arguments: Tensors, what _numbered_tail_for_training returned, Settings, their number.
+        """arguments: Tensors, y and what is kept, Settings, their number.
 
-        Those come as one tuple, so that autograd does not take them for arguments.
+        What is kept is what _numbered_tail_for_training returned, or the convolution, where that is returned.
+        Both come as one tuple, so that autograd does not take them for arguments.
         """
         *tensors, (y, saved), settings, number = arguments
         ctx.save_for_backward(*tensors, saved)
         ctx.settings, ctx.number = settings, number
         ctx.set_materialize_grads(False)
-        return y
+        return (y, saved) if settings[-1] else y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None = None) -> tuple[Any, ...]:
         *tensors, saved = ctx.saved_tensors
         mask, settings = ctx.needs_input_grad[: len(tensors)], ctx.settings
+        if grad_y is None or grad_conv is None:  # else all are reached
+            mask = _reachable(mask, grad_y, grad_conv)
         gradients: list[Tensor | None]
-        if grad_y is None or not any(mask):
+        if not any(mask):
             gradients = [None] * len(tensors)
         elif torch.is_grad_enabled():
-            gradients = differentiable_backward(grad_y, None, tensors, settings, mask)
-        elif _is_transformed(grad_y):
-            gradients = tail_backward(grad_y, None, tensors, settings, mask)
+            gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)
+        elif grad_y is None or _is_transformed(grad_y):
+            gradients = tail_backward(grad_y, grad_conv, tensors, settings, mask)
+        elif settings[-1]:
+            gradients = _backward_from_conv(grad_y, grad_conv, tensors, settings, mask, saved, ctx.number)
         else:
             # Where the graph is not kept, nobody reads `saved` again.
             consume_saved = not torch._C._autograd._get_current_graph_task_keep_graph()
@@ -370,8 +406,18 @@ _record: Callable[..., Any] = super(torch.autograd.Function, ConvTranspose3dNorm
 
 def record_tail(
     tensors: tuple[Any, ...], settings: tuple[Any, ...], number: int
-) -> tuple[Tensor, None] | None:
-    """y by our kernels, recorded by autograd; None where they keep nothing for a backward."""
+) -> tuple[Tensor, Tensor | None] | None:
+    """y by our kernels, recorded by autograd; None where they keep nothing for a backward.
+
+    And the convolution, where that is returned.
+    """
+    if settings[-1]:
+        if not reads_returned(tensors, settings):
+            return None
+        with _BelowAutograd():
+            pair = numbered_tail(*tensors, number)
+        y, conv = _record(*tensors, pair, settings, number)
+        return y, conv
     with _BelowAutograd():
         computed = _numbered_tail_for_training(*tensors, number)
     return None if computed[0] is None else (_record(*tensors, computed, settings, number), None)

@@ -231,7 +231,7 @@ def _run_cuda(
     # forward-mode AD get PyTorch's.
     plain = not _transforms_active() and forward_ad._current_level < 0
     # No plan keeps anything for a backward of these.
-    unkept = settings[5] == 0 or settings[11] or tensors[6] is not None
+    unkept = settings[5] == 0 or tensors[6] is not None
     if recording and unkept:
         plain = False
     if plain and (_has_torch_function(tensors) or (recording and _tracing())):
@@ -240,7 +240,8 @@ def _run_cuda(
         pair = _run_kernels(tensors, settings, recording)
     elif plain:
         cast = tensors
-        if not unkept and computes_in_float32(tensors, low, settings):  # type: ignore[arg-type]
+        # A returned convolution has the dtype of autocast's.
+        if not unkept and not settings[11] and computes_in_float32(tensors, low, settings):  # type: ignore[arg-type]
             cast = (tensors[0].float(), *tensors[1:])
             settings = (*settings[:7], "tf32", *settings[8:])
         else:

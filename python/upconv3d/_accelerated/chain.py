@@ -65,7 +65,8 @@ class Block(NamedTuple):
         after = norm + activation if self.order == "norm_act" else activation + norm
         said = " + ".join(["conv", *after])
         if self.returns_conv:
-            return f"{said}, convolution returned (PyTorch's calls where gradients are recorded)"
+            alone = " (PyTorch's calls where gradients are recorded)" if self.norm is None else ""
+            return f"{said}, convolution returned{alone}"
         return said
 
 
@@ -460,18 +461,29 @@ def _records(chain: Sequence[nn.Module], x: Tensor) -> bool:
     return False
 
 
+def _has_backward(block: Block, x: Tensor) -> bool:
+    """Whether our kernels have a backward for a block that returns the convolution.
+
+    Compilers are not told what it reads, and would compute the convolution again.
+    """
+    return block.norm is not None and x.is_cuda and x.dtype is not torch.float64 and not _dynamo_compiling()
+
+
 def run_chain_and_conv(chain: Sequence[nn.Module], x: Any, options: Options) -> tuple[Any, Any]:
     """What run_chain returns, and what the transposed convolution chain[0] does, for others that read it.
 
-    No plan keeps anything for a backward where the convolution is returned. The modules themselves are the
-    quicker way to PyTorch's operators then, unless these are to follow a precision of ours.
+    Where gradients are recorded and no backward of ours reads the convolution, the modules themselves are the
+    quicker way to PyTorch's operators, unless these are to follow a precision of ours.
     """
     conv, watched = chain[0], _has_any_global_hook()  # type: ignore[no-untyped-call]
-    if not watched and takes(x) and (options.precision is not None or not _records(chain, x)):
+    if not watched and takes(x):
         block = find_block(chain, 0, returns_conv=True)
-        pair = run_block(block, x, options) if isinstance(block, Block) else None
-        if isinstance(block, Block) and pair is not None:
-            return run_chain(chain[block.length :], pair[0], options), pair[1]
+        if isinstance(block, Block) and (
+            options.precision is not None or _has_backward(block, x) or not _records(chain, x)
+        ):
+            pair = run_block(block, x, options)
+            if pair is not None:
+                return run_chain(chain[block.length :], pair[0], options), pair[1]
     y = c = conv(x)
     for module in chain[1:]:
         y = module(y)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training where the convolution is returned: its backward reads what was returned, and leaves it alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import upconv3d
+from oracles import relative_error
+from tails import Call, gradients, make_call
+from test_select_plan import facts, plan_of
+
+SIZES = {
+    "sm90": {"c": 64, "k": 32, "extent": (5, 4, 6), "kernel": 3, "stride": 2},
+    "library": {"c": 4, "k": 6, "extent": (5, 6, 7)},
+    "unbatched": {"n": None, "c": 32, "k": 16, "extent": (3, 4, 5)},
+}
+both_layouts = pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+
+
+def returning(size="sm90", layout="NCDHW", **options) -> Call:
+    call = make_call(**SIZES[size], return_conv=True, **({"activation": "silu"} | options))
+    return call.channels_last("input", "weight") if layout == "NDHWC" else call
+
+
+def check_like_eager(call: Call, monkeypatch, which=(True, True)) -> None:
+    """Gradients' errors against float64 at most twice eager's; `which` of y and conv have a gradient."""
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    results = call.ours()
+    seeds = [torch.randn(r.shape, device=r.device, dtype=torch.float64) for r in results]
+    seeds = [seed for seed, wanted in zip(seeds, which, strict=True) if wanted]
+
+    def chosen(run):
+        return lambda leaves: tuple(r for r, wanted in zip(run(leaves), which, strict=True) if wanted)
+
+    (first, *_), ours = gradients(call, chosen(Call.ours), seeds)
+    assert "NormAct" in type(first.grad_fn).__name__
+    eager = gradients(call, chosen(Call.eager), seeds)[1]
+    wide = gradients(call.to(torch.float64), chosen(Call.eager), seeds)[1]
+    floor = 2.0**-5 if call.tensors["input"].dtype is torch.bfloat16 else 1e-5
+    for name, right in wide.items():
+        if right is None:
+            assert ours[name] is None, name
+            continue
+        if name == "bias" and which == (True, False) and call.norm == "instance":
+            continue  # 0, and what rounding leaves of it in eager's
+        error, eager_error = (relative_error(g[name], right) for g in (ours, eager))
+        assert error <= max(2 * eager_error, floor), f"{name}: {error:.2e}, eager {eager_error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+@both_layouts
+def test_like_eager(cuda, monkeypatch, layout, size, dtype):
+    for which in ((True, True), (True, False), (False, True)):
+        check_like_eager(returning(size, layout, device=cuda, dtype=dtype), monkeypatch, which)
+
+
+@pytest.mark.parametrize("order", ["norm_act", "act_norm"])
+@pytest.mark.parametrize("norm", ["group", "instance"])
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "prelu", "gelu", None])
+def test_tails_like_eager(cuda, monkeypatch, activation, norm, order):
+    tail = {"order": order, "norm": norm, "activation": activation}
+    for size in ("sm90", "library"):
+        check_like_eager(returning(size, **tail, device=cuda, dtype=torch.float32), monkeypatch)
+
+
+def test_without_bias_and_affine(cuda, monkeypatch):
+    call = returning(bias=False, affine=False, device=cuda, dtype=torch.float32)
+    check_like_eager(call, monkeypatch)
+
+
+@both_layouts
+def test_returned_values_stay(cuda, layout):
+    call = returning(layout=layout, device=cuda, dtype=torch.bfloat16).leaves()
+    y, conv = call.ours()
+    kept = conv.detach().clone()
+    tensors = list(call.tensors.values())
+    first = torch.autograd.grad((y.sin().sum(), conv.cos().sum()), tensors, retain_graph=True)
+    second = torch.autograd.grad((y.sin().sum(), conv.cos().sum()), tensors)
+    assert torch.equal(conv, kept)
+    for one, other, owner in zip(first, second, tensors, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)  # cuDNN's sums come in any order
+        assert one.dtype == owner.dtype and one.stride() == owner.stride()
+
+
+@pytest.mark.parametrize("wanted", ["input", "weight", "bias", "norm_weight", "norm_bias", "slopes"])
+def test_only_what_is_asked_for(cuda, wanted):
+    call = returning(activation="prelu", device=cuda, dtype=torch.float32)
+    seeds = [torch.randn_like(r) for r in call.ours()]
+    expected = gradients(call, Call.ours, seeds)[1][wanted]
+    alone = replace(call, tensors=call.tensors | {wanted: call.tensors[wanted].detach().requires_grad_()})
+    results = alone.ours()
+    reached = [(r, s) for r, s in zip(results, seeds, strict=True) if r.requires_grad]
+    (gradient,) = torch.autograd.grad([r for r, _ in reached], alone.tensors[wanted], [s for _, s in reached])
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_transforms_of_gradients(cuda, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    call = returning(device=cuda, dtype=torch.float32).leaves()
+    tensors = list(call.tensors.values())
+    y, _ = call.ours()
+    grads = torch.randn(2, *y.shape, device=cuda)
+    together = torch.autograd.grad(y, tensors, grads, is_grads_batched=True, retain_graph=True)
+    apart = [torch.autograd.grad(y, tensors, grad, retain_graph=True) for grad in grads]
+    for both, first, second in zip(together, *apart, strict=True):
+        torch.testing.assert_close(both, torch.stack([first, second]), rtol=1e-3, atol=1e-3)
+    weight = call.tensors["weight"]
+    (once,) = torch.autograd.grad(y, weight, grads[0], create_graph=True)
+    (twice,) = torch.autograd.grad(once.square().sum(), call.tensors["input"])
+    (once,) = torch.autograd.grad(call.eager()[0], weight, grads[0], create_graph=True)
+    (expected,) = torch.autograd.grad(once.square().sum(), call.tensors["input"])
+    assert relative_error(twice, expected) <= 1e-4
+
+
+@pytest.mark.parametrize("norm", ["group", "instance"])
+def test_autocast(cuda, norm):
+    call = returning(norm=norm, device=cuda, dtype=torch.float32).leaves()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        ours, eager = call.ours(), call.eager()
+    assert [r.dtype for r in ours] == [r.dtype for r in eager]
+    seeds = [torch.randn_like(r) for r in eager]
+    tensors = list(call.tensors.values())
+    found, others = (torch.autograd.grad(results, tensors, seeds) for results in (ours, eager))
+    wide = call.to(torch.float64).leaves()
+    right = torch.autograd.grad(wide.eager(), list(wide.tensors.values()), [s.double() for s in seeds])
+    for name, gradient, other, reference in zip(call.tensors, found, others, right, strict=True):
+        assert gradient.dtype is torch.float32
+        limit = max(2 * relative_error(other, reference), 2.0**-6)
+        assert relative_error(gradient, reference) <= limit, name
+
+
+def test_plan_of_training():
+    """The forward is that of inference, and keeps nothing beside what it returns."""
+    call = facts(n=2, c=64, k=128, dtype="bfloat16", num_groups=8)
+    call |= {"order": "norm_act", "activation": "silu", "activation_param": 0.0, "return_conv": True}
+    call |= {"slopes": None, "skip": None}
+    plan, training = plan_of(call), plan_of(call | {"training": True})
+    assert training.algorithm == plan.algorithm and not training.keeps_conv
+    assert training.backward_stages[-2:] == ("norm_backward", "aten::convolution_backward")
+
+
+def test_explained_without_computing(device):
+    call = returning(device=device, dtype=torch.float32)
+    t = call.tensors
+    plan = upconv3d.explain_norm_act(t["input"], t["weight"], t.get("bias"), **call.keywords(), training=True)
+    assert ("norm_backward" in plan.backward_stages) == (device.type == "cuda")
