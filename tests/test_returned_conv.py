@@ -131,6 +131,32 @@ def test_autocast(cuda, norm):
         assert relative_error(gradient, reference) <= limit, name
 
 
+@both_layouts
+def test_compiled(cuda, monkeypatch, layout):
+    """The backward reads the convolution that was returned, and computes none again."""
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    torch._dynamo.reset()
+    call = returning(layout=layout, device=cuda, dtype=torch.float32)
+    seeds = [torch.randn_like(r) for r in call.ours()]
+    names, run = list(call.tensors), Call.ours
+
+    def function(*tensors):
+        return run(replace(call, tensors=dict(zip(names, tensors, strict=True))))
+
+    compiled = torch.compile(function, fullgraph=True)
+    found = gradients(call, lambda leaves: compiled(*leaves.tensors.values()), seeds)
+    expected = gradients(call, run, seeds)
+    for name, right in expected[1].items():
+        assert relative_error(found[1][name], right) <= 1e-4, name
+    leaves = call.leaves()
+    results = compiled(*leaves.tensors.values())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.autograd.backward(results, seeds)
+        torch.cuda.synchronize()
+    kernels = [event.key for event in profile.key_averages()]
+    assert not any("conv_transpose_relu_group_norm_sm90" in key for key in kernels), kernels
+
+
 def test_plan_of_training():
     """The forward is that of inference, and keeps nothing beside what it returns."""
     call = facts(n=2, c=64, k=128, dtype="bfloat16", num_groups=8)

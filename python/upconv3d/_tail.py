@@ -181,6 +181,19 @@ def composite(tensors: Sequence[Any], settings: Sequence[Any], precise: bool) ->
     return value, conv
 
 
+def autocast_result_dtype(
+    low: torch.dtype, device_type: str, norm: str | None, settings: Sequence[Any]
+) -> Any:
+    """The dtype that PyTorch's own calls return under autocast to `low`.
+
+    conv_transpose3d and prelu run in it, group_norm in float32 on CUDA; the others, and instance_norm, in
+    the dtype of what they get.
+    """
+    order, activation = settings[8:10]
+    lowered = order == "norm_act" and activation == "prelu"
+    return torch.float32 if norm == "group" and device_type == "cuda" and not lowered else low
+
+
 def _activation_backward(
     grad: Tensor, value: Tensor, s: Settings, slopes: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:

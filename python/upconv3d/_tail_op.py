@@ -23,6 +23,7 @@ from ._tail import (
     ORDERS,
     Settings,
     Tensors,
+    autocast_result_dtype,
     composite,
     differentiable_backward,
     in_sizes_of,
@@ -47,9 +48,10 @@ _SCHEMA = (
     f"{_NAME}_for_training({_TENSORS}, {_NUMBERS}, bool return_conv, str precision) "
     "-> (Tensor y, Tensor conv, Tensor saved)",
     f"{_NAME}_backward(Tensor? grad_y, Tensor? grad_conv, {_TENSORS}, {_NUMBERS}, str precision, "
-    f"bool[] output_mask, Tensor? saved=None) -> ({', '.join(['Tensor'] * len(Tensors._fields))})",
+    "bool[] output_mask, Tensor? saved=None, bool returned=False) -> "
+    f"({', '.join(['Tensor'] * len(Tensors._fields))})",
 )
-_BACKWARD_ARGUMENTS = 19  # of the backward operator behind its gradients; `saved` follows, or not
+_BACKWARD_ARGUMENTS = 19  # of the backward operator behind its gradients; `saved`, `returned` follow, or not
 _INTERNAL = ("_numbered_tail", "_numbered_tail_for_training", "_numbered_tail_backward")
 _KERNEL_ACTIVATIONS = tuple("none" if name is None else name for name in ACTIVATIONS)
 
@@ -304,15 +306,19 @@ def _reachable(mask: Sequence[bool], grad_y: Tensor | None, grad_conv: Tensor | 
 def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     """The backward operator: empty tensors for what is not asked for. It leaves its arguments as they are."""
     *forward, precision, mask = arguments[:_BACKWARD_ARGUMENTS]
-    kept = arguments[_BACKWARD_ARGUMENTS] if len(arguments) > _BACKWARD_ARGUMENTS else None
-    tensors, settings = split([*forward, False, precision])
+    kept, returned = (*arguments[_BACKWARD_ARGUMENTS:], None, None)[:2]
+    tensors, settings = split([*forward, bool(returned), precision])
     t, s = Tensors(*tensors), Settings(*settings)
     gradients: list[Tensor | None] = [None] * len(t)
     mask = _reachable(mask, grad_y, grad_conv)
-    number = plain_number(tensors, settings) if grad_y is not None and grad_conv is None else None
+    ours = grad_y is not None and (grad_conv is None or kept is not None)
+    number = plain_number(tensors, settings) if ours else None
     saved = kept if number is None or kept is not None else _numbered_tail_for_training(*tensors, number)[1]
     if grad_y is not None and number is not None and saved is not None:
-        gradients = _fused_backward(grad_y, t, number, mask, saved, consume_saved=kept is None)
+        if returned:
+            gradients = _backward_from_conv(grad_y, grad_conv, tensors, settings, mask, saved, number)
+        else:
+            gradients = _fused_backward(grad_y, t, number, mask, saved, consume_saved=kept is None)
     elif any(mask):
         gradients = tail_backward(grad_y, grad_conv, t, s, mask)
     if s.num_groups == 0 and s.activation == "none":  # the skip's gradient is grad_y itself
@@ -337,6 +343,8 @@ def _fake_backward(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     tensors, ctx.settings = split(inputs)
     kept = output[2] if len(output) > 2 and output[2].numel() > 0 else None
+    if kept is None and runs_kernels(tensors[0]) and reads_returned(tensors, ctx.settings):
+        kept = output[1]
     ctx.save_for_backward(*tensors, kept)
     ctx.set_materialize_grads(False)
 
@@ -357,7 +365,8 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None, _: None
     else:
         *forward, _, precision = join(tensors, settings)
         op = getattr(_ops, f"{_NAME}_backward").default
-        found = op(grad_y, grad_conv, *forward, precision, mask, kept)
+        returned = kept is not None and settings[-1]
+        found = op(grad_y, grad_conv, *forward, precision, mask, kept, returned)
         gradients = [gradient if wanted else None for gradient, wanted in zip(found, mask, strict=True)]
     return join(gradients, (None,) * len(Settings._fields))
 
@@ -421,19 +430,6 @@ def record_tail(
     with _BelowAutograd():
         computed = _numbered_tail_for_training(*tensors, number)
     return None if computed[0] is None else (_record(*tensors, computed, settings, number), None)
-
-
-def autocast_result_dtype(
-    low: torch.dtype, device_type: str, norm: str | None, settings: Sequence[Any]
-) -> Any:
-    """The dtype that PyTorch's own calls return under autocast to `low`.
-
-    conv_transpose3d and prelu run in it, group_norm in float32 on CUDA; the others, and instance_norm, in
-    the dtype of what they get.
-    """
-    order, activation = settings[8:10]
-    lowered = order == "norm_act" and activation == "prelu"
-    return torch.float32 if norm == "group" and device_type == "cuda" and not lowered else low
 
 
 def _autocast_kernel(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -12,9 +12,15 @@ from torch.overrides import handle_torch_function
 
 from . import _C
 from ._autocast import _AUTOCAST_KEYS, autocast_dtype, computes_in_float32
-from ._tail import ACTIVATIONS, DEFAULT_PARAMETERS, NORMS, ORDERS, composite
-from ._tail_op import (
+from ._tail import (
+    ACTIVATIONS,
+    DEFAULT_PARAMETERS,
+    NORMS,
+    ORDERS,
     autocast_result_dtype,
+    composite,
+)
+from ._tail_op import (
     facts_of,
     numbered_tail,
     public_tail,

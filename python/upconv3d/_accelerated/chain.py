@@ -462,11 +462,8 @@ def _records(chain: Sequence[nn.Module], x: Tensor) -> bool:
 
 
 def _has_backward(block: Block, x: Tensor) -> bool:
-    """Whether our kernels have a backward for a block that returns the convolution.
-
-    Compilers are not told what it reads, and would compute the convolution again.
-    """
-    return block.norm is not None and x.is_cuda and x.dtype is not torch.float64 and not _dynamo_compiling()
+    """Whether our kernels have a backward for a block that returns the convolution."""
+    return block.norm is not None and x.is_cuda and x.dtype is not torch.float64
 
 
 def run_chain_and_conv(chain: Sequence[nn.Module], x: Any, options: Options) -> tuple[Any, Any]:
