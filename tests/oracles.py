@@ -10,6 +10,7 @@
 
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 import torch.nn.functional as F
 import upconv3d
@@ -165,6 +166,9 @@ def check_like_eager(block: Block, floor_factor: float = 1) -> None:
     assert y.dtype == y_eager.dtype
     assert y.device == y_eager.device
     reference = block.to(torch.float64).eager()
+    if not y_eager.is_cuda and not y_eager.isfinite().all() and reference.isfinite().all():
+        # oneDNN's of bfloat16 in torch 2.11, for some paddings
+        pytest.skip(f"PyTorch's own convolution is not finite: {block.plan()}")
     error, eager_error = relative_error(y, reference), relative_error(y_eager, reference)
     limit = max(ERROR_FACTOR * eager_error, floor_factor * error_floor(block))
     assert error <= limit, f"error {error:.3e}, PyTorch's {eager_error:.3e}, plan {block.plan()}"

@@ -128,8 +128,8 @@ class Traced:
         opened: modules that are not called by themselves, by path.
         aliases: pairs of paths to what is called and was one module: torch.fx records the first of each.
         arguments: how many tensors forward takes; calls with others run the module's own.
-        unrecorded: where all blocks return their convolutions, as no call does that autograd records, the
-            path of one of these; else None.
+        unrecorded: where all blocks return their convolutions, as no call on the CPU does that autograd
+            records, the path of one of these; else None.
     """
 
     functions: dict[bool, Callable[..., Any]]
@@ -161,6 +161,8 @@ class Traced:
             return False
         conv = _at(module, self.unrecorded)
         weight = None if conv is None else conv._parameters.get("weight")
+        if weight is not None and weight.is_cuda and weight.dtype is not torch.float64:
+            return False  # see chain._has_backward
         return any(isinstance(x, Tensor) and x.requires_grad for x in (weight, *args))
 
 
