@@ -98,7 +98,8 @@ def test_values_gradients_and_calls(name, training, device, calls):
         ]
         sum(y.sum() for y in outputs).backward()
     # On the CPU PyTorch's own calls are recorded where the convolution is returned.
-    assert len(calls) == (len(found) if returning == 0 or device.type == "cuda" else 0)
+    recorded = sum("PyTorch's calls" not in str(finding) for finding in found)
+    assert len(calls) == (recorded if returning == 0 or device.type == "cuda" else 0)
     ours, theirs = (
         [x.grad, *(p.grad for p in m.parameters())] for x, m in zip(inputs, (model, plain), strict=True)
     )
