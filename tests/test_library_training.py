@@ -288,6 +288,25 @@ def test_autocast_casts_as_pytorch_does(cuda):
         assert relative_error(gradient, reference) <= limit, name
 
 
+@pytest.mark.parametrize("family", [False, True])
+@pytest.mark.parametrize("shape", ["last_block", "wide"])
+def test_float16_autocast_overflows_where_pytorch_does(cuda, monkeypatch, shape, family):
+    """The norm's gradients are float32 there, and a scale of 2^16 in the result's is not too much."""
+    monkeypatch.setattr(_autocast, "_MOST_FLOAT32_VALUES", 0)
+    wide = make_block(2, 64, 32, 8, 3, num_groups=4, device=cuda)
+    block = (wide if shape == "wide" else kind_block("last_block", "ieee", cuda)).requires_grad()
+    args, kwargs = block.arguments()
+    if family:
+        kwargs |= {"activation": "silu"}
+    run = upconv3d.conv_transpose3d_norm_act if family else upconv3d.conv_transpose3d_relu_group_norm
+    with torch.autocast("cuda", dtype=torch.float16):
+        y = run(*args, **kwargs)
+    assert y.dtype == torch.float32
+    gradients = torch.autograd.grad((y * torch.randn_like(y) * 2.0**17).sum(), list(block.tensors().values()))
+    for name, gradient in zip(block.tensors(), gradients, strict=True):
+        assert gradient.isfinite().all(), name
+
+
 @pytest.mark.parametrize("wrong", ["bytes", "rank", "dtype", "format"])
 def test_what_the_forward_kept_must_fit(cuda, wrong):
     block = kind_block("last_block", "ieee", cuda)

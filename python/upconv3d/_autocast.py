@@ -11,6 +11,7 @@ from . import _C
 from ._autograd import record_block
 from ._facts import block_facts
 from ._numbered import numbered_block, settings_number
+from ._tail import composite
 
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
@@ -62,7 +63,7 @@ _MOST_FLOAT32_VALUES = 2**25
 
 
 def computes_in_float32(
-    tensors: Sequence[Tensor | None], low: torch.dtype, settings: tuple[Any, ...]
+    tensors: Sequence[Tensor | None], low: torch.dtype, settings: tuple[Any, ...], recording: bool
 ) -> bool:
     """Whether autocast's casts, to `low`, are left out: where float32 "tf32" takes the SM90 plan.
 
@@ -70,7 +71,7 @@ def computes_in_float32(
     result is the float32 that autocast wants of a group norm. Six casts with their gradients are saved.
     cuDNN's convolution of the library plan is slower in float32, and casts as PyTorch does.
 
-    settings: begins with the fields of BlockArguments.
+    settings: begins with the fields of BlockArguments. recording: of float16 any size then, see three_calls.
     """
     input, weight = tensors[:2]
     assert input is not None and weight is not None
@@ -81,7 +82,18 @@ def computes_in_float32(
     stride = settings[0]
     positions = input.numel() // max(input.size(-4), 1) * stride[0] * stride[1] * stride[2]  # about
     values = positions * weight.size(1) * settings[3]
-    return values <= _MOST_FLOAT32_VALUES and _takes_sm90_plan(input, weight, settings)
+    fits = values <= _MOST_FLOAT32_VALUES or (recording and low is torch.float16)
+    return fits and _takes_sm90_plan(input, weight, settings)
+
+
+def three_calls(tensors: Sequence[Tensor | None], block: tuple[Any, ...]) -> Tensor:
+    """PyTorch's own calls under autocast, where gradients are recorded in float16.
+
+    Their norm's gradients are float32. Casts around ours would make float16 of them, which overflows where
+    PyTorch's do not, as under a GradScaler.
+    """
+    settings = (*block, "act_norm", "relu", 0.0, False)
+    return composite((*tensors, None, None), settings, precise=False)[0]
 
 
 def under_autocast(run: Callable[..., Tensor], tensors: Sequence[Tensor | None], *numbers: Any) -> Tensor:
@@ -104,9 +116,11 @@ def block_under_autocast(
     """
     input: Any = tensors[0]
     low = autocast_dtype(input)
-    if low is not None and computes_in_float32(tensors, low, block):
+    if low is not None and computes_in_float32(tensors, low, block, recording):
         tensors = [input.float(), *tensors[1:]]
         block = (*block[:7], "tf32")
+    elif recording and low is torch.float16 and input.is_cuda:
+        return three_calls(tensors, block)
     elif low is not None:
         tensors = [tensor if tensor is None else tensor.to(low) for tensor in tensors]
     number = None if watched else settings_number(block)

@@ -194,6 +194,22 @@ def autocast_result_dtype(
     return torch.float32 if norm == "group" and device_type == "cuda" and not lowered else low
 
 
+def reads_returned(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
+    """Whether the backward of a call on CUDA reads the convolution that the call returned.
+
+    Of ReLU before a norm PyTorch reads its result: there a caller may change the convolution in place.
+    """
+    relu_first = settings[8] == "act_norm" and settings[9] == "relu"
+    ours = tensors[6] is None and tensors[0].dtype is not torch.float64
+    return settings[-1] and settings[5] > 0 and not relu_first and ours
+
+
+def reachable(mask: Sequence[bool], grad_y: Tensor | None, grad_conv: Tensor | None) -> list[bool]:
+    """`mask` without what gets no gradient: from the returned convolution none flows to what follows it."""
+    flows = [grad_y is not None or grad_conv is not None] * 3 + [grad_y is not None] * (len(mask) - 3)
+    return [wanted and flowing for wanted, flowing in zip(mask, flows, strict=True)]
+
+
 def _activation_backward(
     grad: Tensor, value: Tensor, s: Settings, slopes: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -326,7 +342,9 @@ def differentiable_backward(
     views = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
     y, conv = composite(views, settings, precise=True)
     pairs: list[tuple[Any, Tensor]] = [
-        (out, grad) for out, grad in ((y, grad_y), (conv, grad_conv)) if grad is not None
+        (out, grad)
+        for out, grad in ((y, grad_y), (conv, grad_conv))
+        if grad is not None and out is not None and out.requires_grad
     ]
     wanted = [view for view, needed in zip(views, mask, strict=True) if needed and view is not None]
     found = iter(

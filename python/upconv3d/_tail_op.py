@@ -27,6 +27,8 @@ from ._tail import (
     composite,
     differentiable_backward,
     in_sizes_of,
+    reachable,
+    reads_returned,
     tail_backward,
 )
 from ._transforms import _slice
@@ -265,11 +267,6 @@ def _fused_backward(
     return in_sizes_of(t, [*gradients, grad_c], mask)
 
 
-def reads_returned(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
-    """Whether the backward of a call on CUDA reads the convolution that the call returned."""
-    return settings[-1] and settings[5] > 0 and tensors[6] is None and tensors[0].dtype is not torch.float64
-
-
 def _backward_from_conv(
     grad_y: Tensor,
     grad_conv: Tensor | None,
@@ -284,10 +281,11 @@ def _backward_from_conv(
     x = batched(t.input)
     wants_conv = any(mask[:3])
     bits = wants_conv | mask[3] << 3 | mask[4] << 4 | mask[5] << 5
-    # conv has the bias in it.
+    # conv has the bias in it. Hooks of saved tensors may have laid it out anew.
     channels = (None, t.norm_weight, t.norm_bias, t.slopes)
+    conv = batched(conv).contiguous(memory_format=memory_format_of(x, t.weight))
     _, _, _, *norms, grad_c = _numbered_tail_backward(
-        batched(grad_y), x, t.weight, *channels, batched(conv), number, bits, False
+        batched(grad_y), x, t.weight, *channels, conv, number, bits, False
     )
     grads: Sequence[Tensor | None] = (None, None, None)
     if wants_conv:
@@ -297,12 +295,6 @@ def _backward_from_conv(
     return in_sizes_of(t, [*grads, *norms, None], mask)
 
 
-def _reachable(mask: Sequence[bool], grad_y: Tensor | None, grad_conv: Tensor | None) -> list[bool]:
-    """`mask` without what gets no gradient: from the returned convolution none flows to what follows it."""
-    flows = [grad_y is not None or grad_conv is not None] * 3 + [grad_y is not None] * (len(mask) - 3)
-    return [wanted and flowing for wanted, flowing in zip(mask, flows, strict=True)]
-
-
 def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     """The backward operator: empty tensors for what is not asked for. It leaves its arguments as they are."""
     *forward, precision, mask = arguments[:_BACKWARD_ARGUMENTS]
@@ -310,8 +302,8 @@ def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments
     tensors, settings = split([*forward, bool(returned), precision])
     t, s = Tensors(*tensors), Settings(*settings)
     gradients: list[Tensor | None] = [None] * len(t)
-    mask = _reachable(mask, grad_y, grad_conv)
-    ours = grad_y is not None and (grad_conv is None or kept is not None)
+    mask = reachable(mask, grad_y, grad_conv)
+    ours = grad_y is not None and (grad_conv is None or (returned and kept is not None))
     number = plain_number(tensors, settings) if ours else None
     saved = kept if number is None or kept is not None else _numbered_tail_for_training(*tensors, number)[1]
     if grad_y is not None and number is not None and saved is not None:
@@ -329,7 +321,7 @@ def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments
 def _fake_backward(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     *forward, precision, mask = arguments[:_BACKWARD_ARGUMENTS]
     t = Tensors(*split([*forward, False, precision])[0])
-    mask = _reachable(mask, grad_y, grad_conv)
+    mask = reachable(mask, grad_y, grad_conv)
     return tuple(
         t.input.new_empty(0)
         if tensor is None or not wanted
@@ -356,7 +348,7 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None, _: None
     # Positions of the tensors among the operator's arguments.
     needs = [ctx.needs_input_grad[index] for index in (0, 1, 2, 10, 11, 15, 16)]
     mask = [needed and tensor is not None for needed, tensor in zip(needs, tensors, strict=True)]
-    mask = _reachable(mask, grad_y, grad_conv)
+    mask = reachable(mask, grad_y, grad_conv)
     gradients: Sequence[Tensor | None]
     if not any(mask):
         gradients = [None] * len(mask)
@@ -385,20 +377,29 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         ctx.save_for_backward(*tensors, saved)
         ctx.settings, ctx.number = settings, number
         ctx.set_materialize_grads(False)
-        return (y, saved) if settings[-1] else y
+        if not settings[-1]:
+            return y
+        if not any(ctx.needs_input_grad[:3]):  # it depends on nothing that has a gradient
+            ctx.mark_non_differentiable(saved)
+        return y, saved
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None = None) -> tuple[Any, ...]:
         *tensors, saved = ctx.saved_tensors
         mask, settings = ctx.needs_input_grad[: len(tensors)], ctx.settings
         if grad_y is None or grad_conv is None:  # else all are reached
-            mask = _reachable(mask, grad_y, grad_conv)
+            mask = reachable(mask, grad_y, grad_conv)
         gradients: list[Tensor | None]
         if not any(mask):
             gradients = [None] * len(tensors)
         elif torch.is_grad_enabled():
             gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)
-        elif grad_y is None or _is_transformed(grad_y):
+        elif (
+            grad_y is None
+            or _is_transformed(grad_y)
+            or (grad_conv is not None and _is_transformed(grad_conv))
+            or (settings[-1] and saved.numel() == 0)
+        ):
             gradients = tail_backward(grad_y, grad_conv, tensors, settings, mask)
         elif settings[-1]:
             gradients = _backward_from_conv(grad_y, grad_conv, tensors, settings, mask, saved, ctx.number)

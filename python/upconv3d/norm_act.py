@@ -19,6 +19,7 @@ from ._tail import (
     ORDERS,
     autocast_result_dtype,
     composite,
+    reads_returned,
 )
 from ._tail_op import (
     facts_of,
@@ -211,7 +212,8 @@ def _require_device(device: torch.device, tensors: Sequence[Any]) -> None:
 def _run_kernels(tensors: tuple[Any, ...], settings: tuple[Any, ...], recording: bool) -> Pair | None:
     """The call on CUDA by upconv3d's kernels, without autocast; None where PyTorch's operators are to run."""
     if recording:
-        number = tail_number(settings)
+        # A mode is to see what PyTorch's calls show it; of other calls the operator itself sees to that.
+        number = None if settings[11] and _dispatch_modes() > 0 else tail_number(settings)
         return None if number is None else record_tail(tensors, settings, number)
     # Who watches operators is to see the one that he knows.
     watched = _tracing() or _profiling() or _dispatch_modes() > 0
@@ -238,6 +240,7 @@ def _run_cuda(
     plain = not _transforms_active() and forward_ad._current_level < 0
     # No plan keeps anything for a backward of these.
     unkept = settings[5] == 0 or tensors[6] is not None
+    unkept = unkept or (settings[11] and not reads_returned(tensors, settings))
     if recording and unkept:
         plain = False
     if plain and (_has_torch_function(tensors) or (recording and _tracing())):
@@ -245,15 +248,16 @@ def _run_cuda(
     elif plain and low is None:
         pair = _run_kernels(tensors, settings, recording)
     elif plain:
-        cast = tensors
+        cast: tuple[Any, ...] | None = None
         # A returned convolution has the dtype of autocast's.
-        if not unkept and not settings[11] and computes_in_float32(tensors, low, settings):  # type: ignore[arg-type]
+        if not unkept and not settings[11] and computes_in_float32(tensors, low, settings, recording):  # type: ignore[arg-type]
             cast = (tensors[0].float(), *tensors[1:])
             settings = (*settings[:7], "tf32", *settings[8:])
-        else:
+        elif not (recording and low is torch.float16):  # see three_calls
             cast = tuple(None if tensor is None else tensor.to(low) for tensor in tensors)
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-            pair = _run_kernels(cast, settings, recording)
+        if cast is not None:
+            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+                pair = _run_kernels(cast, settings, recording)
         if pair is not None:
             pair = pair[0].to(autocast_result_dtype(low, tensors[0].device.type, norm, settings)), pair[1]  # type: ignore[arg-type]
     return composite(tensors, settings, precise) if pair is None else pair

@@ -65,9 +65,13 @@ class Block(NamedTuple):
         after = norm + activation if self.order == "norm_act" else activation + norm
         said = " + ".join(["conv", *after])
         if self.returns_conv:
-            alone = " (PyTorch's calls where gradients are recorded)" if self.norm is None else ""
+            alone = "" if self.keeps_returned() else " (PyTorch's calls where gradients are recorded)"
             return f"{said}, convolution returned{alone}"
         return said
+
+    def keeps_returned(self) -> bool:
+        """Whether a backward of ours reads the returned convolution, as in _tail.reads_returned"""
+        return self.norm is not None and not (self.order == "act_norm" and self.activation == "relu")
 
 
 def runs_forward_of(module: nn.Module, cls: type[nn.Module]) -> bool:
@@ -463,7 +467,7 @@ def _records(chain: Sequence[nn.Module], x: Tensor) -> bool:
 
 def _has_backward(block: Block, x: Tensor) -> bool:
     """Whether our kernels have a backward for a block that returns the convolution."""
-    return block.norm is not None and x.is_cuda and x.dtype is not torch.float64
+    return block.keeps_returned() and x.is_cuda and x.dtype is not torch.float64
 
 
 def run_chain_and_conv(chain: Sequence[nn.Module], x: Any, options: Options) -> tuple[Any, Any]:
