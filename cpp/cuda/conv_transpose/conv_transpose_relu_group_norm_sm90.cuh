@@ -116,7 +116,8 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, SharedMem
     control.staging.wait_empty(staged);
     int const channel = coord.channel + warpgroup % Traits::WARPGROUPS_K * 64;
     int const valid = slab.positions - coord.position - warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS;
-    ReluEpilogue<Traits>::stage(params, coord.n, channel, valid, acc, staging, control.step[warpgroup]);
+    ReluEpilogue<Traits>::stage(params, coord.n, channel, valid, acc, staging, control.step[warpgroup],
+                                consumers_take_moments(slab, valid) ? control.row[warpgroup] : nullptr);
     hand_over();
     if constexpr (Traits::STAGE_ROUNDS == 2) {
       control.staging.wait_empty(staged);
@@ -161,7 +162,11 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
           Drain<Traits>::write_moment_of(params, slab, half);
         }
         Drain<Traits>::store(params, slab, half, staging);
-        if (!params.linear) Drain<Traits>::moments(params, half, staging, steps);
+        if (consumers_take_moments(slab, half.valid)) {
+          Drain<Traits>::write_row_moments(params, half, control.row[warpgroup]);
+        } else if (!params.linear) {
+          Drain<Traits>::moments(params, half, staging, steps);
+        }
       }
       if (threadIdx.x % 32 == 0) {
         cute::tma_store_arrive();   // one group of stores per half tile, also where there are none
@@ -246,6 +251,10 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
 #endif
 }
 
+/// In tiles of at most this many k-blocks the consumers take the moments, which costs them 2000 cycles: a
+/// drain warp takes 12000, in which 11 k-blocks are multiplied. With 27 k-blocks one was as quick as the other.
+inline constexpr int kRowMomentBlocks = 16;
+
 /// The slabs' descriptors and geometry.
 template <class Traits>
 void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, KernelParams<Traits>& to,
@@ -311,6 +320,8 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
       slab.tap_step[axis] = static_cast<int>(from.tap_step[axis]);
       slab.taps[axis] = reached ? static_cast<int>(from.taps[axis]) : 1;
     }
+    const int k_blocks = slab.taps[0] * slab.taps[1] * slab.taps[2] * (slab.c_end - slab.c_begin);
+    slab.row_moments = Traits::TAKES_ROW_MOMENTS && !to.linear && k_blocks <= kRowMomentBlocks;
     const std::int64_t pos_tiles = ceil_div(from.positions(), Traits::BLK_POS);
     slab.first_tile = static_cast<int>(tiles);
     slab.first_moment = static_cast<int>(moments);

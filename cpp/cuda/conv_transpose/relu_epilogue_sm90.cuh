@@ -26,6 +26,7 @@
 #include "cutlass/numeric_conversion.h"
 
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
+#include "cuda/conv_transpose/running_moments_sm90.cuh"
 
 namespace upconv3d::cuda {
 
@@ -215,10 +216,15 @@ struct ReluEpilogue {
   /// \param valid   positions inside the slab; those beyond belong to the next sample
   /// \param staging [64 channels x STAGED_POS positions] Stored, this warpgroup's
   /// \param steps   [64] written: exponents of the channels, Stepped16 only
+  /// \param rows    [64] written, unless null: (mean, M2) of the channels, of which all positions are valid
   template <class Accumulator>
   CUTLASS_DEVICE static void stage(KernelParams<Traits> const& params, int n, int channel, int valid,
-                                   Accumulator& acc, char* staging, std::int8_t* steps) {
+                                   Accumulator& acc, char* staging, std::int8_t* steps,
+                                   [[maybe_unused]] float2* rows) {
     activate(params, n, channel, acc);
+    if constexpr (Traits::TAKES_ROW_MOMENTS) {
+      if (rows != nullptr) take_moments(acc, rows);
+    }
     [[maybe_unused]] int step[2];
     if constexpr (Traits::QUANTIZED) quantize(params, acc, valid, step);
     stage_round<0>(params, acc, staging);
@@ -275,6 +281,43 @@ struct ReluEpilogue {
           }
         }
       }
+    }
+  }
+
+  /// Moments of the rows of acc as they will be stored, around their first position's value: as Drain::moments
+  /// takes them, but added up in another order.
+  template <class Accumulator>
+  CUTLASS_DEVICE static void take_moments(Accumulator const& acc, float2* rows) {
+    using Pair = cutlass::Array<float, 2>;
+    float pivot[2], sum[2] = {0.f, 0.f}, sum_squares[2] = {0.f, 0.f};
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      // Lanes of a row are four neighbours, of which the first has the first position.
+      pivot[j] = __shfl_sync(0xffffffffu, float(Stored(acc(2 * j))), 0, 4);
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < kBlocks; ++block) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        auto const rounded = cutlass::NumericArrayConverter<Stored, float, 2>{}(
+            Pair{acc(2 * j + 4 * block), acc(1 + 2 * j + 4 * block)});
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float const shifted = float(rounded[i]) - pivot[j];
+          sum[j] += shifted;
+          sum_squares[j] += shifted * shifted;
+        }
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int mask = 1; mask < 4; mask *= 2) {
+        sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], mask);
+        sum_squares[j] += __shfl_xor_sync(0xffffffffu, sum_squares[j], mask);
+      }
+      RunningMoments const row = shifted_moments(float(WG_POS), pivot[j], sum[j], sum_squares[j]);
+      if (threadIdx.x % 4 == 0) rows[accumulator_row() + 8 * j] = make_float2(row.mean, row.m2);
     }
   }
 
