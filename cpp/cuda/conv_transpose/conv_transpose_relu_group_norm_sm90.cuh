@@ -64,6 +64,7 @@
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/conv_transpose/cooperative_launch.hpp"
 #include "cuda/conv_transpose/drain_sm90.cuh"
+#include "cuda/conv_transpose/finalize_sm90.cuh"
 #include "cuda/conv_transpose/group_norm_sm90.cuh"
 #include "cuda/conv_transpose/mainloop_sm90.cuh"
 #include "cuda/conv_transpose/relu_epilogue_sm90.cuh"
@@ -204,6 +205,7 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
   }
   constexpr int kDrainWarps = 2;
   if (threadIdx.x == 0) {
+    control.tile_sample = 0;
     control.x.init(1, kConsumerWarps);
     control.w.init(1, kConsumerWarps);
     control.tiles.init(1, kConsumerWarps + kDrainWarps);
@@ -244,15 +246,19 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     if (threadIdx.x == 0) load_tiles(params, shared);
     if (warp == 1 || warp == 2) drain_tiles(params, shared, warp - 1);
     if (warp == 3 && !params.linear) {
-      GroupNormWorker<Traits, true> worker(params, control, control.items[0]);
-      params.normalizes ? worker.run(shared.items) : worker.run_finalize();
+      if (params.normalizes) {
+        GroupNormWorker<Traits, true>(params, control, control.items[0]).run(shared.items);
+      } else {
+        GroupFinalizer<Traits>(params, control).run();
+      }
     }
   }
 #endif
 }
 
 /// In tiles of at most this many k-blocks the consumers take the moments, which costs them 2000 cycles: a
-/// drain warp takes 12000, in which 11 k-blocks are multiplied. With 27 k-blocks one was as quick as the other.
+/// drain warp takes 12000, in which 11 k-blocks are multiplied. With 27 k-blocks one was as quick as the
+/// other.
 inline constexpr int kRowMomentBlocks = 16;
 
 /// The slabs' descriptors and geometry.
@@ -354,22 +360,6 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
   to.moments = static_cast<int>(moments);
 }
 
-/// How GroupNorm's moments are merged; after fill_slabs, which counts them.
-template <class Traits>
-void fill_group_norm(const ConvTransposeParams& params, KernelParams<Traits>& to) {
-  const Problem& problem = params.problem;
-  to.eps = problem.eps;
-  to.granule_shift = moment_granule_shift(problem);
-  to.groups = static_cast<int>(problem.num_groups);
-  const std::int64_t group_channels = problem.k / problem.num_groups;
-  to.group_channels = cutlass::FastDivmod(static_cast<int>(group_channels));
-  to.group_granules = cutlass::FastDivmod(static_cast<int>(group_channels >> to.granule_shift));
-  // A lane each for groups of few partial moments: of many such groups, a warp each would take long.
-  const std::int64_t partials = std::int64_t{to.moments} * to.group_granules.divisor;
-  to.merge_lanes = partials <= 32 ? 1 : 32;
-  to.merge_steps = static_cast<int>(ceil_div(problem.num_groups * to.merge_lanes, 32));
-}
-
 /// The descriptors of w.
 template <class Traits>
 void fill_w(const ConvTransposeParams& params, DType operand, KernelParams<Traits>& to, TensorMaps& maps) {
@@ -430,7 +420,7 @@ void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType 
   const bool is_signed = to.floor < 0.f;
   to.step_bits = is_signed ? 15 : 16;
   to.stepped_zero = stored_origin(is_signed);
-  fill_group_norm(params, to);
+  fill_group_norm(params.problem, to);
 }
 
 /// Every address of a launch but those in descriptors.

@@ -154,11 +154,12 @@ struct ControlStorage {
   RingBarriers<2> staging;                                       // slot: consumer warpgroup
   RingBarriers<Traits::ITEM_BUFFERS> items[1 + kConsumerWarps];  // of warp 3, of the warps that multiplied
   int tile[kTileSlots];                                          // index in launch order, or -1: no more
+  int tile_sample;                                               // of the last tile handed out, or INT_MAX
   // Of the slabs, for lanes that each look at another one: constant memory answers those one after the other.
   int first_tile[kMaxSlabs];
   int first_moment[kMaxSlabs];
-  int last_count[kMaxSlabs];  // positions behind the slab's last partial moment
-  std::int8_t step[2][64];    // Stepped16: exponents of the staged channels
+  int last_count[kMaxSlabs];      // positions behind the slab's last partial moment
+  std::int8_t step[2][64];        // Stepped16: exponents of the staged channels
   alignas(16) float2 row[2][64];  // (mean, M2) of the staged channels, where consumers_take_moments
 };
 
@@ -264,7 +265,8 @@ struct KernelParams {
   cutlass::FastDivmod group_channels;  // K/G
   cutlass::FastDivmod group_granules;  // K/G/granule
   int merge_lanes;                     // that merge one group's partial moments, 1 or 32
-  int merge_steps;                     // of a warp, 32 / merge_lanes groups each, for all groups of a sample
+  int merge_parts;                     // that a group's partial moments are merged in; if several, then those
+  int merge_steps;                     // of a warp for a sample: 32 / merge_lanes groups or one part each
   float4* table;                       // [N,G] (mean, rest of the mean, 1/sqrt(var+eps), unused), or null
   float* channel_table;                // [3,N,K] mean, scale, shift, where this kernel does not normalize
   // Counters, one after the other; zero before the launch or cleared by it.

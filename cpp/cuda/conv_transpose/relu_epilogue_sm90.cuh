@@ -284,8 +284,8 @@ struct ReluEpilogue {
     }
   }
 
-  /// Moments of the rows of acc as they will be stored, around their first position's value: as Drain::moments
-  /// takes them, but added up in another order.
+  /// Moments of the rows of acc as they will be stored, around their first position's value: as
+  /// Drain::moments takes them, but added up in another order.
   template <class Accumulator>
   CUTLASS_DEVICE static void take_moments(Accumulator const& acc, float2* rows) {
     using Pair = cutlass::Array<float, 2>;
