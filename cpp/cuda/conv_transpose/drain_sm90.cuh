@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// The epilogue's second half, by one helper warp per consumer warpgroup: a staged half tile (64 channels x
-/// STAGED_POS positions, see relu_epilogue_sm90.cuh) is stored in y's memory and its moments are taken, while
-/// the consumers multiply the next tile.
+/// STAGED_POS positions, see relu_epilogue_sm90.cuh) is stored in y's memory and its moments are taken,
+/// unless the consumers took them, while those multiply the next tile.
 ///
 /// Where the kernel itself normalizes, before(conv) lies where the result will lie, so that this takes no
 /// memory of its own. Stepped16 takes half the room of the float32 it becomes; it lies at the beginning of

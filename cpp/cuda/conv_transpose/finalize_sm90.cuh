@@ -34,8 +34,8 @@ CUTLASS_DEVICE void arrive_release(int* counter) {
 /// Polling a counter in L2 more often than this would take bandwidth from those who are being waited for.
 inline constexpr unsigned kPollNanoseconds = 200;
 
-/// y = (v - mean)*scale + shift of a channel, v = stored value * step. In maps_, shift holds -mean*scale
-/// too where Stored has 16 bit.
+/// y = (v - mean)*scale + shift of a channel, v = stored value * step. Where Stored has 16 bit, who
+/// normalizes adds -mean*scale to shift.
 template <class Stored>
 struct ChannelMap {
   float mean, scale, shift;
@@ -59,7 +59,9 @@ CUTLASS_DEVICE ChannelMap<typename Traits::Stored> channel_map(KernelParams<Trai
   return map;
 }
 
-/// A block's share of merging: of the steps of all samples, one after the other, every gridDim.x-th.
+/// A block's share of merging: of the steps of all samples, one after the other, every gridDim.x-th. A step
+/// merges the partial moments of some groups, or a part of a group's; then the last steps of a sample merge
+/// the parts. Steps wait for earlier ones alone, so all of them come to their turn.
 template <class Traits>
 class GroupFinalizer {
  public:

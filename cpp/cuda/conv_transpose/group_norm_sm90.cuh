@@ -2,11 +2,11 @@
 /// \file
 /// GroupNorm inside conv_transpose_relu_group_norm_sm90, by warps that do not multiply.
 ///
-/// Each half tile's store is followed by an arrival at its sample's counter. Once all have arrived, some warp
-/// merges the partial moments of each of the sample's groups (finalize); once all groups are in the table,
-/// the sample is normalized, as a rule in place, in items that are spread over all blocks. While tiles remain
-/// to be computed, a warp only takes what is ready; after that it waits. Blocks thus wait for each other, so
-/// the launch is cooperative: all of them are on the card.
+/// Each half tile's store is followed by an arrival at its sample's counter. Once all have arrived, some
+/// warps merge the partial moments of the sample's groups (finalize_sm90.cuh); once all groups are in the
+/// table, the sample is normalized, as a rule in place, in items that are spread over all blocks. While tiles
+/// remain to be computed, a warp only takes what is ready; after that it waits. Blocks thus wait for each
+/// other, so the launch is cooperative: all of them are on the card.
 ///
 /// Which block and warp does a piece of this work depends on timing; its result does not.
 #pragma once

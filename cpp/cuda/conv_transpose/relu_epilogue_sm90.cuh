@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// The epilogue's first half, by the consumer warps: unscale, bias, activation, conversion, and the way into
-/// shared memory, where drain_sm90.cuh takes over.
+/// The epilogue's first half, by the consumer warps: unscale, bias, activation, conversion, the moments of
+/// tiles of few k-blocks, and the way into shared memory, where drain_sm90.cuh takes over.
 ///
 /// A consumer warpgroup holds 64 output channels x WG_POS output positions in wgmma's accumulator layout: a
 /// thread owns two channels (rows lane/4 and lane/4 + 8 of its warp's 16) and, in each block of 8 positions,
@@ -131,7 +131,11 @@ struct StagedTile {
 
   template <int kFirst, int kBlocks, class Accumulator>
   CUTLASS_DEVICE static void stage_half(Accumulator const& acc, char* staging) {
-    int const lane = threadIdx.x % 32;
+    int lane = threadIdx.x % 32;
+    if constexpr (std::is_same_v<Stored, Stepped16>) {
+      // Hides that lane is the same for all tiles: the compiler would keep all addresses, and spill them.
+      asm volatile("" : "+r"(lane));
+    }
     int const matrix = lane / 8;
     int const chunk = (threadIdx.x / 32) % 4 * 2 + matrix % 2;  // 16-byte column of 8 channels
     CUTLASS_PRAGMA_UNROLL
@@ -326,14 +330,15 @@ struct ReluEpilogue {
   template <class Accumulator>
   CUTLASS_DEVICE static void quantize(KernelParams<Traits> const& params, Accumulator& acc, int valid,
                                       int (&steps)[2]) {
+    int const end =
+        valid - 2 * int(threadIdx.x % 4);  // of the thread's positions, each block's first being 0
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       float largest = 0.f;
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
-        int const position = 8 * block + 2 * (threadIdx.x % 4);
-        float const first = position < valid ? acc(2 * j + 4 * block) : 0.f;
-        float const second = position + 1 < valid ? acc(1 + 2 * j + 4 * block) : 0.f;
+        float const first = 8 * block < end ? acc(2 * j + 4 * block) : 0.f;
+        float const second = 8 * block + 1 < end ? acc(1 + 2 * j + 4 * block) : 0.f;
         largest = max_nan(largest, max_nan(fabsf(first), fabsf(second)));
       }
       largest = max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
