@@ -64,6 +64,8 @@ inline const Case kCases[] = {
     // phases of a stride, which lie between each other
     {2, 24, 20, {4, 9, 11}, {3, 3, 3}, {1, 1, 1}, 0.0, 1, false, {1, 2, 3}},
     {1, 16, 136, {5, 6, 7}, {2, 3, 2}, {0, 1, 0}, 0.0, 1, false, {2, 2, 2}},
+    // 264 partial moments of tiles of 256 positions, in one norm group: merged in parts
+    {2, 8, 264, {8, 9, 25}, {1, 1, 1}, {0, 0, 0}},
 };
 
 /// Divisors of K: layer norm, two groups, 4, 5, 8, groups of 8 channels, instance norm. With a group of NaN

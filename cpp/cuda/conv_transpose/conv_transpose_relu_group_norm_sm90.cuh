@@ -32,8 +32,10 @@
 ///
 /// One block per multiprocessor, three warpgroups:
 ///   warp 0       hands out tiles and loads their operands by TMA (mainloop_sm90.cuh)
-///   warps 4-11   two warpgroups multiply by wgmma; bias, before(), rounding (relu_epilogue_sm90.cuh)
-///   warps 1, 2   store the results of warpgroup 1, 2 and take their moments (drain_sm90.cuh)
+///   warps 4-11   two warpgroups multiply by wgmma; bias, before(), rounding (relu_epilogue_sm90.cuh); of
+///   tiles
+///                of few k-blocks the moments
+///   warps 1, 2   store the results of warpgroup 1, 2 and take the other tiles' moments (drain_sm90.cuh)
 ///   warp 3       merges moments and normalizes finished samples; when no tile is left, the warps that
 ///                multiplied help with what remains (group_norm_sm90.cuh). A few blocks stop early for that.
 ///
@@ -64,6 +66,7 @@
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/conv_transpose/cooperative_launch.hpp"
 #include "cuda/conv_transpose/drain_sm90.cuh"
+#include "cuda/conv_transpose/finalize_sm90.cuh"
 #include "cuda/conv_transpose/group_norm_sm90.cuh"
 #include "cuda/conv_transpose/mainloop_sm90.cuh"
 #include "cuda/conv_transpose/relu_epilogue_sm90.cuh"
@@ -116,7 +119,8 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, SharedMem
     control.staging.wait_empty(staged);
     int const channel = coord.channel + warpgroup % Traits::WARPGROUPS_K * 64;
     int const valid = slab.positions - coord.position - warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS;
-    ReluEpilogue<Traits>::stage(params, coord.n, channel, valid, acc, staging, control.step[warpgroup]);
+    ReluEpilogue<Traits>::stage(params, coord.n, channel, valid, acc, staging, control.step[warpgroup],
+                                consumers_take_moments(slab, valid) ? control.row[warpgroup] : nullptr);
     hand_over();
     if constexpr (Traits::STAGE_ROUNDS == 2) {
       control.staging.wait_empty(staged);
@@ -161,7 +165,11 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
           Drain<Traits>::write_moment_of(params, slab, half);
         }
         Drain<Traits>::store(params, slab, half, staging);
-        if (!params.linear) Drain<Traits>::moments(params, half, staging, steps);
+        if (consumers_take_moments(slab, half.valid)) {
+          Drain<Traits>::write_row_moments(params, half, control.row[warpgroup]);
+        } else if (!params.linear) {
+          Drain<Traits>::moments(params, half, staging, steps);
+        }
       }
       if (threadIdx.x % 32 == 0) {
         cute::tma_store_arrive();   // one group of stores per half tile, also where there are none
@@ -199,6 +207,7 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
   }
   constexpr int kDrainWarps = 2;
   if (threadIdx.x == 0) {
+    control.tile_sample = 0;
     control.x.init(1, kConsumerWarps);
     control.w.init(1, kConsumerWarps);
     control.tiles.init(1, kConsumerWarps + kDrainWarps);
@@ -239,12 +248,20 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     if (threadIdx.x == 0) load_tiles(params, shared);
     if (warp == 1 || warp == 2) drain_tiles(params, shared, warp - 1);
     if (warp == 3 && !params.linear) {
-      GroupNormWorker<Traits, true> worker(params, control, control.items[0]);
-      params.normalizes ? worker.run(shared.items) : worker.run_finalize();
+      if (params.normalizes) {
+        GroupNormWorker<Traits, true>(params, control, control.items[0]).run(shared.items);
+      } else {
+        GroupFinalizer<Traits>(params, control).run();
+      }
     }
   }
 #endif
 }
+
+/// In tiles of at most this many k-blocks the consumers take the moments, which costs them 2000 cycles: a
+/// drain warp takes 12000, in which 11 k-blocks are multiplied. With 27 k-blocks one was as quick as the
+/// other.
+inline constexpr int kRowMomentBlocks = 16;
 
 /// The slabs' descriptors and geometry.
 template <class Traits>
@@ -311,6 +328,8 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
       slab.tap_step[axis] = static_cast<int>(from.tap_step[axis]);
       slab.taps[axis] = reached ? static_cast<int>(from.taps[axis]) : 1;
     }
+    const int k_blocks = slab.taps[0] * slab.taps[1] * slab.taps[2] * (slab.c_end - slab.c_begin);
+    slab.row_moments = Traits::TAKES_ROW_MOMENTS && !to.linear && k_blocks <= kRowMomentBlocks;
     const std::int64_t pos_tiles = ceil_div(from.positions(), Traits::BLK_POS);
     slab.first_tile = static_cast<int>(tiles);
     slab.first_moment = static_cast<int>(moments);
@@ -341,22 +360,6 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
   to.order_per_sample = cutlass::FastDivmod(static_cast<int>(order));
   to.order_size = static_cast<int>(order * problem.n);
   to.moments = static_cast<int>(moments);
-}
-
-/// How GroupNorm's moments are merged; after fill_slabs, which counts them.
-template <class Traits>
-void fill_group_norm(const ConvTransposeParams& params, KernelParams<Traits>& to) {
-  const Problem& problem = params.problem;
-  to.eps = problem.eps;
-  to.granule_shift = moment_granule_shift(problem);
-  to.groups = static_cast<int>(problem.num_groups);
-  const std::int64_t group_channels = problem.k / problem.num_groups;
-  to.group_channels = cutlass::FastDivmod(static_cast<int>(group_channels));
-  to.group_granules = cutlass::FastDivmod(static_cast<int>(group_channels >> to.granule_shift));
-  // A lane each for groups of few partial moments: of many such groups, a warp each would take long.
-  const std::int64_t partials = std::int64_t{to.moments} * to.group_granules.divisor;
-  to.merge_lanes = partials <= 32 ? 1 : 32;
-  to.merge_steps = static_cast<int>(ceil_div(problem.num_groups * to.merge_lanes, 32));
 }
 
 /// The descriptors of w.
@@ -419,7 +422,7 @@ void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType 
   const bool is_signed = to.floor < 0.f;
   to.step_bits = is_signed ? 15 : 16;
   to.stepped_zero = stored_origin(is_signed);
-  fill_group_norm(params, to);
+  fill_group_norm(params.problem, to);
 }
 
 /// Every address of a launch but those in descriptors.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// The epilogue's second half, by one helper warp per consumer warpgroup: a staged half tile (64 channels x
-/// STAGED_POS positions, see relu_epilogue_sm90.cuh) is stored in y's memory and its moments are taken, while
-/// the consumers multiply the next tile.
+/// STAGED_POS positions, see relu_epilogue_sm90.cuh) is stored in y's memory and its moments are taken,
+/// unless the consumers took them, while those multiply the next tile.
 ///
 /// Where the kernel itself normalizes, before(conv) lies where the result will lie, so that this takes no
 /// memory of its own. Stepped16 takes half the room of the float32 it becomes; it lies at the beginning of
@@ -18,6 +18,7 @@
 
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
 #include "cuda/conv_transpose/relu_epilogue_sm90.cuh"
+#include "cuda/conv_transpose/running_moments_sm90.cuh"
 
 namespace upconv3d::cuda {
 
@@ -39,40 +40,6 @@ CUTLASS_DEVICE float stored_to_float(Stepped16 v, float zero) {
 /// PyTorch.
 CUTLASS_DEVICE float step_value(int step) {
   return step == kNoStep ? __int_as_float(0x7fc00000) : clamped_power_of_two(step);
-}
-
-/// (count, mean, M2), merged by Chan, Golub & LeVeque (1979).
-struct RunningMoments {
-  float count = 0.f;
-  float mean = 0.f;
-  float m2 = 0.f;
-
-  CUTLASS_DEVICE void merge(RunningMoments const& other) {
-    // What counts nothing may hold anything, NaN too.
-    if (other.count == 0.f) return;
-    float const total = count + other.count;
-    float const delta = other.mean - mean;
-    float const share = other.count / total;
-    mean += delta * share;
-    // In this order a weight of 0 silences a delta whose square would overflow.
-    m2 += other.m2 + delta * (count * share) * delta;
-    count = total;
-  }
-
-  CUTLASS_DEVICE RunningMoments from_lane(int lane_mask) const {
-    return {__shfl_xor_sync(0xffffffffu, count, lane_mask), __shfl_xor_sync(0xffffffffu, mean, lane_mask),
-            __shfl_xor_sync(0xffffffffu, m2, lane_mask)};
-  }
-};
-
-/// Moments of `count` values from their sums shifted by one of them, p: as n*(mean-p)^2 <= n*M2, the
-/// subtraction loses at most log2(n+1) of 24 bits, and nothing in practice.
-CUTLASS_DEVICE RunningMoments shifted_moments(float count, float pivot, float sum, float sum_squares) {
-  float const mean_shift = sum / count;
-  // Squares that overflow are a variance of Inf, not Inf - Inf.
-  float const m2 = isinf(sum_squares) ? sum_squares : sum_squares - sum * mean_shift;
-  // A comparison, not fmaxf: NaN must reach the variance.
-  return {count, pivot + mean_shift, m2 < 0.f ? 0.f : m2};
 }
 
 /// A half tile's place.
@@ -202,6 +169,35 @@ struct Drain {
       if constexpr (Traits::QUANTIZED) scale_by_step(moments[i], steps[chunk * kVector + i]);
     }
     write_chunk_moments(params, half, half.channel + chunk * kVector, moments, lane < kChunks);
+  }
+
+  /// Writes the moments that the consumers took: a lane has two neighbouring channels. All counts are equal.
+  ///
+  /// \param rows [64] (mean, M2) of the channels
+  CUTLASS_DEVICE static void write_row_moments(KernelParams<Traits> const& params, HalfTile const& half,
+                                               float2 const* rows) {
+    int const granule = 1 << params.granule_shift;
+    int const channel = half.channel + 2 * int(threadIdx.x % 32);
+    float4 const pair = *reinterpret_cast<float4 const*>(rows + 2 * (threadIdx.x % 32));
+    float mean = pair.x, m2 = pair.y, half_count = 0.5f * float(half.valid);
+    auto const merge = [&](float other_mean, float other_m2) {
+      float const delta = other_mean - mean;
+      m2 += other_m2 + delta * half_count * delta;
+      mean = 0.5f * mean + 0.5f * other_mean;
+      half_count *= 2.f;
+    };
+    if (granule > 1) {
+      merge(pair.z, pair.w);
+      for (int width = 2; width < granule; width *= 2) {
+        float const other_mean = __shfl_xor_sync(0xffffffffu, mean, width / 2);
+        merge(other_mean, __shfl_xor_sync(0xffffffffu, m2, width / 2));
+      }
+    } else if (channel + 1 < half.end) {
+      write_moments(params, half, channel + 1, {float(half.valid), pair.z, pair.w});
+    }
+    if (channel % granule == 0 && channel < half.end) {
+      write_moments(params, half, channel, {float(half.valid), mean, m2});
+    }
   }
 
   /// Writes the exponents of the channels, for who normalizes.

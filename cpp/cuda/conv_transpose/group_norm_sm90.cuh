@@ -2,11 +2,11 @@
 /// \file
 /// GroupNorm inside conv_transpose_relu_group_norm_sm90, by warps that do not multiply.
 ///
-/// Each half tile's store is followed by an arrival at its sample's counter. Once all have arrived, some warp
-/// merges the partial moments of each of the sample's groups (finalize); once all groups are in the table,
-/// the sample is normalized, as a rule in place, in items that are spread over all blocks. While tiles remain
-/// to be computed, a warp only takes what is ready; after that it waits. Blocks thus wait for each other, so
-/// the launch is cooperative: all of them are on the card.
+/// Each half tile's store is followed by an arrival at its sample's counter. Once all have arrived, some
+/// warps merge the partial moments of the sample's groups (finalize_sm90.cuh); once all groups are in the
+/// table, the sample is normalized, as a rule in place, in items that are spread over all blocks. While tiles
+/// remain to be computed, a warp only takes what is ready; after that it waits. Blocks thus wait for each
+/// other, so the launch is cooperative: all of them are on the card.
 ///
 /// Which block and warp does a piece of this work depends on timing; its result does not.
 #pragma once
@@ -17,23 +17,10 @@
 #include "cuda/activation.cuh"
 #include "cuda/conv_transpose/after_sm90.cuh"
 #include "cuda/conv_transpose/drain_sm90.cuh"
+#include "cuda/conv_transpose/finalize_sm90.cuh"
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
 
 namespace upconv3d::cuda {
-
-CUTLASS_DEVICE int load_acquire(int const* counter) {
-  int value;
-  asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-  return value;
-}
-
-/// One more at `counter`, after everything that this warp wrote. The whole warp calls it.
-CUTLASS_DEVICE void arrive_release(int* counter) {
-  __syncwarp();  // orders the other lanes' writes before lane 0's release, which thus covers them
-  if (threadIdx.x % 32 == 0) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
-  }
-}
 
 /// The same at `pending`, unless null, which it then becomes: once all but the last OPEN groups of lane 0's
 /// TMA stores are written, not just read: who normalizes reads them through L2.
@@ -47,9 +34,6 @@ CUTLASS_DEVICE void arrive_stored(int*& pending) {
   arrive_release(pending);
   pending = nullptr;
 }
-
-/// Polling a counter in L2 more often than this would take bandwidth from those who are being waited for.
-inline constexpr unsigned kPollNanoseconds = 200;
 
 /// Stores evict-first if `valid`: by a predicate, since of a branch the compiler makes copies of what it
 /// stores.
@@ -77,22 +61,14 @@ class GroupNormWorker {
   /// \param items this warp's barriers
   CUTLASS_DEVICE GroupNormWorker(Params const& params, ControlStorage<Traits>& control,
                                  RingBarriers<Traits::ITEM_BUFFERS>& items)
-      : params_(params), control_(control), items_(items) {
+      : params_(params), control_(control), items_(items), finalizer_(params, control) {
     int const per_sample =
         Traits::QUANTIZED
             ? params.tiles_per_sample.divisor * kItemsPerTile
             : cutlass::ceil_div(Drain<Traits>::pixels(params), Traits::ITEM_POS) * params.k_tiles.divisor;
     items_per_sample_ = cutlass::FastDivmod(per_sample);
     all_items_ = per_sample * params.samples;
-    next_step_ = int(blockIdx.x);
     if (params.normalizes) ask();
-  }
-
-  /// Merges the moments of this block's groups, and nothing else.
-  CUTLASS_DEVICE void run_finalize() {
-    while (!finalize_done()) {
-      if (!finalize_step()) __nanosleep(kPollNanoseconds);
-    }
   }
 
   /// Merges moments and normalizes until nothing is left: while one item is normalized, TMA
@@ -112,38 +88,24 @@ class GroupNormWorker {
         load.advance(Traits::ITEM_BUFFERS);
         ++loading;
       }
-      if (loading > 0) {
+      bool const idle = loading == 0;
+      if (!idle) {
         items_.wait_full(use);
         normalize_loaded(get(items, use.slot), buffers + use.slot * Traits::ITEM_BYTES);
         __syncwarp();  // before TMA overwrites what was read
         use.advance(Traits::ITEM_BUFFERS);
         --loading;
-        finalize_step();
-      } else if (!finalize_step()) {
-        if (done_ && finalize_done()) return;
+      }
+      bool finalizes = false, all_final = true;
+      if constexpr (FINALIZES) {
+        finalizes = finalizer_.step();
+        all_final = finalizer_.done();
+      }
+      if (idle && !finalizes) {
+        if (done_ && all_final) return;
         __nanosleep(kPollNanoseconds);
       }
     }
-  }
-
-  /// Merges the moments of this block's next groups if their sample has arrived. Returns whether it did.
-  CUTLASS_DEVICE bool finalize_step() {
-    if constexpr (!FINALIZES) return false;
-    if (finalize_done()) return false;
-    int const sample = next_step_ / params_.merge_steps;
-    if (__shfl_sync(0xffffffffu, load_acquire(params_.arrivals + sample), 0) <
-        2 * Traits::STAGE_ROUNDS * params_.tiles_per_sample.divisor) {
-      return false;
-    }
-    __syncwarp();
-    int const step = next_step_ - sample * params_.merge_steps;
-    params_.merge_lanes == 1 ? finalize<1>(sample, step) : finalize<32>(sample, step);
-    arrive_release(params_.finalized + sample);
-    next_step_ += gridDim.x;
-    return true;
-  }
-  CUTLASS_DEVICE bool finalize_done() const {
-    return !FINALIZES || next_step_ >= params_.samples * params_.merge_steps;
   }
 
  private:
@@ -227,103 +189,6 @@ class GroupNormWorker {
     return true;
   }
 
-  /// Positions behind partial moment `moment`; `slab` is a slab that begins at or before it.
-  CUTLASS_DEVICE int moment_positions(int moment, int& slab) const {
-    while (slab + 1 < params_.num_slabs && moment >= control_.first_moment[slab + 1]) ++slab;
-    int const end = slab + 1 < params_.num_slabs ? control_.first_moment[slab + 1] : params_.moments;
-    return moment + 1 < end ? Traits::STAGED_POS : control_.last_count[slab];
-  }
-
-  /// table[sample, group] of a step's groups from part: sums of count, count*mean and M2 + count*mean^2,
-  /// means shifted by the first one, in double: 29 bits more than what they sum, so the shift need not be
-  /// good.
-  /// \tparam LANES that merge one group's moments
-  template <int LANES>
-  CUTLASS_DEVICE void finalize(int sample, int step) const {
-    constexpr int kLoads = 8;  // in flight per lane
-    int const lane = threadIdx.x % LANES;
-    // Of the last step, lanes beyond the last group merge that one too.
-    int const group = min((step * 32 + int(threadIdx.x % 32)) / LANES, params_.groups - 1);
-    int const per_moment = params_.group_granules.divisor;
-    int const row = params_.k >> params_.granule_shift;
-    int const total = params_.moments * per_moment;
-    float2 const* const part =
-        params_.part + std::int64_t(sample) * params_.moments * row + group * per_moment;
-    float const granule = float(1 << params_.granule_shift);
-    double const pivot = __ldcg(part).x;
-    double count = 0, sum = 0, sum_squares = 0;
-    int slab = 0;
-    for (int first = lane; first < total; first += LANES * kLoads) {
-      float2 pair[kLoads];
-      float pair_count[kLoads];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kLoads; ++i) {
-        int const index = min(first + LANES * i, total - 1);
-        int sub;
-        int const moment = params_.group_granules.divmod(sub, index);
-        pair[i] = __ldcg(part + std::int64_t(moment) * row + sub);
-        pair_count[i] = first + LANES * i < total ? granule * float(moment_positions(moment, slab)) : 0.f;
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kLoads; ++i) {
-        if (pair_count[i] == 0.f) continue;
-        double const delta = pair[i].x - pivot;
-        count += pair_count[i];
-        sum += pair_count[i] * delta;
-        sum_squares += pair[i].y + pair_count[i] * delta * delta;
-      }
-    }
-    CUTLASS_PRAGMA_UNROLL
-    for (int distance = LANES / 2; distance > 0; distance /= 2) {
-      count += __shfl_xor_sync(0xffffffffu, count, distance);
-      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-      sum_squares += __shfl_xor_sync(0xffffffffu, sum_squares, distance);
-    }
-    double const mean_shift = sum / count;
-    double const m2 = sum_squares - sum * mean_shift;
-    double const mean = pivot + mean_shift;
-    double const variance = m2 < 0 ? 0.0 : m2 / count;  // NaN stays NaN
-    float const mean_float = float(mean);
-    float4 const row_of_table =
-        make_float4(mean_float, float(mean - mean_float), float(1.0 / sqrt(variance + params_.eps)), 0.f);
-    if (params_.table != nullptr && lane == 0) {
-      params_.table[std::int64_t(sample) * params_.groups + group] = row_of_table;
-    }
-    if (params_.normalizes) return;
-    std::int64_t const plane = std::int64_t(params_.samples) * params_.k;
-    int const channels = params_.group_channels.divisor;
-    for (int i = lane; i < channels; i += LANES) {
-      int const channel = group * channels + i;
-      ChannelMap const map = channel_map(row_of_table, channel);
-      float* const to = params_.channel_table + std::int64_t(sample) * params_.k + channel;
-      to[0] = map.mean;
-      to[plane] = map.scale;
-      to[2 * plane] = map.shift;
-    }
-  }
-
-  /// y = (v - mean)*scale + shift of a channel, v = stored value * step. In maps_, shift holds -mean*scale
-  /// too where Stored has 16 bit.
-  struct ChannelMap {
-    float mean, scale, shift;
-
-    CUTLASS_DEVICE float operator()(float v) const {
-      // Values of 16 bit are rounded so much more coarsely than mean*scale that one step will do.
-      return sizeof(Stored) == 2 ? v * scale + shift : (v - mean) * scale + shift;
-    }
-  };
-
-  /// \param row of table
-  CUTLASS_DEVICE ChannelMap channel_map(float4 const& row, int channel) const {
-    float const gamma = params_.gamma ? float(params_.gamma[channel]) : 1.f;
-    float const beta = params_.beta ? float(params_.beta[channel]) : 0.f;
-    ChannelMap map;
-    map.mean = row.x;
-    map.scale = gamma * row.z;
-    map.shift = beta - row.y * map.scale;
-    return map;
-  }
-
   /// maps_ for the chunk of channels from `channel` on: as a rule the same as for the last item.
   CUTLASS_DEVICE void load_maps(int sample, int channel) {
     if (maps_sample_ == sample && maps_channel_ == channel) return;
@@ -333,8 +198,8 @@ class GroupNormWorker {
     for (int i = 0; i < kVector; ++i) {
       int unused;
       int const group = params_.group_channels.divmod(unused, channel + i);
-      maps_[i] =
-          channel_map(__ldcg(params_.table + std::int64_t(sample) * params_.groups + group), channel + i);
+      maps_[i] = channel_map<Traits>(
+          params_, __ldcg(params_.table + std::int64_t(sample) * params_.groups + group), channel + i);
       if constexpr (sizeof(Stored) == 2) maps_[i].shift -= maps_[i].mean * maps_[i].scale;
     }
   }
@@ -446,7 +311,7 @@ class GroupNormWorker {
     cutlass::Array<float, kVector> result;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVector; ++i) {
-      ChannelMap map = maps_[i];
+      ChannelMap<Stored> map = maps_[i];
       if constexpr (Traits::QUANTIZED) map.scale *= step[i];
       result[i] = map(stored_to_float(values[i], params_.stepped_zero));
     }
@@ -460,15 +325,15 @@ class GroupNormWorker {
   Params const& params_;
   ControlStorage<Traits>& control_;
   RingBarriers<Traits::ITEM_BUFFERS>& items_;
+  GroupFinalizer<Traits> finalizer_;  // FINALIZES only
   cutlass::FastDivmod items_per_sample_;
-  int all_items_;             // of all samples and blocks
-  int ticket_ = 0;            // lane 0: the item handed out last, perhaps on its way
-  int held_ = 0;              // the same, for all lanes
-  int ready_samples_ = 0;     // known to be in the table
-  ChannelMap maps_[kVector];  // of the channels that items last used
+  int all_items_;                     // of all samples and blocks
+  int ticket_ = 0;                    // lane 0: the item handed out last, perhaps on its way
+  int held_ = 0;                      // the same, for all lanes
+  int ready_samples_ = 0;             // known to be in the table
+  ChannelMap<Stored> maps_[kVector];  // of the channels that items last used
   int maps_sample_ = -1;
   int maps_channel_ = -1;
-  int next_step_;  // of this block's share of all samples' steps; one warp's business
   bool done_ = false;
 };
 

@@ -34,7 +34,7 @@ struct Stepped16 {
 
 /// What a block may have on arch 90, and how much of it barriers and small exchanges take.
 inline constexpr int kSharedMemoryBytes = 227 * 1024;
-inline constexpr int kControlBytes = 2048;
+inline constexpr int kControlBytes = 3072;
 
 /// Warps that multiply.
 inline constexpr int kConsumerWarps = 8;
@@ -96,6 +96,9 @@ struct ConvTransposeTraitsSm90 {
   static constexpr int STAGING_BYTES = BLK_K * BLK_POS * int(sizeof(Stored)) / STAGE_ROUNDS;
   static constexpr int WG_STAGING_BYTES = STAGING_BYTES / 2;
 
+  /// Whether consumers can take moments, of all positions that they stage.
+  static constexpr bool TAKES_ROW_MOMENTS = !QUANTIZED && sizeof(Stored) == 2 && STAGE_ROUNDS == 1;
+
   /// Normalization items: as many positions as an eighth of what is staged has, and its channels.
   static constexpr int ITEMS_PER_TILE = 8 * STAGE_ROUNDS;
   static constexpr int ITEM_POS = BLK_POS / ITEMS_PER_TILE;
@@ -151,11 +154,13 @@ struct ControlStorage {
   RingBarriers<2> staging;                                       // slot: consumer warpgroup
   RingBarriers<Traits::ITEM_BUFFERS> items[1 + kConsumerWarps];  // of warp 3, of the warps that multiplied
   int tile[kTileSlots];                                          // index in launch order, or -1: no more
+  int tile_sample;                                               // of the last tile handed out, or INT_MAX
   // Of the slabs, for lanes that each look at another one: constant memory answers those one after the other.
   int first_tile[kMaxSlabs];
   int first_moment[kMaxSlabs];
-  int last_count[kMaxSlabs];  // positions behind the slab's last partial moment
-  std::int8_t step[2][64];    // Stepped16: exponents of the staged channels
+  int last_count[kMaxSlabs];      // positions behind the slab's last partial moment
+  std::int8_t step[2][64];        // Stepped16: exponents of the staged channels
+  alignas(16) float2 row[2][64];  // (mean, M2) of the staged channels, where consumers_take_moments
 };
 
 /// Where a slab's positions lie in the output.
@@ -194,7 +199,15 @@ struct KernelSlab : SlabGeometry {
   int shared_taps;     // of taps[1], how many one load of x serves: all or 1
   int first_tile;      // of a sample's tiles
   int first_moment;    // of a sample's partial moments
+  bool row_moments;    // consumers take the moments of whole half tiles
 };
+
+/// Whether the consumers take a half tile's moments from their accumulators; else its drain warp does, from
+/// what is staged. \param valid positions inside the slab
+template <class Traits>
+CUTLASS_DEVICE bool consumers_take_moments(KernelSlab<Traits> const& slab, int valid) {
+  return Traits::TAKES_ROW_MOMENTS && slab.row_moments && valid >= Traits::STAGED_POS;
+}
 
 template <class Traits>
 struct KernelParams {
@@ -252,7 +265,8 @@ struct KernelParams {
   cutlass::FastDivmod group_channels;  // K/G
   cutlass::FastDivmod group_granules;  // K/G/granule
   int merge_lanes;                     // that merge one group's partial moments, 1 or 32
-  int merge_steps;                     // of a warp, 32 / merge_lanes groups each, for all groups of a sample
+  int merge_parts;                     // that a group's partial moments are merged in; if several, then those
+  int merge_steps;                     // of a warp for a sample: 32 / merge_lanes groups or one part each
   float4* table;                       // [N,G] (mean, rest of the mean, 1/sqrt(var+eps), unused), or null
   float* channel_table;                // [3,N,K] mean, scale, shift, where this kernel does not normalize
   // Counters, one after the other; zero before the launch or cleared by it.

@@ -12,6 +12,7 @@
 /// width would need descriptors that start between atoms; those read shared memory at half the rate.)
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
 #include "cute/arch/copy_sm90_tma.hpp"
@@ -57,6 +58,7 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
     }
     control.tiles.wait_empty(slot);
     control.tile[slot.slot] = more ? tile : -1;
+    *static_cast<int volatile*>(&control.tile_sample) = more ? coord.n : INT_MAX;
     control.tiles.arrive_full(slot.slot);
     slot.advance(kTileSlots);
     if (!more) break;

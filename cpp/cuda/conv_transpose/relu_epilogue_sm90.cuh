@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// The epilogue's first half, by the consumer warps: unscale, bias, activation, conversion, and the way into
-/// shared memory, where drain_sm90.cuh takes over.
+/// The epilogue's first half, by the consumer warps: unscale, bias, activation, conversion, the moments of
+/// tiles of few k-blocks, and the way into shared memory, where drain_sm90.cuh takes over.
 ///
 /// A consumer warpgroup holds 64 output channels x WG_POS output positions in wgmma's accumulator layout: a
 /// thread owns two channels (rows lane/4 and lane/4 + 8 of its warp's 16) and, in each block of 8 positions,
@@ -26,6 +26,7 @@
 #include "cutlass/numeric_conversion.h"
 
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
+#include "cuda/conv_transpose/running_moments_sm90.cuh"
 
 namespace upconv3d::cuda {
 
@@ -130,7 +131,11 @@ struct StagedTile {
 
   template <int kFirst, int kBlocks, class Accumulator>
   CUTLASS_DEVICE static void stage_half(Accumulator const& acc, char* staging) {
-    int const lane = threadIdx.x % 32;
+    int lane = threadIdx.x % 32;
+    if constexpr (std::is_same_v<Stored, Stepped16>) {
+      // Hides that lane is the same for all tiles: the compiler would keep all addresses, and spill them.
+      asm volatile("" : "+r"(lane));
+    }
     int const matrix = lane / 8;
     int const chunk = (threadIdx.x / 32) % 4 * 2 + matrix % 2;  // 16-byte column of 8 channels
     CUTLASS_PRAGMA_UNROLL
@@ -215,10 +220,15 @@ struct ReluEpilogue {
   /// \param valid   positions inside the slab; those beyond belong to the next sample
   /// \param staging [64 channels x STAGED_POS positions] Stored, this warpgroup's
   /// \param steps   [64] written: exponents of the channels, Stepped16 only
+  /// \param rows    [64] written, unless null: (mean, M2) of the channels, of which all positions are valid
   template <class Accumulator>
   CUTLASS_DEVICE static void stage(KernelParams<Traits> const& params, int n, int channel, int valid,
-                                   Accumulator& acc, char* staging, std::int8_t* steps) {
+                                   Accumulator& acc, char* staging, std::int8_t* steps,
+                                   [[maybe_unused]] float2* rows) {
     activate(params, n, channel, acc);
+    if constexpr (Traits::TAKES_ROW_MOMENTS) {
+      if (rows != nullptr) take_moments(acc, rows);
+    }
     [[maybe_unused]] int step[2];
     if constexpr (Traits::QUANTIZED) quantize(params, acc, valid, step);
     stage_round<0>(params, acc, staging);
@@ -278,19 +288,57 @@ struct ReluEpilogue {
     }
   }
 
+  /// Moments of the rows of acc as they will be stored, around their first position's value: as
+  /// Drain::moments takes them, but added up in another order.
+  template <class Accumulator>
+  CUTLASS_DEVICE static void take_moments(Accumulator const& acc, float2* rows) {
+    using Pair = cutlass::Array<float, 2>;
+    float pivot[2], sum[2] = {0.f, 0.f}, sum_squares[2] = {0.f, 0.f};
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      // Lanes of a row are four neighbours, of which the first has the first position.
+      pivot[j] = __shfl_sync(0xffffffffu, float(Stored(acc(2 * j))), 0, 4);
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < kBlocks; ++block) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        auto const rounded = cutlass::NumericArrayConverter<Stored, float, 2>{}(
+            Pair{acc(2 * j + 4 * block), acc(1 + 2 * j + 4 * block)});
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float const shifted = float(rounded[i]) - pivot[j];
+          sum[j] += shifted;
+          sum_squares[j] += shifted * shifted;
+        }
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int mask = 1; mask < 4; mask *= 2) {
+        sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], mask);
+        sum_squares[j] += __shfl_xor_sync(0xffffffffu, sum_squares[j], mask);
+      }
+      RunningMoments const row = shifted_moments(float(WG_POS), pivot[j], sum[j], sum_squares[j]);
+      if (threadIdx.x % 4 == 0) rows[accumulator_row() + 8 * j] = make_float2(row.mean, row.m2);
+    }
+  }
+
   /// acc = acc / 2^step rounded to an integer of less than 2^step_bits, plus the zero point, in the lower
   /// half of the float's bits; one step per channel, from its largest magnitude in this half tile.
   template <class Accumulator>
   CUTLASS_DEVICE static void quantize(KernelParams<Traits> const& params, Accumulator& acc, int valid,
                                       int (&steps)[2]) {
+    int const end =
+        valid - 2 * int(threadIdx.x % 4);  // of the thread's positions, each block's first being 0
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       float largest = 0.f;
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
-        int const position = 8 * block + 2 * (threadIdx.x % 4);
-        float const first = position < valid ? acc(2 * j + 4 * block) : 0.f;
-        float const second = position + 1 < valid ? acc(1 + 2 * j + 4 * block) : 0.f;
+        float const first = 8 * block < end ? acc(2 * j + 4 * block) : 0.f;
+        float const second = 8 * block + 1 < end ? acc(1 + 2 * j + 4 * block) : 0.f;
         largest = max_nan(largest, max_nan(fabsf(first), fabsf(second)));
       }
       largest = max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
