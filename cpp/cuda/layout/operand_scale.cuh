@@ -33,6 +33,18 @@ inline constexpr int kSmallestScaledReach = kSmallestReach + (kOperandExponent -
 inline constexpr int kReachBias = 512;
 static_assert(kReachBias + kSmallestReach - (kOperandExponent - kSmallestScaledReach) > 0);
 
+constexpr std::uint32_t bits_of_power(int exponent) {
+  return static_cast<std::uint32_t>(exponent + 127) << 23;
+}
+
+/// Whether a largest |x| that is not zero lies outside of what the assumed scales fit.
+template <int kProducts>
+__device__ inline bool breaks_assumption(std::uint32_t largest) {
+  constexpr std::uint32_t kSmallest = bits_of_power(smallest_reach(kProducts) - assumed_exponent(kProducts));
+  constexpr std::uint32_t kTooLarge = bits_of_power(kInputExponent - assumed_exponent(kProducts));
+  return largest != 0 && (largest < kSmallest || largest >= kTooLarge);
+}
+
 /// Bits of |v|, which order as |v| does; kInfinityBits or more where v is not finite.
 __device__ inline std::uint32_t magnitude(float v) {
   return __float_as_uint(v) & 0x7fffffffu;
