@@ -9,8 +9,7 @@
 ///                Dense weights go the same way (weight_lines.cuh, scaled_weight_tile.cuh).
 ///   [N,D,H,W,C]: x streams by, 16 bytes a thread (ndhwc_tile.cuh).
 ///
-/// Either has 128 bytes a thread in flight. A kernel whose blocks take several tiles asks L2 for the next one
-/// before it works on a tile, so that memory never waits for a block.
+/// Either has 128 bytes a thread in flight, float32 while it works on the tile before (awaited_tile.cuh).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,17 +28,17 @@ inline constexpr int kInputWarps = kInputThreads / 32;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct InputArgs {
-  const void* x;                // [N,C,D,H,W] or [N,D,H,W,C] float or 16 bit
-  std::uint16_t* hi;            // [N,groups,D,H,W,pitch] 16 bit
-  std::uint16_t* lo;            // [N,groups,D,H,W,pitch] 16 bit, three products only
-  const std::int32_t* sample;   // [N] int32, Scaling::kChosen only
-  const std::int32_t* channel;  // [C] int32, Scaling::kChosen only
-  std::uint32_t* x_absmax;      // [N,C] uint32, Scaling::kAssumed only: raised
-  std::uint32_t* misfits;  // [1] uint32, Scaling::kAssumed only: how many of x_absmax break the assumption
-  std::int64_t channels;   // C
-  std::int64_t positions;  // D*H*W
-  std::uint32_t pitch;     // operand_channels: of a group, and zeros behind them
-  std::uint32_t groups;    // of the convolution
+  const void* x;                 // [N,C,D,H,W] or [N,D,H,W,C] float or 16 bit
+  std::uint16_t* hi;             // [N,groups,D,H,W,pitch] 16 bit
+  std::uint16_t* lo;             // [N,groups,D,H,W,pitch] 16 bit, three products only
+  const std::int32_t* sample;    // [N] int32, Scaling::kChosen only
+  const std::int32_t* channel;   // [C] int32, Scaling::kChosen only
+  std::uint32_t* x_absmax;       // [N,C] uint32, Scaling::kAssumed only: raised
+  std::uint32_t* misfits;        // [1] uint32, float only: how many of x_absmax break the assumption
+  std::int64_t channels;         // C
+  std::int64_t positions;        // D*H*W
+  std::uint32_t pitch;           // operand_channels: of a group, and zeros behind them
+  std::uint32_t groups;          // of the convolution
   std::uint32_t group_channels;  // C/groups
   std::uint32_t position_tiles;
   std::uint32_t channel_tiles;  // [N,C,D,H,W]: those of the first group, then those of the next
@@ -65,19 +64,7 @@ __device__ inline InputTile input_tile(const InputArgs& args, std::uint32_t inde
   return {outer / args.channel_tiles, index % args.position_tiles, outer % args.channel_tiles};
 }
 
-template <Scaling kScaling>
-using InputElement = std::conditional_t<kScaling == Scaling::kNone, std::uint16_t, float>;
-
 /// kCount neighbouring elements past the caches: x is read once, and the operands should stay in L2.
-template <int kCount>
-__device__ inline void load_once(const float* source, float (&v)[kCount]) {
-  if constexpr (kCount == 4) {
-    const float4 q = __ldcs(reinterpret_cast<const float4*>(source));
-    v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
-  } else {
-    v[0] = __ldcs(source);
-  }
-}
 template <int kCount>
 __device__ inline void load_once(const std::uint16_t* source, std::uint16_t (&v)[kCount]) {
   if constexpr (kCount == 4) {
@@ -86,11 +73,6 @@ __device__ inline void load_once(const std::uint16_t* source, std::uint16_t (&v)
   } else {
     v[0] = __ldcs(source);
   }
-}
-
-/// Asks L2 for the line of an address, without waiting.
-__device__ inline void prefetch_line(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 /// Counts a maximum in or out of those that break the assumption, once atomicMax has raised it. Every step of
@@ -107,11 +89,6 @@ __device__ inline void count_misfits(const InputArgs& args, std::uint32_t before
 template <int kProducts>
 __device__ inline OneFactor assumed_scale() {
   return {static_cast<float>(1 << assumed_exponent(kProducts))};
-}
-
-/// The chosen power of two of a sample and channel; past C that of the last channel again.
-__device__ inline PowerOfTwo chosen_power(const InputArgs& args, std::int64_t n, std::int64_t channel) {
-  return power_of_two(args.sample[n] + args.channel[min(channel, args.channels - 1)]);
 }
 
 inline constexpr int kTilePositions = 128;  // 4 for each thread of a warp: 512 bytes of a channel
@@ -177,23 +154,6 @@ __device__ inline RaisedAbsmax record_warp_absmax(std::uint32_t* absmax, std::ui
   return raised;
 }
 
-/// Scales before the values are gathered by position, which spares registers for 8 channels' powers. What
-/// would become zero becomes the smallest float instead, for encode to see that it was none; that changes no
-/// result.
-__device__ inline void scale_in_place(const InputArgs& args, std::int64_t n, std::int64_t channel,
-                                      float (&values)[8][4]) {
-  const float smallest = __uint_as_float(1u);
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const PowerOfTwo power = chosen_power(args, n, channel + j);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float scaled = power.times(values[j][i]);
-      values[j][i] = scaled == 0.0f && values[j][i] != 0.0f ? copysignf(smallest, values[j][i]) : scaled;
-    }
-  }
-}
-
 template <int kProducts>
 struct TransposeTile {
   uint4 hi[kTilePositions][kTileVectors];
@@ -233,29 +193,6 @@ struct ChannelTile {
   }
 };
 
-/// A tile's values by warp: 8 channels, and of each the thread's 4 positions. Zeros where the tile ends.
-///
-/// \param load (address, array of kVector values)
-template <int kVector, class T, class Load>
-__device__ inline void load_warp_channels(const InputArgs& args, std::int64_t n, const ChannelTile& at,
-                                          int lane, const Load& load, T (&values)[8][4]) {
-  const T* const source =
-      static_cast<const T*>(args.x) + (n * args.channels + at.channel) * args.positions + at.first_position;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; i += kVector) {
-      const int p = tile_position<kVector>(lane, i);
-      T part[kVector] = {};
-      if (at.in_group + j < args.group_channels && at.first_position + p < args.positions) {
-        load(source + j * args.positions + p, part);
-      }
-#pragma unroll
-      for (int q = 0; q < kVector; ++q) values[j][i + q] = part[q];
-    }
-  }
-}
-
 /// Rows of a staged tile to where they belong. All threads call it, behind a barrier.
 template <int kVector, int kProducts, class Rows>
 __device__ inline void store_staged_rows(const InputArgs& args, std::int64_t n, const ChannelTile& at,
@@ -277,65 +214,78 @@ __device__ inline void store_staged_rows(const InputArgs& args, std::int64_t n, 
   }
 }
 
-/// A tile of 128 positions x 64 channels. kVector is 4 where D*H*W is a multiple of 4 and x is aligned to 4
-/// elements, else 1.
+/// 16 bit: a tile of 128 positions x 64 channels. kVector is 4 where D*H*W is a multiple of 4 and x is
+/// aligned to 4 elements, else 1.
 ///
 /// \param rows (args, n, group, first_position, row) yields the packed row of a position
-template <Scaling kScaling, int kVector, int kProducts, class Rows>
+template <int kVector, class Rows>
 __device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& tile, const Rows& rows) {
-  using T = InputElement<kScaling>;
+  TransposeTile<1>& staged = staged_tile<1>();
+  const int thread = thread_of_block();
+  const int lane = thread % 32;
+  const int warp = thread / 32;
+  const ChannelTile at(args, tile, warp);
+  if (at.in_group < args.pitch) {
+    const std::uint16_t* const source = static_cast<const std::uint16_t*>(args.x) +
+                                        (tile.n * args.channels + at.channel) * args.positions +
+                                        at.first_position;
+    std::uint16_t values[8][4] = {};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; i += kVector) {
+        const int p = tile_position<kVector>(lane, i);
+        std::uint16_t part[kVector];
+        if (at.in_group + j >= args.group_channels || at.first_position + p >= args.positions) continue;
+        load_once(source + j * args.positions + p, part);
+#pragma unroll
+        for (int q = 0; q < kVector; ++q) values[j][i + q] = part[q];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      std::uint16_t eight[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) eight[j] = values[j][i];
+      const int row = tile_position<kVector>(lane, i);
+      staged.hi[row][tile_slot<kVector>(row, warp)] = vector_of(encode(eight).hi);
+    }
+  }
+  __syncthreads();
+  store_staged_rows<kVector, 1>(args, tile.n, at, thread, rows);
+}
+
+/// float32: such a tile by assumed scales, out of the values that its threads have taken, and its maxima.
+template <int kVector, int kProducts>
+__device__ inline void pack_ncdhw_values(const InputArgs& args, const InputTile& tile,
+                                         const float (&values)[8][4]) {
   TransposeTile<kProducts>& staged = staged_tile<kProducts>();
   const int thread = thread_of_block();
   const int lane = thread % 32;
   const int warp = thread / 32;
   const ChannelTile at(args, tile, warp);
-  std::uint32_t* const absmax = args.x_absmax + tile.n * args.channels + at.channel;
   RaisedAbsmax raised;
-
   if (at.in_group < args.pitch) {
+    std::uint32_t* const absmax = args.x_absmax + tile.n * args.channels + at.channel;
     std::uint32_t seen = kInfinityBits;
-    if constexpr (kScaling == Scaling::kAssumed) {
-      // Past L1, which would keep the first value.
-      if (lane < 8 && at.in_group + lane < args.group_channels) seen = __ldcg(absmax + lane);
-    }
-    T values[8][4];
-    load_warp_channels<kVector>(
-        args, tile.n, at, lane, [](const T* source, T(&part)[kVector]) { load_once(source, part); }, values);
-    if constexpr (kScaling == Scaling::kAssumed) raised = record_warp_absmax(absmax, seen, values);
-    if constexpr (kScaling == Scaling::kChosen) scale_in_place(args, tile.n, at.channel, values);
+    // Past L1, which would keep the first value.
+    if (lane < 8 && at.in_group + lane < args.group_channels) seen = __ldcg(absmax + lane);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      T eight[8];
+      float eight[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) eight[j] = values[j][i];
-      SplitWords<8> words;
-      if constexpr (kScaling == Scaling::kNone) {
-        words = encode(eight);
-      } else if constexpr (kScaling == Scaling::kAssumed) {
-        words = encode<kProducts>(eight, assumed_scale<kProducts>());
-      } else {
-        words = encode<kProducts>(eight, OneFactor{1.0f});
-      }
+      const SplitWords<8> words = encode<kProducts>(eight, assumed_scale<kProducts>());
       const int row = tile_position<kVector>(lane, i);
       const int slot = tile_slot<kVector>(row, warp);
       staged.hi[row][slot] = vector_of(words.hi);
       if constexpr (kProducts == 3) staged.lo[row][slot] = vector_of(words.lo);
     }
+    raised = record_warp_absmax(absmax, seen, values);
   }
   __syncthreads();
-  store_staged_rows<kVector, kProducts>(args, tile.n, at, thread, rows);
-  if constexpr (kScaling == Scaling::kAssumed) count_misfits<kProducts>(args, raised.before, raised.own);
-}
-
-/// Asks L2 for a tile of float [N,C,D,H,W]: a line a thread, 4 for each channel of the warp.
-__device__ inline void prefetch_ncdhw_tile(const InputArgs& args, const InputTile& tile) {
-  const int thread = thread_of_block();
-  const ChannelTile at(args, tile, thread / 32);
-  const int channel = thread % 32 / 4;
-  const std::int64_t position = at.first_position + thread % 4 * 32;
-  if (at.in_group + channel >= args.group_channels || position >= args.positions) return;
-  prefetch_line(static_cast<const float*>(args.x) +
-                (tile.n * args.channels + at.channel + channel) * args.positions + position);
+  store_staged_rows<kVector, kProducts>(args, tile.n, at, thread, InputRows{});
+  count_misfits<kProducts>(args, raised.before, raised.own);
 }
 
 }  // namespace upconv3d::cuda

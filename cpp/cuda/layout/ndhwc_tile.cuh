@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// float32 x [N,D,H,W,C] to [N,groups,D,H,W,operand_channels] in float16, a tile per block, see
-/// input_tile.cuh; and tiles of either layout by one name.
+/// input_tile.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,6 +10,7 @@
 
 #include "core/channels.hpp"
 #include "core/index_math.hpp"
+#include "cuda/layout/awaited_tile.cuh"
 #include "cuda/layout/input_tile.cuh"
 #include "cuda/layout/operand_scale.cuh"
 
@@ -38,7 +39,8 @@ __host__ __device__ inline std::uint32_t ndhwc_tile_positions(std::uint32_t lane
   return kInputThreads / lanes * kThreadPositions<kVector>;
 }
 
-/// Largest finite |x| of each channel of the tile, in the order of the packed channels.
+/// Largest finite |x| of each channel of the tile, in the order of the packed channels. Zeros before and
+/// after a tile.
 template <int kVector>
 struct BlockAbsmax {
   std::uint32_t largest[kVector][kInputThreads];
@@ -50,144 +52,116 @@ __device__ inline BlockAbsmax<kVector>& block_absmax() {
   return absmax;
 }
 
-/// Fills block_absmax; complete behind a barrier. All threads of the block call it.
-template <int kVector, int kCount>
-__device__ inline void gather_block_absmax(const InputArgs& args, const float (&values)[kCount][kVector]) {
-  BlockAbsmax<kVector>& block = block_absmax<kVector>();
-  const std::uint32_t lane = threadIdx.x % args.lanes;
+/// To precede the first tile; complete behind a barrier.
+template <int kVector>
+__device__ inline void clear_block_absmax() {
 #pragma unroll
-  for (int j = 0; j < kVector; ++j) block.largest[j][threadIdx.x] = 0;
-  __syncthreads();
+  for (int j = 0; j < kVector; ++j) block_absmax<kVector>().largest[j][threadIdx.x] = 0;
+}
+
+/// The thread's part of block_absmax; complete behind a barrier.
+template <int kVector, int kCount>
+__device__ inline void gather_block_absmax(std::uint32_t lane, const float (&values)[kCount][kVector]) {
 #pragma unroll
   for (int j = 0; j < kVector; ++j) {
-    std::uint32_t largest = 0;
+    float of_numbers = 0.0f;  // fmaxf passes NaN over, and takes |x| as it comes
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) largest = max(largest, magnitude(values[i][j]));
-    if (largest >= kInfinityBits) {  // seldom: leave non-finite values out
+    for (int i = 0; i < kCount; ++i) of_numbers = fmaxf(of_numbers, fabsf(values[i][j]));
+    std::uint32_t largest = __float_as_uint(of_numbers);
+    if (largest >= kInfinityBits) {  // seldom
       largest = 0;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) largest = max(largest, finite_magnitude(values[i][j]));
     }
-    if (largest != 0) atomicMax(&block.largest[j][lane], largest);
+    if (largest != 0) atomicMax(&block_absmax<kVector>().largest[j][lane], largest);
   }
 }
 
 /// block_absmax to x_absmax.
 template <int kVector, int kProducts>
 __device__ inline void record_block_absmax(const InputArgs& args, const InputTile& tile) {
-  const BlockAbsmax<kVector>& block = block_absmax<kVector>();
+  BlockAbsmax<kVector>& block = block_absmax<kVector>();
   const std::uint32_t first = tile.channel * args.lanes * kVector;
   const std::uint32_t count = min(args.lanes * kVector, args.groups * args.pitch - first);
   for (std::uint32_t i = threadIdx.x; i < count; i += kInputThreads) {
     const std::uint32_t largest = block.largest[i % kVector][i / kVector];
     if (largest == 0) continue;  // as zeros behind a group are
+    block.largest[i % kVector][i / kVector] = 0;
     const std::int64_t channel = PackedChannel(args, first + i).channel(args);
-    const std::uint32_t before = atomicMax(args.x_absmax + tile.n * args.channels + channel, largest);
-    count_misfits<kProducts>(args, before, largest);
+    std::uint32_t* const absmax = args.x_absmax + tile.n * args.channels + channel;
+    if (largest <= __ldcg(absmax)) continue;  // spares most of the atomics, which queue up
+    count_misfits<kProducts>(args, atomicMax(absmax, largest), largest);
   }
 }
 
-/// A thread's values of a tile to packed x.
-///
-/// \param out index of the first position's element
-template <int kVector, int kProducts, class Scale>
-__device__ inline void store_positions(const InputArgs& args,
-                                       const float (&values)[kThreadPositions<kVector>][kVector],
-                                       const Scale& scale, std::int64_t first_position, std::uint32_t rows,
-                                       std::int64_t out) {
+/// What a thread has of a tile of ndhwc_tile_positions x (lanes * kVector) channels, zeros behind a group
+/// among them. kVector is 4 where C/groups is a multiple of 4 and x is 16-byte aligned, else 1.
+template <int kVector>
+struct StreamTile {
+  std::uint32_t lane;
+  std::uint32_t rows;  // positions side by side; the last threads may idle
+  PackedChannel from;
+  std::int64_t first_position;
+  bool in_channels;
+
+  __device__ StreamTile(const InputArgs& args, const InputTile& tile, std::uint32_t thread)
+      : lane(thread % args.lanes),
+        rows(kInputThreads / args.lanes),
+        from(args, (tile.channel * args.lanes + lane) * kVector),
+        first_position(tile.position * (rows * kThreadPositions<kVector>)+thread / args.lanes),
+        in_channels(thread / args.lanes < rows && from.group < args.groups) {}
+};
+
+template <int kVector>
+__device__ inline void request_ndhwc_tile(const InputArgs& args, const InputTile& tile, float* memory,
+                                          std::uint64_t policy) {
+  const int thread = thread_of_block();
+  const StreamTile<kVector> at(args, tile, thread);
+  const AwaitedTile<kVector> awaited(memory, thread);
+  const bool has_values = at.in_channels && !at.from.is_zero(args);
+  const float* const source = static_cast<const float*>(args.x) +
+                              (tile.n * args.positions + at.first_position) * args.channels +
+                              at.from.channel(args);
+  const std::int64_t step = at.rows * args.channels;
 #pragma unroll
   for (int i = 0; i < kThreadPositions<kVector>; ++i) {
-    if (first_position + i * rows >= args.positions) break;
-    const std::int64_t to = out + static_cast<std::int64_t>(i * rows) * args.pitch;
+    const bool inside = has_values && at.first_position + i * at.rows < args.positions;
+    awaited.request(i, source + i * step, inside, policy);
+  }
+}
+
+template <int kVector>
+__device__ inline void take_ndhwc_tile(float* memory, float (&values)[kThreadPositions<kVector>][kVector]) {
+  const AwaitedTile<kVector> awaited(memory, thread_of_block());
+#pragma unroll
+  for (int i = 0; i < kThreadPositions<kVector>; ++i) awaited.take(i, values[i]);
+}
+
+/// A tile by assumed scales, out of the values that its threads have taken, and its maxima. block_absmax is
+/// zero behind a barrier.
+template <int kVector, int kProducts>
+__device__ inline void pack_ndhwc_values(const InputArgs& args, const InputTile& tile,
+                                         const float (&values)[kThreadPositions<kVector>][kVector]) {
+  const StreamTile<kVector> at(args, tile, thread_of_block());
+  gather_block_absmax(at.lane, values);
+  const std::int64_t out_row = (tile.n * args.groups + at.from.group) * args.positions + at.first_position;
+#pragma unroll
+  for (int i = 0; i < kThreadPositions<kVector>; ++i) {
+    if (!at.in_channels || at.first_position + i * at.rows >= args.positions) break;
+    const std::int64_t out = (out_row + i * at.rows) * args.pitch + at.from.within;
     if constexpr (kVector == 4) {
-      const SplitWords<4> words = encode<kProducts>(values[i], scale);
-      *reinterpret_cast<uint2*>(args.hi + to) = {words.hi[0], words.hi[1]};
-      if constexpr (kProducts == 3) *reinterpret_cast<uint2*>(args.lo + to) = {words.lo[0], words.lo[1]};
+      const SplitWords<4> words = encode<kProducts>(values[i], assumed_scale<kProducts>());
+      *reinterpret_cast<uint2*>(args.hi + out) = {words.hi[0], words.hi[1]};
+      if constexpr (kProducts == 3) *reinterpret_cast<uint2*>(args.lo + out) = {words.lo[0], words.lo[1]};
     } else {
       const float pair[2] = {values[i][0], 0.0f};
-      const SplitWords<2> words = encode<kProducts>(pair, scale);
-      args.hi[to] = static_cast<std::uint16_t>(words.hi[0]);
-      if constexpr (kProducts == 3) args.lo[to] = static_cast<std::uint16_t>(words.lo[0]);
+      const SplitWords<2> words = encode<kProducts>(pair, assumed_scale<kProducts>());
+      args.hi[out] = static_cast<std::uint16_t>(words.hi[0]);
+      if constexpr (kProducts == 3) args.lo[out] = static_cast<std::uint16_t>(words.lo[0]);
     }
   }
-}
-
-/// A tile of ndhwc_tile_positions x (lanes * kVector) channels, zeros behind a group among them. kVector is 4
-/// where C/groups is a multiple of 4 and x is 16-byte aligned, else 1.
-template <Scaling kScaling, int kVector, int kProducts>
-__device__ inline void pack_ndhwc_tile(const InputArgs& args, const InputTile& tile) {
-  constexpr int kPositions = kThreadPositions<kVector>;
-  const std::uint32_t thread = thread_of_block();
-  const std::uint32_t lane = thread % args.lanes;
-  const std::uint32_t row = thread / args.lanes;
-  const std::uint32_t rows = kInputThreads / args.lanes;  // positions side by side; the last threads may idle
-  const PackedChannel from(args, (tile.channel * args.lanes + lane) * kVector);
-  const std::int64_t channel = from.channel(args);
-  const std::int64_t first_position = tile.position * (rows * kPositions) + row;
-  const bool in_channels = row < rows && from.group < args.groups;
-  const bool has_values = in_channels && !from.is_zero(args);
-  const std::int64_t first = (tile.n * args.positions + first_position) * args.channels + channel;
-  const std::int64_t step = rows * args.channels;
-  const float* const x = static_cast<const float*>(args.x);
-
-  float values[kPositions][kVector] = {};
-#pragma unroll
-  for (int i = 0; i < kPositions; ++i) {
-    const bool inside = has_values && first_position + i * rows < args.positions;
-    if (inside) load_once(x + first + i * step, values[i]);
-  }
-  if constexpr (kScaling == Scaling::kAssumed) gather_block_absmax(args, values);
-
-  const std::int64_t out_row = (tile.n * args.groups + from.group) * args.positions + first_position;
-  const std::int64_t out = out_row * args.pitch + from.within;
-  if constexpr (kScaling == Scaling::kAssumed) {
-    if (in_channels) {
-      store_positions<kVector, kProducts>(args, values, assumed_scale<kProducts>(), first_position, rows,
-                                          out);
-    }
-    __syncthreads();
-    record_block_absmax<kVector, kProducts>(args, tile);
-  } else if (in_channels) {
-    PowerEach<kVector == 4 ? 4 : 2> chosen;  // encode takes pairs
-#pragma unroll
-    for (int j = 0; j < (kVector == 4 ? 4 : 2); ++j) {
-      chosen.power[j] = chosen_power(args, tile.n, channel + j);
-    }
-    store_positions<kVector, kProducts>(args, values, chosen, first_position, rows, out);
-  }
-}
-
-/// Asks L2 for a tile that is a stretch of memory, as it is where one tile has all channels.
-template <int kVector>
-__device__ inline void prefetch_ndhwc_tile(const InputArgs& args, const InputTile& tile) {
-  if (args.channel_tiles > 1) return;
-  constexpr std::int64_t kLine = 32;  // floats
-  const std::int64_t first_position = tile.position * ndhwc_tile_positions<kVector>(args.lanes);
-  const std::int64_t positions = min(args.positions - first_position,
-                                     static_cast<std::int64_t>(ndhwc_tile_positions<kVector>(args.lanes)));
-  const std::int64_t line = thread_of_block() * kLine;
-  if (line >= positions * args.channels) return;
-  prefetch_line(static_cast<const float*>(args.x) +
-                (tile.n * args.positions + first_position) * args.channels + line);
-}
-
-/// Either layout.
-template <bool kChannelsFirst, Scaling kScaling, int kVector, int kProducts>
-__device__ inline void pack_input_tile(const InputArgs& args, const InputTile& tile) {
-  if constexpr (kChannelsFirst) {
-    pack_ncdhw_tile<kScaling, kVector, kProducts>(args, tile, InputRows{});
-  } else {
-    pack_ndhwc_tile<kScaling, kVector, kProducts>(args, tile);
-  }
-}
-
-template <bool kChannelsFirst, int kVector>
-__device__ inline void prefetch_input_tile(const InputArgs& args, const InputTile& tile) {
-  if constexpr (kChannelsFirst) {
-    prefetch_ncdhw_tile(args, tile);
-  } else {
-    prefetch_ndhwc_tile<kVector>(args, tile);
-  }
+  __syncthreads();
+  record_block_absmax<kVector, kProducts>(args, tile);
 }
 
 /// 4 where x can be read four elements at a time, else 1.

@@ -98,11 +98,17 @@ struct OnePower {
   __device__ float times(int, float v) const { return power.times(v); }
 };
 
-/// A power of two of its own for each of kCount values.
-template <int kCount>
-struct PowerEach {
-  PowerOfTwo power[kCount];
-  __device__ float times(int i, float v) const { return power[i].times(v); }
+/// A power of two of its own for each value, 2^(exponent + kSign * channel[first + i]). Read when it is
+/// needed: those of eight values would take sixteen registers.
+template <int kSign>
+struct ChannelPowers {
+  const std::int32_t* channel;  // [last + 1] int32
+  int first;
+  int last;  // values behind it take its power
+  int exponent;
+  __device__ float times(int i, float v) const {
+    return power_of_two(exponent + kSign * channel[min(first + i, last)]).times(v);
+  }
 };
 
 /// `scaled`, or +-2^-24, float16's smallest value, where it would round to zero though v is none: Inf times

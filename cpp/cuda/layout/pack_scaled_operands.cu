@@ -16,6 +16,8 @@
 
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/cooperative_launch.hpp"
+#include "cuda/layout/awaited_tile.cuh"
+#include "cuda/layout/chosen_input.cuh"
 #include "cuda/layout/input_tile.cuh"
 #include "cuda/layout/ndhwc_tile.cuh"
 #include "cuda/layout/pack_stages.hpp"
@@ -23,25 +25,25 @@
 #include "cuda/layout/verdict.cuh"
 #include "cuda/layout/weight_columns.cuh"
 #include "cuda/layout/zero_region.cuh"
+#include "cuda/reserved_shared_memory.hpp"
 
 namespace upconv3d::cuda {
 namespace {
 
-/// Blocks that an SM holds: as many as have registers without spills. Their loads, and those that L2 has been
-/// asked for, are 192 KB.
-template <bool kChannelsFirst, int kVector>
-inline constexpr int kBlocksPerSm = kChannelsFirst || kVector == 4 ? 3 : 2;
+/// Blocks that an SM holds: as many as its registers and its shared memory do without spills. 128 KB are on
+/// their way then, 96 with three products.
+template <int kProducts>
+inline constexpr int kBlocksPerSm = kProducts == 3 ? 3 : 4;
 
 struct ScaledOperandsArgs {
   WeightArgs weight;  // columns apart: where w has no tiles, and for chosen scales
   ScaledWeightArgs weight_lines;
   InputArgs input;
   VerdictArgs verdict;
-  std::uint32_t apart;       // blocks of columns of w for the assumed scales; 0: w goes by tiles
-  std::uint32_t input_end;   // apart, and tiles of x behind them
-  std::uint32_t chosen_end;  // all blocks of columns of w, and tiles of x behind them
-  ZeroRegion accumulators;   // those of scales
-  ZeroRegion region;         // the caller's
+  std::uint32_t apart;      // blocks of columns of w for the assumed scales; 0: w goes by tiles
+  std::uint32_t input_end;  // apart, and tiles of x behind them
+  ZeroRegion accumulators;  // those of scales
+  ZeroRegion region;        // the caller's
 };
 
 /// Tile of x of a work index; x's end first: what the convolution reads first is then what L2 still holds.
@@ -49,103 +51,139 @@ __device__ inline InputTile tile_of(const ScaledOperandsArgs& args, std::uint32_
   return input_tile(args.input, args.input_end - 1 - index);
 }
 
-/// Asks L2 for what a work index reads, unless that is columns apart.
-template <bool kChannelsFirst, int kVector>
-__device__ inline void prefetch(const ScaledOperandsArgs& args, std::uint32_t index) {
-  if (index < args.apart) return;
-  if (index < args.input_end) {
-    prefetch_input_tile<kChannelsFirst, kVector>(args.input, tile_of(args, index));
-  } else if (index - args.input_end < args.weight_lines.tiles) {
-    const InputArgs& lines = args.weight_lines.weight.lines;
-    prefetch_ncdhw_tile(lines, input_tile(lines, index - args.input_end));
-  }
-}
-
-/// The block's share of everything that assumed scales allow before w's maxima are known: columns apart, then
-/// tiles of x, then the measuring of w's tiles.
-///
-/// \param values of the last tile of w
-/// \return its index, or that of none
+/// A block's way through its work: what it works on, and what it awaits.
 template <bool kChannelsFirst, int kVector, int kProducts>
-__device__ inline std::uint32_t pack_assumed(const ScaledOperandsArgs& args, float (&values)[8][4]) {
-  __shared__ std::uint32_t largest[kTilePositions];
-  if (threadIdx.x < kTilePositions) largest[threadIdx.x] = 0;
-  __syncthreads();
-  std::uint32_t i = blockIdx.x;
-  for (; i < args.input_end; i += gridDim.x) {
-    prefetch<kChannelsFirst, kVector>(args, i + gridDim.x);
-    if (i < args.apart) {
-      pack_weight_columns<Scaling::kAssumed, kProducts>(args.weight, i);
+struct PackingBlock {
+  const ScaledOperandsArgs& args;
+  float* memory;  // [kAwaitedBytes]
+
+  /// Requests what a work index reads, unless that is columns apart.
+  __device__ void request(std::uint32_t index) const {
+    if (index < args.apart) return;
+    if (index < args.input_end) {
+      const std::uint64_t policy = streaming_policy();
+      if constexpr (kChannelsFirst) {
+        request_ncdhw_tile<kVector>(args.input, tile_of(args, index), memory, policy);
+      } else {
+        request_ndhwc_tile<kVector>(args.input, tile_of(args, index), memory, policy);
+      }
+    } else if (index - args.input_end < args.weight_lines.tiles) {
+      const std::uint32_t tile = index - args.input_end;
+      const bool again = args.weight_lines.tiles - tile > gridDim.x;  // unless it is the block's last
+      request_weight_tile(args.weight_lines, tile, memory, again ? staying_policy() : streaming_policy());
+    }
+  }
+
+  /// Packs a tile of x by assumed scales; requests `next` as soon as there is room.
+  __device__ void pack_input(std::uint32_t index, std::uint32_t next) const {
+    if constexpr (kChannelsFirst) {
+      float values[8][4];
+      take_ncdhw_tile<kVector>(memory, values);
+      request(next);
+      pack_ncdhw_values<kVector, kProducts>(args.input, tile_of(args, index), values);
     } else {
-      pack_input_tile<kChannelsFirst, Scaling::kAssumed, kVector, kProducts>(args.input, tile_of(args, i));
+      float values[kThreadPositions<kVector>][kVector];
+      take_ndhwc_tile<kVector>(memory, values);
+      request(next);
+      pack_ndhwc_values<kVector, kProducts>(args.input, tile_of(args, index), values);
     }
-    __syncthreads();  // the next turn uses the same shared memory
   }
-  std::uint32_t last = args.weight_lines.tiles;
-  for (; i - args.input_end < args.weight_lines.tiles; i += gridDim.x) {
-    prefetch<kChannelsFirst, kVector>(args, i + gridDim.x);
-    last = i - args.input_end;
-    measure_weight_tile(args.weight_lines, last, largest, values);
-  }
-  return last;
-}
 
-/// The tiles of w that this block measured, the last one first.
-template <int kProducts>
-__device__ inline void pack_measured(const ScaledOperandsArgs& args, std::uint32_t last,
-                                     float (&values)[8][4]) {
-  const InputArgs& lines = args.weight_lines.weight.lines;
-  for (std::uint32_t tile = last; tile < args.weight_lines.tiles; tile -= gridDim.x) {
-    if (tile != last) {
-      __syncthreads();  // the tile before uses the same shared memory
-      const int thread = thread_of_block();
-      load_weight_tile<false>(lines, ChannelTile(lines, input_tile(lines, tile), thread / 32), thread % 32,
-                              values);
+  /// The block's share of what needs no maxima: columns of w apart, then tiles of x.
+  ///
+  /// \return the first work index that is a tile of w
+  __device__ std::uint32_t pack_inputs() const {
+    std::uint32_t i = blockIdx.x;
+    for (; i < args.input_end; i += gridDim.x) {
+      if (i < args.apart) {
+        pack_weight_columns<Scaling::kAssumed, kProducts>(args.weight, i);
+        request(i + gridDim.x);
+      } else {
+        AwaitedTile<kVector>::wait();
+        pack_input(i, i + gridDim.x);
+      }
+      __syncthreads();  // the next turn uses the same shared memory
     }
-    pack_scaled_weight_tile<kProducts>(args.weight_lines, tile, args.weight.assumed_channel, values);
+    return i;
   }
-}
 
-/// The block's share of everything once more, by chosen scales.
-template <bool kChannelsFirst, int kVector, int kProducts>
-__device__ inline void pack_chosen(const ScaledOperandsArgs& args) {
-  for (std::uint32_t i = blockIdx.x; i < args.chosen_end; i += gridDim.x) {
-    if (i < args.weight.column_blocks) {
-      pack_weight_columns<Scaling::kChosen, kProducts>(args.weight, i);
-    } else {
-      const InputTile tile = input_tile(args.input, i - args.weight.column_blocks);
-      pack_input_tile<kChannelsFirst, Scaling::kChosen, kVector, kProducts>(args.input, tile);
+  /// Measures the block's tiles of w. The last one stays in shared memory.
+  ///
+  /// \return its index, or that of none
+  __device__ std::uint32_t measure_weights(std::uint32_t first) const {
+    __shared__ std::uint32_t largest[2][kTilePositions];
+    if (threadIdx.x < kTilePositions) largest[0][threadIdx.x] = largest[1][threadIdx.x] = 0;
+    __syncthreads();
+    std::uint32_t last = args.weight_lines.tiles;
+    int turn = 0;
+    for (std::uint32_t i = first; i - args.input_end < args.weight_lines.tiles; i += gridDim.x, turn ^= 1) {
+      AwaitedTile<4>::wait();
+      last = i - args.input_end;
+      float values[8][4];
+      take_ncdhw_tile<4>(memory, values);
+      request(i + gridDim.x);
+      measure_weight_tile(args.weight_lines, last, largest[turn], values);
     }
-    __syncthreads();  // the next turn uses the same shared memory
+    return last;
   }
-}
 
-template <bool kChannelsFirst, int kVector, int kProducts>
-__global__ void __launch_bounds__(kInputThreads, kBlocksPerSm<kChannelsFirst, kVector>)
-    pack_scaled_operands(const __grid_constant__ ScaledOperandsArgs args) {
-  const cooperative_groups::grid_group grid = cooperative_groups::this_grid();
-  prefetch<kChannelsFirst, kVector>(args, blockIdx.x);
-  clear(args.accumulators);
-  clear(args.region);
-  grid.sync();
-  float values[8][4];
-  const std::uint32_t last = pack_assumed<kChannelsFirst, kVector, kProducts>(args, values);
-  grid.sync();
-  const std::int64_t threads = static_cast<std::int64_t>(gridDim.x) * kInputThreads;
-  const std::int64_t thread = static_cast<std::int64_t>(blockIdx.x) * kInputThreads + thread_of_block();
-  if (args.verdict.misfits == nullptr || __ldcg(args.verdict.misfits) == 0) {
-    if (args.verdict.misfits != nullptr) write_assumed_scales<kProducts>(args.verdict, thread, threads);
-    if (args.weight_lines.tiles == 0) return;
-    write_columns(args.weight_lines, args.weight.unscale_column, args.weight.k, args.weight.assumed_channel,
-                  thread, threads);
-    pack_measured<kProducts>(args, last, values);
-    return;
+  /// Packs the tiles that it measured, the last one first.
+  __device__ void pack_measured(std::uint32_t last) const {
+    for (std::uint32_t tile = last; tile < args.weight_lines.tiles; tile -= gridDim.x) {
+      AwaitedTile<4>::wait();
+      float values[8][4];
+      take_ncdhw_tile<4>(memory, values);
+      if (tile >= gridDim.x) {
+        request_weight_tile(args.weight_lines, tile - gridDim.x, memory, streaming_policy());
+      }
+      pack_scaled_weight_tile<kProducts>(args.weight_lines, tile, args.weight.assumed_channel, values);
+      __syncthreads();  // the next tile uses the same shared memory
+    }
   }
+};
+
+/// Everything once more, by chosen scales, which are chosen first.
+template <bool kChannelsFirst, int kProducts>
+__device__ inline void pack_chosen(const ScaledOperandsArgs& args, const cooperative_groups::grid_group& grid,
+                                   std::int64_t thread, std::int64_t threads) {
   for (std::int64_t n = blockIdx.x; n < args.verdict.samples; n += gridDim.x) choose_sample(args.verdict, n);
   grid.sync();
   choose_channels(args.verdict, thread, threads);
   grid.sync();
-  pack_chosen<kChannelsFirst, kVector, kProducts>(args);
+  for (std::uint32_t i = blockIdx.x; i < args.weight.column_blocks; i += gridDim.x) {
+    pack_weight_columns<Scaling::kChosen, kProducts>(args.weight, i);
+    __syncthreads();  // the next turn uses the same shared memory
+  }
+  pack_chosen_inputs<kChannelsFirst, kProducts>(args.input, args.verdict, thread, threads);
+}
+
+template <bool kChannelsFirst, int kVector, int kProducts>
+__global__ void __launch_bounds__(kInputThreads, kBlocksPerSm<kProducts>)
+    pack_scaled_operands(const __grid_constant__ ScaledOperandsArgs args) {
+  extern __shared__ float4 awaited[];
+  const cooperative_groups::grid_group grid = cooperative_groups::this_grid();
+  const PackingBlock<kChannelsFirst, kVector, kProducts> block{args, reinterpret_cast<float*>(awaited)};
+  block.request(blockIdx.x);
+  clear(args.accumulators);
+  clear(args.region);
+  if constexpr (!kChannelsFirst) clear_block_absmax<kVector>();
+  grid.sync();
+  const std::uint32_t first = block.pack_inputs();
+  const std::uint32_t last = block.measure_weights(first);
+  grid.sync();
+  const std::int64_t threads = static_cast<std::int64_t>(gridDim.x) * kInputThreads;
+  const std::int64_t thread = static_cast<std::int64_t>(blockIdx.x) * kInputThreads + thread_of_block();
+  const bool has_inputs = args.verdict.misfits != nullptr;
+  if (has_inputs && __ldcg(args.verdict.misfits) != 0) {
+    AwaitedTile<4>::wait();
+    pack_chosen<kChannelsFirst, kProducts>(args, grid, thread, threads);
+    return;
+  }
+  if (has_inputs) write_assumed_scales<kProducts>(args.verdict, thread, threads);
+  if (args.weight_lines.tiles == 0) return;
+  write_columns(args.weight_lines, args.weight.unscale_column, args.weight.k, args.weight.assumed_channel,
+                thread, threads);
+  block.pack_measured(last);
 }
 
 /// Multiprocessors of the current device.
@@ -173,15 +211,16 @@ void launch(const PackParams& params, ZeroRegion accumulators, cudaStream_t stre
     tiles = input_tiles(args.input, params.problem);
   }
   const std::int64_t work = args.apart + tiles + args.weight_lines.tiles;
-  args.chosen_end = grid_of(args.weight.column_blocks + tiles, "pack_scaled_operands");
   args.input_end = grid_of(args.apart + tiles, "pack_scaled_operands");
   args.accumulators = accumulators;
   args.region = {params.zero, params.zero_bytes};
-  const int blocks = static_cast<int>(std::min<std::int64_t>(grid_of(work, "pack_scaled_operands"),
-                                                             sms * kBlocksPerSm<kChannelsFirst, kVector>));
-  launch_cooperative("pack_scaled_operands",
-                     reinterpret_cast<const void*>(pack_scaled_operands<kChannelsFirst, kVector, kProducts>),
-                     &args, {blocks, kInputThreads, 0}, stream, [](int) {});
+  const auto kernel = reinterpret_cast<const void*>(pack_scaled_operands<kChannelsFirst, kVector, kProducts>);
+  static ReservedSharedMemory reserved;
+  reserved.ensure("pack_scaled_operands", kernel, kAwaitedBytes);
+  const auto blocks =
+      std::min<std::int64_t>(grid_of(work, "pack_scaled_operands"), sms * kBlocksPerSm<kProducts>);
+  launch_cooperative("pack_scaled_operands", kernel, &args,
+                     {static_cast<int>(blocks), kInputThreads, kAwaitedBytes}, stream, [](int) {});
 }
 
 template <bool kChannelsFirst, int kVector>

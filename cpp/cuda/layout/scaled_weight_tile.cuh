@@ -4,13 +4,15 @@
 /// weight_lines.cuh, for an x that is scaled as assumed.
 ///
 /// A column's weights lie in many tiles, and its exponent takes all of them. So a grid measures its tiles
-/// first, waits, and packs them then: the last one of each block out of registers, the others out of L2.
+/// first, waits, and packs them then: the last one of each block out of shared memory, the others out of L2.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <optional>
 
+#include "cuda/layout/awaited_tile.cuh"
 #include "cuda/layout/input_tile.cuh"
 #include "cuda/layout/operand_scale.cuh"
 #include "cuda/layout/weight_lines.cuh"
@@ -47,31 +49,29 @@ struct TileColumns {
   }
 };
 
-/// \tparam kStays whether L2 should keep what is read
-template <bool kStays>
-__device__ inline void load_weight_tile(const InputArgs& lines, const ChannelTile& at, int lane,
-                                        float (&values)[8][4]) {
-  const auto load = [](const float* source, float (&part)[4]) {
-    if constexpr (kStays) {
-      const float4 q = __ldcg(reinterpret_cast<const float4*>(source));
-      part[0] = q.x, part[1] = q.y, part[2] = q.z, part[3] = q.w;
-    } else {
-      load_once(source, part);
-    }
-  };
-  load_warp_channels<4>(lines, 0, at, lane, load, values);
+/// Requests a tile; L2 keeps it for the second time.
+__device__ inline void request_weight_tile(const ScaledWeightArgs& args, std::uint32_t tile, float* memory,
+                                           std::uint64_t policy) {
+  request_ncdhw_tile<4>(args.weight.lines, input_tile(args.weight.lines, tile), memory, policy);
 }
 
-/// Reads a tile, and raises column_absmax by it. All threads of the block call it, and find `largest`, which
-/// all tiles of the block share, zero before and after.
+/// Raises column_absmax by a tile that the threads have taken. All threads of the block call it.
+///
+/// \param largest shared by all tiles of the block, zeros before and after; two in turns, so that a tile need
+///                not wait for the one before
 __device__ inline void measure_weight_tile(const ScaledWeightArgs& args, std::uint32_t tile,
-                                           std::uint32_t (&largest)[kTilePositions], float (&values)[8][4]) {
+                                           std::uint32_t (&largest)[kTilePositions],
+                                           const float (&values)[8][4]) {
   const int thread = thread_of_block();
   const int lane = thread % 32;
   const InputArgs& lines = args.weight.lines;
   const ChannelTile at(lines, input_tile(lines, tile), thread / 32);
   const TileColumns columns(args, at);
-  load_weight_tile<true>(lines, at, lane, values);
+  std::uint32_t* const absmax = args.column_absmax + columns.column(args, thread % kTilePositions);
+  // Past L1, which would keep the first value; columns past the tile's end are none of its group's, perhaps.
+  const bool is_column =
+      thread < kTilePositions && columns.column(args, thread) < columns.first + args.columns;
+  const std::uint32_t seen = is_column ? __ldcg(absmax) : 0;
 
   std::uint32_t own = 0;
 #pragma unroll
@@ -86,11 +86,9 @@ __device__ inline void measure_weight_tile(const ScaledWeightArgs& args, std::ui
   }
   __syncthreads();
   if (thread < kTilePositions && largest[thread] != 0) {
-    std::uint32_t* const absmax = args.column_absmax + columns.column(args, thread);
-    if (largest[thread] > __ldcg(absmax)) atomicMax(absmax, largest[thread]);
+    if (largest[thread] > seen) atomicMax(absmax, largest[thread]);
     largest[thread] = 0;
   }
-  __syncthreads();
 }
 
 /// Exponent of a column, complete behind a barrier of the grid.
@@ -99,7 +97,7 @@ __device__ inline int exponent_of_column(const std::uint32_t* column_absmax, std
   return column_exponent(largest != 0 ? biased_reach(largest, -assumed) : 0);
 }
 
-/// Packs a tile that load_weight_tile or measure_weight_tile read. All threads of the block call it; the
+/// Packs a tile that the threads have taken. All threads of the block call it; the
 /// staged tile is free again behind a barrier.
 template <int kProducts>
 __device__ inline void pack_scaled_weight_tile(const ScaledWeightArgs& args, std::uint32_t tile, int assumed,

@@ -94,7 +94,7 @@ inline std::int64_t weight_tiles(const WeightLines& weight) {
 
 template <int kVector>
 __device__ inline void pack_weight_tile(const WeightLines& weight, std::uint32_t tile) {
-  pack_ncdhw_tile<Scaling::kNone, kVector, 1>(weight.lines, input_tile(weight.lines, tile), weight.rows);
+  pack_ncdhw_tile<kVector>(weight.lines, input_tile(weight.lines, tile), weight.rows);
 }
 
 }  // namespace upconv3d::cuda
