@@ -34,7 +34,7 @@ struct InputArgs {
   const std::int32_t* sample;    // [N] int32, Scaling::kChosen only
   const std::int32_t* channel;   // [C] int32, Scaling::kChosen only
   std::uint32_t* x_absmax;       // [N,C] uint32, Scaling::kAssumed only: raised
-  std::uint32_t* misfits;        // [1] uint32, float only: how many of x_absmax break the assumption
+  std::uint32_t* suspect;        // [1] uint32, float only: 1 where a tile breaks the assumption
   std::int64_t channels;         // C
   std::int64_t positions;        // D*H*W
   std::uint32_t pitch;           // operand_channels: of a group, and zeros behind them
@@ -75,15 +75,10 @@ __device__ inline void load_once(const std::uint16_t* source, std::uint16_t (&v)
   }
 }
 
-/// Counts a maximum in or out of those that break the assumption, once atomicMax has raised it. Every step of
-/// every maximum is seen by exactly one thread, so in the end the count is that of the last ones.
-///
-/// \param before what atomicMax returned; \param own what it was given
+/// Notes a tile's largest |x| of a channel: without such a note, all of x fits the assumption.
 template <int kProducts>
-__device__ inline void count_misfits(const InputArgs& args, std::uint32_t before, std::uint32_t own) {
-  if (own <= before) return;
-  const int change = breaks_assumption<kProducts>(own) - breaks_assumption<kProducts>(before);
-  if (change != 0) atomicAdd(args.misfits, static_cast<std::uint32_t>(change));
+__device__ inline void note_suspect(const InputArgs& args, std::uint32_t largest) {
+  if (breaks_assumption<kProducts>(largest)) *args.suspect = 1;
 }
 
 template <int kProducts>
@@ -133,25 +128,20 @@ __device__ inline std::uint32_t warp_absmax(const float (&values)[8][4]) {
   return own;
 }
 
-/// What a lane raised in x_absmax; count_misfits wants both, later: an atomic's answer takes its time.
-struct RaisedAbsmax {
-  std::uint32_t before = kInfinityBits;
-  std::uint32_t own = 0;
-};
-
 /// Largest finite |x| of a warp's 8 channels, to x_absmax.
 ///
-/// \param absmax of the warp's first channel
-/// \param seen   lane j: that of the j-th channel at any time before, of no channel the largest number. Where
-///               it is no less, there is nothing to raise. Thus most tiles spare the atomics, which would
-///               queue up at the few addresses of a sample.
-__device__ inline RaisedAbsmax record_warp_absmax(std::uint32_t* absmax, std::uint32_t seen,
-                                                  const float (&values)[8][4]) {
-  RaisedAbsmax raised;
-  raised.own = warp_absmax<false>(values);
-  if (__any_sync(kAllLanes, raised.own >= kInfinityBits)) raised.own = warp_absmax<true>(values);  // seldom
-  if (raised.own > seen) raised.before = atomicMax(absmax + threadIdx.x % 32, raised.own);
-  return raised;
+/// \param channel the warp's first channel's place in x_absmax
+/// \param seen    lane j: that of the j-th channel at any time before, of no channel the largest number.
+/// Where
+///                it is no less, there is nothing to raise. Thus most tiles spare the atomics, which would
+///                queue up at the few addresses of a sample.
+template <int kProducts>
+__device__ inline void record_warp_absmax(const InputArgs& args, std::int64_t channel, std::uint32_t seen,
+                                          const float (&values)[8][4]) {
+  std::uint32_t own = warp_absmax<false>(values);
+  if (__any_sync(kAllLanes, own >= kInfinityBits)) own = warp_absmax<true>(values);  // seldom
+  if (own > seen) atomicMax(args.x_absmax + channel + threadIdx.x % 32, own);
+  note_suspect<kProducts>(args, own);
 }
 
 template <int kProducts>
@@ -185,9 +175,13 @@ struct ChannelTile {
 
   __device__ ChannelTile(const InputArgs& args, const InputTile& tile, int warp)
       : first_position(tile.position * kTilePositions) {
-    const std::uint32_t group_tiles = args.channel_tiles / args.groups;
-    group = tile.channel / group_tiles;
-    first_in_group = tile.channel % group_tiles * kTileChannels;
+    group = 0;
+    first_in_group = tile.channel * kTileChannels;
+    if (args.groups > 1) {  // divisions are dear
+      const std::uint32_t group_tiles = args.channel_tiles / args.groups;
+      group = tile.channel / group_tiles;
+      first_in_group = tile.channel % group_tiles * kTileChannels;
+    }
     in_group = first_in_group + warp * 8;
     channel = static_cast<std::int64_t>(group) * args.group_channels + in_group;
   }
@@ -264,12 +258,11 @@ __device__ inline void pack_ncdhw_values(const InputArgs& args, const InputTile&
   const int lane = thread % 32;
   const int warp = thread / 32;
   const ChannelTile at(args, tile, warp);
-  RaisedAbsmax raised;
   if (at.in_group < args.pitch) {
-    std::uint32_t* const absmax = args.x_absmax + tile.n * args.channels + at.channel;
+    const std::int64_t absmax = tile.n * args.channels + at.channel;
     std::uint32_t seen = kInfinityBits;
     // Past L1, which would keep the first value.
-    if (lane < 8 && at.in_group + lane < args.group_channels) seen = __ldcg(absmax + lane);
+    if (lane < 8 && at.in_group + lane < args.group_channels) seen = __ldcg(args.x_absmax + absmax + lane);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float eight[8];
@@ -281,11 +274,10 @@ __device__ inline void pack_ncdhw_values(const InputArgs& args, const InputTile&
       staged.hi[row][slot] = vector_of(words.hi);
       if constexpr (kProducts == 3) staged.lo[row][slot] = vector_of(words.lo);
     }
-    raised = record_warp_absmax(absmax, seen, values);
+    record_warp_absmax<kProducts>(args, absmax, seen, values);
   }
   __syncthreads();
   store_staged_rows<kVector, kProducts>(args, tile.n, at, thread, InputRows{});
-  count_misfits<kProducts>(args, raised.before, raised.own);
 }
 
 }  // namespace upconv3d::cuda

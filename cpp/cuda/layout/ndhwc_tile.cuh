@@ -88,9 +88,8 @@ __device__ inline void record_block_absmax(const InputArgs& args, const InputTil
     if (largest == 0) continue;  // as zeros behind a group are
     block.largest[i % kVector][i / kVector] = 0;
     const std::int64_t channel = PackedChannel(args, first + i).channel(args);
-    std::uint32_t* const absmax = args.x_absmax + tile.n * args.channels + channel;
-    if (largest <= __ldcg(absmax)) continue;  // spares most of the atomics, which queue up
-    count_misfits<kProducts>(args, atomicMax(absmax, largest), largest);
+    atomicMax(args.x_absmax + tile.n * args.channels + channel, largest);
+    note_suspect<kProducts>(args, largest);
   }
 }
 

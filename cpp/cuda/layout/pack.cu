@@ -48,7 +48,7 @@ void require_packable(const PackParams& params, bool with_x) {
                               std::to_string(params.products) + " products. Choose another plan.");
 }
 
-/// x_absmax, channel_reach, misfits and column_absmax: see carve_operand_scales.
+/// x_absmax, channel_reach, suspect and column_absmax: see carve_operand_scales.
 std::int64_t accumulator_bytes(const Problem& problem) {
   return padded_bytes(problem.n * problem.c) + padded_bytes(problem.c) + padded_bytes(1) +
          padded_bytes(problem.k);
@@ -77,7 +77,7 @@ InputArgs input_args(const PackParams& params, int vector) {
       .hi = static_cast<std::uint16_t*>(params.x_hi),
       .lo = static_cast<std::uint16_t*>(params.x_lo),
       .x_absmax = params.scales.x_absmax,
-      .misfits = params.scales.misfits,
+      .suspect = params.scales.suspect,
       .channels = problem.c,
       .positions = positions,
       .pitch = static_cast<std::uint32_t>(operand_channels(problem)),
@@ -106,7 +106,7 @@ OperandScales carve_operand_scales(const Problem& problem, void* memory) {
   };
   scales.x_absmax = static_cast<std::uint32_t*>(take(problem.n * problem.c));
   scales.channel_reach = static_cast<std::uint32_t*>(take(problem.c));
-  scales.misfits = static_cast<std::uint32_t*>(take(1));
+  scales.suspect = static_cast<std::uint32_t*>(take(1));
   scales.column_absmax = static_cast<std::uint32_t*>(take(problem.k));
   scales.sample = static_cast<std::int32_t*>(take(problem.n));
   scales.channel = static_cast<std::int32_t*>(take(problem.c));

@@ -83,7 +83,7 @@ struct OperandScales {
   std::uint32_t* x_absmax = nullptr;       // [N,C] uint32: bits of the largest finite |x|, 0: there is none
   std::uint32_t* channel_reach = nullptr;  // [C] uint32: biased reach of the largest x * 2^(own sample's
                                            // chosen exponent), 0: none
-  std::uint32_t* misfits = nullptr;        // [1] uint32: how many of x_absmax break the assumption
+  std::uint32_t* suspect = nullptr;        // [1] uint32: 0 where all of x is seen to fit the assumption
   std::uint32_t* column_absmax = nullptr;  // [K] uint32: bits of the largest finite |w|, 0: there is none
   std::int32_t* sample = nullptr;          // [N] int32 in [-114, 162]
   std::int32_t* channel = nullptr;         // [C] int32 in [0, 276]

@@ -31,9 +31,9 @@ namespace upconv3d::cuda {
 namespace {
 
 /// Blocks that an SM holds: as many as its registers and its shared memory do without spills. 128 KB are on
-/// their way then, 96 with three products.
-template <int kProducts>
-inline constexpr int kBlocksPerSm = kProducts == 3 ? 3 : 4;
+/// their way then, 96 with three products or a misaligned x.
+template <int kVector, int kProducts>
+inline constexpr int kBlocksPerSm = kVector == 4 && kProducts == 1 ? 4 : 3;
 
 struct ScaledOperandsArgs {
   WeightArgs weight;  // columns apart: where w has no tiles, and for chosen scales
@@ -158,7 +158,7 @@ __device__ inline void pack_chosen(const ScaledOperandsArgs& args, const coopera
 }
 
 template <bool kChannelsFirst, int kVector, int kProducts>
-__global__ void __launch_bounds__(kInputThreads, kBlocksPerSm<kProducts>)
+__global__ void __launch_bounds__(kInputThreads, kBlocksPerSm<kVector, kProducts>)
     pack_scaled_operands(const __grid_constant__ ScaledOperandsArgs args) {
   extern __shared__ float4 awaited[];
   const cooperative_groups::grid_group grid = cooperative_groups::this_grid();
@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(kInputThreads, kBlocksPerSm<kProducts>)
   grid.sync();
   const std::int64_t threads = static_cast<std::int64_t>(gridDim.x) * kInputThreads;
   const std::int64_t thread = static_cast<std::int64_t>(blockIdx.x) * kInputThreads + thread_of_block();
-  const bool has_inputs = args.verdict.misfits != nullptr;
-  if (has_inputs && __ldcg(args.verdict.misfits) != 0) {
+  const bool has_inputs = args.verdict.suspect != nullptr;
+  if (has_inputs && is_rejected<kProducts>(args.verdict)) {
     AwaitedTile<4>::wait();
     pack_chosen<kChannelsFirst, kProducts>(args, grid, thread, threads);
     return;
@@ -218,7 +218,7 @@ void launch(const PackParams& params, ZeroRegion accumulators, cudaStream_t stre
   static ReservedSharedMemory reserved;
   reserved.ensure("pack_scaled_operands", kernel, kAwaitedBytes);
   const auto blocks =
-      std::min<std::int64_t>(grid_of(work, "pack_scaled_operands"), sms * kBlocksPerSm<kProducts>);
+      std::min<std::int64_t>(grid_of(work, "pack_scaled_operands"), sms * kBlocksPerSm<kVector, kProducts>);
   launch_cooperative("pack_scaled_operands", kernel, &args,
                      {static_cast<int>(blocks), kInputThreads, kAwaitedBytes}, stream, [](int) {});
 }

@@ -27,27 +27,46 @@ struct ScaledWeightArgs {
   std::uint32_t tiles;           // 0: w goes another way
 };
 
-/// Which columns the positions of a tile belong to. A slot is a column of the tile.
+/// Which columns the positions of a tile belong to. A slot is a column of the tile; of channels_last_3d each
+/// position has one, in such an order that a warp's lie side by side.
 struct TileColumns {
   std::int64_t first;    // column of the group's first
   std::uint32_t offset;  // contiguous: the tile's first column within the group, else its first position
-  std::uint32_t first_position;
+  std::uint32_t phase;   // contiguous: positions of that column before the tile
 
   __device__ TileColumns(const ScaledWeightArgs& args, const ChannelTile& at)
       : first(static_cast<std::int64_t>(at.group) * args.columns),
-        offset(static_cast<std::uint32_t>(at.first_position) / args.taps),
-        first_position(static_cast<std::uint32_t>(at.first_position)) {}
-
-  /// Slot of the thread's i-th position. channels_last_3d: such that a warp's slots lie side by side.
-  __device__ std::uint32_t slot(const ScaledWeightArgs& args, int lane, int i) const {
-    return args.taps == 1 ? i * 32 + lane : (first_position + lane * 4 + i) / args.taps - offset;
+        offset(static_cast<std::uint32_t>(at.first_position)),
+        phase(0) {
+    if (args.taps == 1) return;
+    offset /= args.taps;
+    phase = static_cast<std::uint32_t>(at.first_position) - offset * args.taps;
   }
+
   /// Column of a slot; past the tile's end any number.
-  __device__ std::int64_t column(const ScaledWeightArgs& args, std::uint32_t slot) const {
-    if (args.taps != 1) return first + offset + slot;
-    return first + (offset + slot % 32 * 4 + slot / 32) % args.columns;
+  __device__ std::int64_t of_slot(const ScaledWeightArgs& args, std::uint32_t slot) const {
+    return args.taps == 1 ? of_position(args, slot % 32 * 4 + slot / 32) : first + offset + slot;
+  }
+  /// Column of a position of the tile; past the line's end any number.
+  __device__ std::int64_t of_position(const ScaledWeightArgs& args, std::uint32_t position) const {
+    return first +
+           (args.taps == 1 ? (offset + position) % args.columns : offset + (phase + position) / args.taps);
   }
 };
+
+/// Largest finite |w| of 8 channels at a position.
+__device__ inline std::uint32_t position_absmax(const float (&values)[8][4], int i) {
+  float of_numbers = 0.0f;  // fmaxf passes NaN over, and takes |w| as it comes
+#pragma unroll
+  for (int j = 0; j < 8; ++j) of_numbers = fmaxf(of_numbers, fabsf(values[j][i]));
+  std::uint32_t largest = __float_as_uint(of_numbers);
+  if (largest >= kInfinityBits) {  // seldom
+    largest = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) largest = max(largest, finite_magnitude(values[j][i]));
+  }
+  return largest;
+}
 
 /// Requests a tile; L2 keeps it for the second time.
 __device__ inline void request_weight_tile(const ScaledWeightArgs& args, std::uint32_t tile, float* memory,
@@ -67,22 +86,31 @@ __device__ inline void measure_weight_tile(const ScaledWeightArgs& args, std::ui
   const InputArgs& lines = args.weight.lines;
   const ChannelTile at(lines, input_tile(lines, tile), thread / 32);
   const TileColumns columns(args, at);
-  std::uint32_t* const absmax = args.column_absmax + columns.column(args, thread % kTilePositions);
-  // Past L1, which would keep the first value; columns past the tile's end are none of its group's, perhaps.
-  const bool is_column =
-      thread < kTilePositions && columns.column(args, thread) < columns.first + args.columns;
+  const std::int64_t column = columns.of_slot(args, thread % kTilePositions);
+  std::uint32_t* const absmax = args.column_absmax + column;
+  // Past L1, which would keep the first value; columns past the tile's end may be no columns.
+  const bool is_column = thread < kTilePositions && column < columns.first + args.columns;
   const std::uint32_t seen = is_column ? __ldcg(absmax) : 0;
 
-  std::uint32_t own = 0;
+  if (args.taps == 1) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t own = position_absmax(values, i);
+      if (own != 0) atomicMax(&largest[i * 32 + lane], own);
+    }
+  } else {
+    std::uint32_t slot = (columns.phase + lane * 4) / args.taps;
+    std::uint32_t left = (slot + 1) * args.taps - (columns.phase + lane * 4);  // positions of that column
+    std::uint32_t own = 0;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) own = max(own, finite_magnitude(values[j][i]));
-    // Neighbouring positions of one column go together.
-    const std::uint32_t slot = columns.slot(args, lane, i);
-    if (i < 3 && slot == columns.slot(args, lane, i + 1)) continue;
-    if (own != 0) atomicMax(&largest[slot], own);
-    own = 0;
+    for (int i = 0; i < 4; ++i) {
+      own = max(own, position_absmax(values, i));
+      if (--left != 0 && i < 3) continue;  // positions of one column go together
+      if (own != 0) atomicMax(&largest[slot], own);
+      ++slot;
+      left = args.taps;
+      own = 0;
+    }
   }
   __syncthreads();
   if (thread < kTilePositions && largest[thread] != 0) {
@@ -97,38 +125,50 @@ __device__ inline int exponent_of_column(const std::uint32_t* column_absmax, std
   return column_exponent(largest != 0 ? biased_reach(largest, -assumed) : 0);
 }
 
-/// Packs a tile that the threads have taken. All threads of the block call it; the
-/// staged tile is free again behind a barrier.
+/// What the positions of a tile are multiplied by, and where they go: found once, for all its channels.
+struct WeightPositions {
+  PowerOfTwo power[kTilePositions];
+  std::int64_t row[kTilePositions];
+
+  __device__ std::int64_t operator()(const InputArgs&, std::int64_t, std::uint32_t, std::int64_t,
+                                     int position) const {
+    return row[position];
+  }
+};
+
+/// Packs a tile that the threads have taken. All threads of the block call it; its shared memory is free
+/// again behind a barrier.
 template <int kProducts>
 __device__ inline void pack_scaled_weight_tile(const ScaledWeightArgs& args, std::uint32_t tile, int assumed,
                                                const float (&values)[8][4]) {
+  __shared__ WeightPositions positions;
   TransposeTile<kProducts>& staged = staged_tile<kProducts>();
   const int thread = thread_of_block();
   const int lane = thread % 32;
   const int warp = thread / 32;
   const InputArgs& lines = args.weight.lines;
   const ChannelTile at(lines, input_tile(lines, tile), warp);
-  const TileColumns columns(args, at);
+  if (thread < kTilePositions && at.first_position + thread < lines.positions) {
+    const std::int64_t k = TileColumns(args, at).of_position(args, thread);
+    positions.power[thread] = power_of_two(exponent_of_column(args.column_absmax, k, assumed) - assumed);
+    positions.row[thread] = args.weight.rows(lines, 0, at.group, at.first_position, thread);
+  }
+  __syncthreads();
   if (at.in_group < lines.pitch) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = lane * 4 + i;
-      int exponent = assumed;
-      if (at.first_position + row < lines.positions) {
-        const std::int64_t k = columns.column(args, columns.slot(args, lane, i));
-        exponent = exponent_of_column(args.column_absmax, k, assumed);
-      }
       float eight[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) eight[j] = values[j][i];
-      const SplitWords<8> words = encode<kProducts>(eight, OnePower{power_of_two(exponent - assumed)});
+      const SplitWords<8> words = encode<kProducts>(eight, OnePower{positions.power[row]});
       const int slot = tile_slot<4>(row, warp);
       staged.hi[row][slot] = vector_of(words.hi);
       if constexpr (kProducts == 3) staged.lo[row][slot] = vector_of(words.lo);
     }
   }
   __syncthreads();
-  store_staged_rows<4, kProducts>(lines, 0, at, thread, args.weight.rows);
+  store_staged_rows<4, kProducts>(lines, 0, at, thread, positions);
 }
 
 /// unscale_column of all columns, by a whole grid behind a barrier.

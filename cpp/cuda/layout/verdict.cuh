@@ -18,7 +18,7 @@ namespace upconv3d::cuda {
 struct VerdictArgs {
   std::uint32_t* x_absmax;       // [N,C] uint32
   std::uint32_t* channel_reach;  // [C] uint32
-  std::uint32_t* misfits;        // [1] uint32
+  std::uint32_t* suspect;        // [1] uint32
   std::int32_t* sample;          // [N] int32
   std::int32_t* channel;         // [C] int32
   std::int32_t* unscale_sample;  // [N] int32
@@ -31,7 +31,7 @@ inline VerdictArgs verdict_args(const PackParams& params) {
   return {
       .x_absmax = params.scales.x_absmax,
       .channel_reach = params.scales.channel_reach,
-      .misfits = params.scales.misfits,
+      .suspect = params.scales.suspect,
       .sample = params.scales.sample,
       .channel = params.scales.channel,
       .unscale_sample = params.scales.unscale_sample,
@@ -39,6 +39,18 @@ inline VerdictArgs verdict_args(const PackParams& params) {
       .channels = params.problem.c,
       .shared_samples = params.shared_samples,
   };
+}
+
+/// Whether any sample and channel breaks the assumption. To follow a barrier of the grid behind the maxima;
+/// all threads of a block call it, and all blocks get the same answer.
+template <int kProducts>
+__device__ inline bool is_rejected(const VerdictArgs& args) {
+  if (__ldcg(args.suspect) == 0) return false;
+  bool outside = false;
+  for (std::int64_t i = threadIdx.x; i < args.samples * args.channels; i += kInputThreads) {
+    outside = outside || breaks_assumption<kProducts>(__ldcg(args.x_absmax + i));
+  }
+  return __syncthreads_or(outside) != 0;
 }
 
 /// The exponent that fits sample n, and its part in those of the channels. A block per sample. Reads past L1,
