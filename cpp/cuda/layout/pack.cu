@@ -48,9 +48,9 @@ void require_packable(const PackParams& params, bool with_x) {
                               std::to_string(params.products) + " products. Choose another plan.");
 }
 
-/// x_absmax, channel_reach, suspect and column_absmax: see carve_operand_scales.
+/// x_absmax, channel_reach, suspect, tickets and column_absmax: see carve_operand_scales.
 std::int64_t accumulator_bytes(const Problem& problem) {
-  return padded_bytes(problem.n * problem.c) + padded_bytes(problem.c) + padded_bytes(1) +
+  return padded_bytes(problem.n * problem.c) + padded_bytes(problem.c) + 2 * padded_bytes(1) +
          padded_bytes(problem.k);
 }
 
@@ -107,6 +107,7 @@ OperandScales carve_operand_scales(const Problem& problem, void* memory) {
   scales.x_absmax = static_cast<std::uint32_t*>(take(problem.n * problem.c));
   scales.channel_reach = static_cast<std::uint32_t*>(take(problem.c));
   scales.suspect = static_cast<std::uint32_t*>(take(1));
+  scales.tickets = static_cast<std::uint32_t*>(take(1));
   scales.column_absmax = static_cast<std::uint32_t*>(take(problem.k));
   scales.sample = static_cast<std::int32_t*>(take(problem.n));
   scales.channel = static_cast<std::int32_t*>(take(problem.c));

@@ -78,12 +78,13 @@ constexpr int smallest_reach(int products) {
 /// unscale_sample[n] + unscale_column[k] lies in [-600, 228]: more than one float factor holds. Apply it in
 /// steps or with ldexpf.
 ///
-/// The first four are accumulators, and lie one after the other: a launch clears them before it raises them.
+/// The first five are accumulators, and lie one after the other: a launch clears them before it raises them.
 struct OperandScales {
   std::uint32_t* x_absmax = nullptr;       // [N,C] uint32: bits of the largest finite |x|, 0: there is none
   std::uint32_t* channel_reach = nullptr;  // [C] uint32: biased reach of the largest x * 2^(own sample's
                                            // chosen exponent), 0: none
   std::uint32_t* suspect = nullptr;        // [1] uint32: 0 where all of x is seen to fit the assumption
+  std::uint32_t* tickets = nullptr;        // [1] uint32: tiles of x that were dealt out
   std::uint32_t* column_absmax = nullptr;  // [K] uint32: bits of the largest finite |w|, 0: there is none
   std::int32_t* sample = nullptr;          // [N] int32 in [-114, 162]
   std::int32_t* channel = nullptr;         // [C] int32 in [0, 276]

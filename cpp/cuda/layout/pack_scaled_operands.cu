@@ -42,6 +42,7 @@ struct ScaledOperandsArgs {
   VerdictArgs verdict;
   std::uint32_t apart;      // blocks of columns of w for the assumed scales; 0: w goes by tiles
   std::uint32_t input_end;  // apart, and tiles of x behind them
+  std::uint32_t* tickets;   // [1] uint32: work indices dealt out; null: in equal shares
   ZeroRegion accumulators;  // those of scales
   ZeroRegion region;        // the caller's
 };
@@ -57,21 +58,24 @@ struct PackingBlock {
   const ScaledOperandsArgs& args;
   float* memory;  // [kAwaitedBytes]
 
-  /// Requests what a work index reads, unless that is columns apart.
+  /// Requests what a work index reads, unless that is columns apart; behind the tiles of x the block's first
+  /// tile of w.
   __device__ void request(std::uint32_t index) const {
     if (index < args.apart) return;
-    if (index < args.input_end) {
-      const std::uint64_t policy = streaming_policy();
-      if constexpr (kChannelsFirst) {
-        request_ncdhw_tile<kVector>(args.input, tile_of(args, index), memory, policy);
-      } else {
-        request_ndhwc_tile<kVector>(args.input, tile_of(args, index), memory, policy);
-      }
-    } else if (index - args.input_end < args.weight_lines.tiles) {
-      const std::uint32_t tile = index - args.input_end;
-      const bool again = args.weight_lines.tiles - tile > gridDim.x;  // unless it is the block's last
-      request_weight_tile(args.weight_lines, tile, memory, again ? staying_policy() : streaming_policy());
+    if (index >= args.input_end) return request_weight(blockIdx.x);
+    const std::uint64_t policy = streaming_policy();
+    if constexpr (kChannelsFirst) {
+      request_ncdhw_tile<kVector>(args.input, tile_of(args, index), memory, policy);
+    } else {
+      request_ndhwc_tile<kVector>(args.input, tile_of(args, index), memory, policy);
     }
+  }
+
+  /// Requests a tile of w, if there is one, to be measured; L2 keeps it unless it is the block's last.
+  __device__ void request_weight(std::uint32_t tile) const {
+    if (tile >= args.weight_lines.tiles) return;
+    const bool again = args.weight_lines.tiles - tile > gridDim.x;
+    request_weight_tile(args.weight_lines, tile, memory, again ? staying_policy() : streaming_policy());
   }
 
   /// Packs a tile of x by assumed scales; requests `next` as soon as there is room.
@@ -89,40 +93,45 @@ struct PackingBlock {
     }
   }
 
-  /// The block's share of what needs no maxima: columns of w apart, then tiles of x.
-  ///
-  /// \return the first work index that is a tile of w
-  __device__ std::uint32_t pack_inputs() const {
-    std::uint32_t i = blockIdx.x;
-    for (; i < args.input_end; i += gridDim.x) {
+  /// What needs no maxima: columns of w apart, then tiles of x. A block's first two are its own, further ones
+  /// are dealt out: on an H200, with equal shares, some blocks were done in half of the others' time. A share
+  /// is drawn while the block works on another, so that it waits for none.
+  __device__ void pack_inputs() const {
+    __shared__ std::uint32_t drawn;
+    std::uint32_t next = blockIdx.x + gridDim.x;
+    for (std::uint32_t i = blockIdx.x; i < args.input_end;) {
+      std::uint32_t later = next + gridDim.x;
+      if (args.tickets != nullptr && threadIdx.x == 0) later = 2 * gridDim.x + atomicAdd(args.tickets, 1u);
       if (i < args.apart) {
         pack_weight_columns<Scaling::kAssumed, kProducts>(args.weight, i);
-        request(i + gridDim.x);
+        request(next);
       } else {
         AwaitedTile<kVector>::wait();
-        pack_input(i, i + gridDim.x);
+        pack_input(i, next);
       }
+      if (threadIdx.x == 0) drawn = later;
       __syncthreads();  // the next turn uses the same shared memory
+      i = next;
+      next = drawn;  // written again behind a barrier of the next turn
     }
-    return i;
   }
 
   /// Measures the block's tiles of w. The last one stays in shared memory.
   ///
   /// \return its index, or that of none
-  __device__ std::uint32_t measure_weights(std::uint32_t first) const {
+  __device__ std::uint32_t measure_weights() const {
     __shared__ std::uint32_t largest[2][kTilePositions];
     if (threadIdx.x < kTilePositions) largest[0][threadIdx.x] = largest[1][threadIdx.x] = 0;
     __syncthreads();
     std::uint32_t last = args.weight_lines.tiles;
     int turn = 0;
-    for (std::uint32_t i = first; i - args.input_end < args.weight_lines.tiles; i += gridDim.x, turn ^= 1) {
+    for (std::uint32_t tile = blockIdx.x; tile < args.weight_lines.tiles; tile += gridDim.x, turn ^= 1) {
       AwaitedTile<4>::wait();
-      last = i - args.input_end;
+      last = tile;
       float values[8][4];
       take_ncdhw_tile<4>(memory, values);
-      request(i + gridDim.x);
-      measure_weight_tile(args.weight_lines, last, largest[turn], values);
+      request_weight(tile + gridDim.x);
+      measure_weight_tile(args.weight_lines, tile, largest[turn], values);
     }
     return last;
   }
@@ -168,8 +177,8 @@ __global__ void __launch_bounds__(kInputThreads, kBlocksPerSm<kVector, kProducts
   clear(args.region);
   if constexpr (!kChannelsFirst) clear_block_absmax<kVector>();
   grid.sync();
-  const std::uint32_t first = block.pack_inputs();
-  const std::uint32_t last = block.measure_weights(first);
+  block.pack_inputs();
+  const std::uint32_t last = block.measure_weights();
   grid.sync();
   const std::int64_t threads = static_cast<std::int64_t>(gridDim.x) * kInputThreads;
   const std::int64_t thread = static_cast<std::int64_t>(blockIdx.x) * kInputThreads + thread_of_block();
@@ -208,17 +217,17 @@ void launch(const PackParams& params, ZeroRegion accumulators, cudaStream_t stre
   if (params.x != nullptr) {
     args.input = input_args(params, kVector);
     args.verdict = verdict_args(params);
+    args.tickets = params.scales.tickets;
     tiles = input_tiles(args.input, params.problem);
   }
-  const std::int64_t work = args.apart + tiles + args.weight_lines.tiles;
   args.input_end = grid_of(args.apart + tiles, "pack_scaled_operands");
   args.accumulators = accumulators;
   args.region = {params.zero, params.zero_bytes};
   const auto kernel = reinterpret_cast<const void*>(pack_scaled_operands<kChannelsFirst, kVector, kProducts>);
   static ReservedSharedMemory reserved;
   reserved.ensure("pack_scaled_operands", kernel, kAwaitedBytes);
-  const auto blocks =
-      std::min<std::int64_t>(grid_of(work, "pack_scaled_operands"), sms * kBlocksPerSm<kVector, kProducts>);
+  const auto blocks = std::min<std::int64_t>(std::max(args.input_end, args.weight_lines.tiles),
+                                             sms * kBlocksPerSm<kVector, kProducts>);
   launch_cooperative("pack_scaled_operands", kernel, &args,
                      {static_cast<int>(blocks), kInputThreads, kAwaitedBytes}, stream, [](int) {});
 }

@@ -180,16 +180,14 @@ __device__ inline void write_columns(const ScaledWeightArgs& args, std::int32_t*
   }
 }
 
-/// No tiles where w is not dense, or 16-byte loads do not fit it; nor for a w so small that columns apart,
-/// which no block waits for, take no longer.
+/// No tiles where w is not dense, or 16-byte loads do not fit it.
 inline ScaledWeightArgs scaled_weight_args(const PackParams& params) {
-  constexpr std::int64_t kFewWeights = std::int64_t{1} << 19;
   ScaledWeightArgs args{};
   const Problem& problem = params.problem;
   const std::int64_t columns = group_outputs(problem), taps = volume(problem.kernel);
   const bool by_fours =
       reinterpret_cast<std::uintptr_t>(params.w) % (4 * sizeof(float)) == 0 && columns * taps % 4 == 0;
-  if (params.w == nullptr || !by_fours || problem.c * columns * taps < kFewWeights) return args;
+  if (params.w == nullptr || !by_fours) return args;
   const std::optional<WeightLines> lines = weight_lines(params);
   if (!lines) return args;
   args.weight = *lines;
