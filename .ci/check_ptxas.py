@@ -23,9 +23,6 @@ ALLOWED: dict[str, str] = {
     "conv_transpose_relu_group_norm_sm90_f16x1_u16_128x256": (
         "4 bytes while a sample's moments are merged, in one warp of a block; none in a loop over values"
     ),
-    "pack_scaled_operandsILb0ELi1ELi[13]E": (
-        "4 bytes on sm_80, of operands of a few MB; more registers would mean fewer blocks"
-    ),
 }
 
 SOURCE = re.compile(r"([\w.+-]+)\.cu\.o\b")

@@ -148,13 +148,12 @@ def test_launches_per_forward(hopper, shape, layout, kind):
     print(
         f"{kind} {layout} N={shape[0]}: {len(names)} launches, {len(fills)} of them fills or copies: {names}"
     )
-    # Large float32 operands are packed in three launches, 16-bit ones that lie channels last in none; NCDHW
-    # is normalized by a kernel of its own.
+    # Operands are packed in one launch, 16-bit ones that lie channels last in none; NCDHW is normalized by a
+    # kernel of its own.
     plan = block.plan()
     lying = plan.w_in_place and not plan.pack_x
     assert lying == (block.input.element_size() == 2 and layout == "NDHWC")
-    packing = 3 if block.input.element_size() == 4 and shape == LARGE else int(not lying)
-    limit = packing + 1 + (layout == "NCDHW")
+    limit = int(not lying) + 1 + (layout == "NCDHW")
     assert len(names) <= limit, f"{len(names)} launches, at most {limit} promised: {names}"
 
 

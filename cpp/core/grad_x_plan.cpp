@@ -47,7 +47,7 @@ std::string grad_x_obstacle(const Problem& block, const Device& device,
   const Cut cheapest = cheapest_cut(p, *instance, device.sm_count);
   cut_output(*plan, cheapest_cut_in_place(p, cheapest).value_or(cheapest));
   plan->estimated_multiply_ms = estimated_multiply_ms(p, *instance, plan->cut, device.sm_count);
-  plan->stages = {p.dtype == DType::kFloat32 ? "pack_weight" : "pack_operands"};
+  plan->stages = {p.dtype == DType::kFloat32 ? "pack_scaled_operands" : "pack_operands"};
   plan->stages.emplace_back(instance->name);
   if (!plan->in_place) plan->stages.emplace_back("unpack_rows");
   return "";

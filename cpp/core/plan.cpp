@@ -32,9 +32,7 @@ const char* steps_text(const Plan& plan) {
 }  // namespace
 
 std::vector<std::string> pack_stages(const Problem& problem) {
-  if (problem.dtype != DType::kFloat32) return {"pack_operands"};
-  if (packs_at_once(problem)) return {"pack_scaled_operands"};
-  return {"pack_weight", "pack_input", "repack"};
+  return {problem.dtype == DType::kFloat32 ? "pack_scaled_operands" : "pack_operands"};
 }
 
 std::string describe(const Plan& plan) {

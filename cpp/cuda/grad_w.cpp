@@ -7,7 +7,6 @@
 #include <string>
 
 #include "core/channels.hpp"
-#include "core/pack_stages.hpp"
 #include "cuda/conv_transpose/conv_transpose_grad_w_sm90.hpp"
 #include "cuda/layout/pack.hpp"
 #include "cuda/workspace.hpp"
@@ -41,7 +40,6 @@ struct PackedInput {
     params.x_hi = hi;
     params.x_lo = lo;
     params.shared_samples = true;
-    params.at_once = packs_at_once(problem);
     if (scales) params.scales = carve_operand_scales(problem, scales);
     launch_pack_x(params, stream);
     return params.scales.channel;

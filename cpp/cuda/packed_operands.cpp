@@ -2,7 +2,6 @@
 #include "cuda/packed_operands.hpp"
 
 #include "core/channels.hpp"
-#include "core/pack_stages.hpp"
 #include "cuda/stage_range.hpp"
 
 namespace upconv3d::cuda {
@@ -33,7 +32,6 @@ OperandScales PackedOperands::pack(const Problem& problem, const Plan& plan, con
   params.x_lo = x_lo;
   params.w_hi = w_hi;
   params.w_lo = w_lo;
-  params.at_once = packs_at_once(problem);
   if (scales) params.scales = carve_operand_scales(problem, scales);
   params.zero = cleared.data;
   params.zero_bytes = cleared.bytes;

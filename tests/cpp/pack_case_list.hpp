@@ -70,6 +70,39 @@ inline std::vector<Case> weight_cases() {
   return all;
 }
 
+/// float32 weights so many that they go by tiles: more and fewer tiles than blocks, tiles that end amid
+/// lines, columns, channels and vectors; and an x of more tiles than blocks.
+inline std::vector<Case> scaled_weight_cases() {
+  constexpr DType kF32 = DType::kFloat32;
+  constexpr WeightLayout kDense = WeightLayout::kContiguous, kWLast = WeightLayout::kChannelsLast;
+  constexpr Layout kFirst = Layout::kNCDHW, kLast = Layout::kNDHWC;
+  constexpr Content kUniform = Content::kUniform, kWeights = Content::kSpecialWeights;
+  const Extent3 small{2, 3, 4}, cube{32, 32, 32}, k3{3, 3, 3}, k4{4, 4, 4};
+  return {
+      {"f32 w 512x256x64", 2, 512, 256, small, k4, kF32, 1, kFirst, kDense, kWeights, 0},
+      {"f32 w 512x256x64, K last", 2, 512, 256, small, k4, kF32, 1, kLast, kWLast, kWeights, 0},
+      {"f32 w 512x256x64, 3 products", 1, 512, 256, small, k4, kF32, 3, kLast, kDense, kUniform, 0},
+      {"f32 w 130x256x27", 2, 130, 256, small, k3, kF32, 3, kFirst, kDense, kWeights, 0},
+      {"f32 w 130x256x27, K last", 2, 130, 256, small, k3, kF32, 3, kFirst, kWLast, kWeights, 0},
+      {"f32 w 256x257x8", 2, 256, 257, small, {2, 2, 2}, kF32, 1, kLast, kDense, kWeights, 0},
+      {"f32 w 256x260x8, K last", 2, 256, 260, small, {2, 2, 2}, kF32, 1, kLast, kWLast, kWeights, 0},
+      {"f32 w 1024x516x1", 2, 1024, 516, small, {1, 1, 1}, kF32, 1, kFirst, kDense, kWeights, 0},
+      {"f32 w 515x510x2", 2, 515, 510, small, {1, 1, 2}, kF32, 1, kFirst, kDense, kWeights, 0},
+      {"f32 w 131x255x27", 2, 131, 255, small, k3, kF32, 1, kFirst, kDense, kWeights, 0},
+      {"f32 w 130x256x27, x unfit", 2, 130, 256, small, k3, kF32, 1, kFirst, kWLast, Content::kTooSmall, 0,
+       true},
+      grouped(2, {"f32 w 200x400x27, 2 groups", 2, 200, 400, small, k3, kF32, 1, kLast, kDense, kWeights, 0}),
+      grouped(4, {"f32 w 144x640x27, of 36", 2, 144, 640, small, k3, kF32, 3, kLast, kWLast, kWeights, 0}),
+      {"f32 NCDHW 2x16x32^3", 2, 16, 8, cube, k3, kF32, 1, kFirst, kDense, kUniform, 0},
+      {"f32 NCDHW 2x16x32^3, 3 products", 2, 16, 8, cube, k3, kF32, 3, kFirst, kDense, kUniform, 1},
+      {"f32 NCDHW 2x16x32^3, too small", 2, 16, 8, cube, k3, kF32, 1, kFirst, kDense, Content::kTooSmall, 0,
+       true},
+      {"f32 NDHWC 2x64x32^3", 2, 64, 8, cube, k3, kF32, 1, kLast, kDense, kUniform, 0},
+      {"f32 NDHWC 2x36x32^3, too large", 2, 36, 8, cube, k3, kF32, 1, kLast, kDense, Content::kTooLarge, 1,
+       true},
+  };
+}
+
 inline std::vector<Case> cases() {
   constexpr DType kF32 = DType::kFloat32, kBF16 = DType::kBFloat16, kF16 = DType::kFloat16;
   constexpr Layout kFirst = Layout::kNCDHW, kLast = Layout::kNDHWC;

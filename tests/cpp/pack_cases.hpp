@@ -21,7 +21,7 @@ inline constexpr int kTop = cuda::kOperandExponent;
 
 enum class WeightLayout { kContiguous, kChannelsLast, kSliced };
 
-/// What float32 values are. The last five begin with kUniform, which the assumed scales fit.
+/// What float32 values are. The last six begin with kUniform, which the assumed scales fit.
 enum class Content {
   kUniform,         // [-1, 1)
   kManyMagnitudes,  // from denormals to the largest floats
@@ -31,6 +31,7 @@ enum class Content {
   kTooSmall,        // one channel of one sample just below the lower limit
   kSmallSample,     // one sample is 2^-40 of the others
   kSmallChannel,    // one channel is
+  kSpecialWeights,  // extreme columns of w, non-finite weights
 };
 
 struct Case {
@@ -112,10 +113,9 @@ inline void fill(std::vector<float>& values, const Case& test, std::mt19937& ran
   }
 }
 
-/// Zero and extreme channels, samples and columns; non-finite values beside finite ones and alone.
-inline void place_special_values(const Case& test, const std::int64_t (&stride)[5], std::vector<float>& x,
-                                 std::vector<float>& w) {
-  const std::int64_t positions = volume(test.in), taps = volume(test.kernel);
+/// Zero and extreme channels and samples; non-finite values beside finite ones and alone.
+inline void place_special_inputs(const Case& test, std::vector<float>& x) {
+  const std::int64_t positions = volume(test.in);
   for (std::int64_t n = 0; n < test.n; ++n) {
     for (std::int64_t c = 0; c < test.c; ++c) {
       for (std::int64_t p = 0; p < positions; ++p) {
@@ -130,6 +130,11 @@ inline void place_special_values(const Case& test, const std::int64_t (&stride)[
   }
   x[x_index(test, 0, 5, 0)] = kNaN;
   x[x_index(test, test.n - 1, 6, positions - 1)] = -kInf;
+}
+
+/// Zero and extreme columns, and non-finite weights.
+inline void place_special_weights(const Case& test, const std::int64_t (&stride)[5], std::vector<float>& w) {
+  const std::int64_t taps = volume(test.kernel);
   for (std::int64_t c = 0; c < test.c; ++c) {
     for (std::int64_t tap = 0; tap < taps; ++tap) {
       w[w_index(test, stride, c, 0, tap)] = 0.0f;                  // zero column

@@ -23,7 +23,6 @@
 #include <vector>
 
 #include "core/channels.hpp"
-#include "core/pack_stages.hpp"
 #include "cuda/check.hpp"
 #include "cuda/layout/pack.hpp"
 #include "gpu_test.hpp"
@@ -130,9 +129,23 @@ void check_region(const Case& test, const std::vector<std::uint8_t>& region) {
   }
 }
 
-/// \param at_once float32: by one launch, else by three
+/// launch_pack_x and launch_pack_w where launch_pack has been: the same operands once more, out of poison.
+void check_alone(const Case& test, PackParams params, const DeviceArray<std::uint16_t>& x_hi,
+                 const DeviceArray<std::uint16_t>& w_hi) {
+  const std::vector<std::uint16_t> x = x_hi.download(), w = w_hi.download();
+  check(cudaMemset(x_hi.get(), 0x7f, x.size() * sizeof(std::uint16_t)), "poisoning x");
+  check(cudaMemset(w_hi.get(), 0x7f, w.size() * sizeof(std::uint16_t)), "poisoning w");
+  upconv3d::cuda::launch_pack_x(params, nullptr);
+  params.assumed_channel = upconv3d::cuda::assumed_exponent(test.products);
+  params.x_hi = nullptr;
+  upconv3d::cuda::launch_pack_w(params, nullptr);
+  check(cudaDeviceSynchronize(), test.label);
+  require(x_hi.download() == x, test, "x packed alone must be as it is beside w");
+  require(test.rejects || w_hi.download() == w, test, "w packed alone must be as it is beside x");
+}
+
 template <class T>
-void run_case(const Case& test, std::mt19937& random, bool at_once) {
+void run_case(const Case& test, std::mt19937& random) {
   const Problem problem = problem_of(test);
   const std::int64_t positions = upconv3d::volume(test.in), taps = upconv3d::volume(test.kernel);
   const std::int64_t channels = test.c / test.groups, pitch = upconv3d::operand_channels(problem);
@@ -142,7 +155,10 @@ void run_case(const Case& test, std::mt19937& random, bool at_once) {
   fill(x, test, random);
   fill(w, test, random);
   if constexpr (std::is_same_v<T, float>) {
-    if (test.content == Content::kSpecial) place_special_values(test, params.w_strides, x, w);
+    if (test.content == Content::kSpecial) place_special_inputs(test, x);
+    if (test.content == Content::kSpecial || test.content == Content::kSpecialWeights) {
+      place_special_weights(test, params.w_strides, w);
+    }
     place_limits(test, x);
   }
   std::vector<T> shifted(x.size() + test.x_offset);
@@ -158,7 +174,6 @@ void run_case(const Case& test, std::mt19937& random, bool at_once) {
   params.problem = problem;
   params.operand = std::is_same_v<T, float> ? DType::kFloat16 : test.dtype;
   params.products = test.products;
-  params.at_once = at_once;
   params.x = device_x.get() + test.x_offset;
   params.w = device_w.get() + test.w_offset;
   params.x_hi = test.pack_x ? x_hi.get() : nullptr;
@@ -211,6 +226,7 @@ void run_case(const Case& test, std::mt19937& random, bool at_once) {
           return split(w_at(row, c), scales.column[row % test.k] - scales.channel[w_channel(row, c)],
                        test.products);
         });
+    check_alone(test, params, x_hi, w_hi);
   } else {
     const std::vector<std::uint16_t> packed_x = x_hi.download(), packed_w = w_hi.download();
     for (std::int64_t i = 0; i < x_count; ++i) {
@@ -249,7 +265,6 @@ void time_pack(const char* label, const Case& test, int x_byte = 0x3f) {
   params.problem = problem;
   params.operand = test.dtype == DType::kFloat32 ? DType::kFloat16 : test.dtype;
   params.products = test.products;
-  params.at_once = upconv3d::packs_at_once(problem);
   params.x = x.get(), params.w = w.get();
   params.x_hi = x_hi.get(), params.x_lo = x_lo.get(), params.w_hi = w_hi.get(), params.w_lo = w_lo.get();
   params.scales = upconv3d::cuda::carve_operand_scales(problem, memory.get());
@@ -336,13 +351,14 @@ int main(int argc, char** argv) {
     }
     std::mt19937 random(20240607);
     std::vector<Case> all = cases();
-    const std::vector<Case> weights = weight_cases();
-    all.insert(all.end(), weights.begin(), weights.end());
+    for (const std::vector<Case>& more : {weight_cases(), scaled_weight_cases()}) {
+      all.insert(all.end(), more.begin(), more.end());
+    }
     for (const Case& test : all) {
       if (test.dtype == DType::kFloat32) {
-        for (const bool at_once : {false, true}) run_case<float>(test, random, at_once);
+        run_case<float>(test, random);
       } else {
-        run_case<std::uint16_t>(test, random, false);
+        run_case<std::uint16_t>(test, random);
       }
     }
     std::printf("test_pack: %zu cases agree with the host reference\n", all.size());

@@ -33,6 +33,18 @@ inline constexpr int kSmallestScaledReach = kSmallestReach + (kOperandExponent -
 inline constexpr int kReachBias = 512;
 static_assert(kReachBias + kSmallestReach - (kOperandExponent - kSmallestScaledReach) > 0);
 
+constexpr std::uint32_t bits_of_power(int exponent) {
+  return static_cast<std::uint32_t>(exponent + 127) << 23;
+}
+
+/// Whether a largest |x| that is not zero lies outside of what the assumed scales fit.
+template <int kProducts>
+__device__ inline bool breaks_assumption(std::uint32_t largest) {
+  constexpr std::uint32_t kSmallest = bits_of_power(smallest_reach(kProducts) - assumed_exponent(kProducts));
+  constexpr std::uint32_t kTooLarge = bits_of_power(kInputExponent - assumed_exponent(kProducts));
+  return largest != 0 && (largest < kSmallest || largest >= kTooLarge);
+}
+
 /// Bits of |v|, which order as |v| does; kInfinityBits or more where v is not finite.
 __device__ inline std::uint32_t magnitude(float v) {
   return __float_as_uint(v) & 0x7fffffffu;
@@ -86,11 +98,17 @@ struct OnePower {
   __device__ float times(int, float v) const { return power.times(v); }
 };
 
-/// A power of two of its own for each of kCount values.
-template <int kCount>
-struct PowerEach {
-  PowerOfTwo power[kCount];
-  __device__ float times(int i, float v) const { return power[i].times(v); }
+/// A power of two of its own for each value, 2^(exponent + kSign * channel[first + i]). Read when it is
+/// needed: those of eight values would take sixteen registers.
+template <int kSign>
+struct ChannelPowers {
+  const std::int32_t* channel;  // [last + 1] int32
+  int first;
+  int last;  // values behind it take its power
+  int exponent;
+  __device__ float times(int i, float v) const {
+    return power_of_two(exponent + kSign * channel[min(first + i, last)]).times(v);
+  }
 };
 
 /// `scaled`, or +-2^-24, float16's smallest value, where it would round to zero though v is none: Inf times

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// launch_pack: which stages run, and in which order; and the memory of the scales.
+/// launch_pack: which kernel runs, and what it is told; and the memory of the scales.
 
 #include "cuda/layout/pack.hpp"
 
@@ -10,7 +10,11 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/channels.hpp"
+#include "core/index_math.hpp"
 #include "cuda/check.hpp"
+#include "cuda/layout/input_tile.cuh"
+#include "cuda/layout/ndhwc_tile.cuh"
 #include "cuda/layout/pack_stages.hpp"
 
 namespace upconv3d::cuda {
@@ -44,13 +48,46 @@ void require_packable(const PackParams& params, bool with_x) {
                               std::to_string(params.products) + " products. Choose another plan.");
 }
 
-/// x_absmax, channel_reach, sample_done and verdict: see carve_operand_scales.
+/// x_absmax, channel_reach, suspect, tickets and column_absmax: see carve_operand_scales.
 std::int64_t accumulator_bytes(const Problem& problem) {
-  return padded_bytes(problem.n * problem.c) + padded_bytes(problem.c) + padded_bytes(problem.n) +
-         padded_bytes(2);
+  return padded_bytes(problem.n * problem.c) + padded_bytes(problem.c) + 2 * padded_bytes(1) +
+         padded_bytes(problem.k);
 }
 
 }  // namespace
+
+InputArgs input_args(const PackParams& params, int vector) {
+  const Problem& problem = params.problem;
+  const std::int64_t positions = volume(problem.in);
+  const bool is_ncdhw = problem.x_layout == Layout::kNCDHW;
+  std::int64_t tile_positions = kTilePositions;
+  std::int64_t channel_tiles = problem.groups * ceil_div(group_inputs(problem), kTileChannels);
+  std::int64_t lanes = 0;
+  if (!is_ncdhw) {
+    const std::int64_t vectors = problem.groups * operand_channels(problem) / vector;
+    channel_tiles = ceil_div(vectors, kInputThreads);
+    lanes = ceil_div(vectors, channel_tiles);
+    const auto count = static_cast<std::uint32_t>(lanes);
+    tile_positions = vector == 4 ? ndhwc_tile_positions<4>(count) : ndhwc_tile_positions<1>(count);
+  }
+  const std::int64_t position_tiles = ceil_div(positions, tile_positions);
+  grid_of(saturating_product(problem.n, channel_tiles, position_tiles), "packing x");
+  return {
+      .x = params.x,
+      .hi = static_cast<std::uint16_t*>(params.x_hi),
+      .lo = static_cast<std::uint16_t*>(params.x_lo),
+      .x_absmax = params.scales.x_absmax,
+      .suspect = params.scales.suspect,
+      .channels = problem.c,
+      .positions = positions,
+      .pitch = static_cast<std::uint32_t>(operand_channels(problem)),
+      .groups = static_cast<std::uint32_t>(problem.groups),
+      .group_channels = static_cast<std::uint32_t>(group_inputs(problem)),
+      .position_tiles = static_cast<std::uint32_t>(position_tiles),
+      .channel_tiles = static_cast<std::uint32_t>(channel_tiles),
+      .lanes = static_cast<std::uint32_t>(lanes),
+  };
+}
 
 std::int64_t operand_scales_bytes(const Problem& problem) {
   if (!is_scaled(problem)) return 0;
@@ -69,8 +106,9 @@ OperandScales carve_operand_scales(const Problem& problem, void* memory) {
   };
   scales.x_absmax = static_cast<std::uint32_t*>(take(problem.n * problem.c));
   scales.channel_reach = static_cast<std::uint32_t*>(take(problem.c));
-  scales.sample_done = static_cast<std::uint32_t*>(take(problem.n));
-  scales.verdict = static_cast<std::uint32_t*>(take(2));
+  scales.suspect = static_cast<std::uint32_t*>(take(1));
+  scales.tickets = static_cast<std::uint32_t*>(take(1));
+  scales.column_absmax = static_cast<std::uint32_t*>(take(problem.k));
   scales.sample = static_cast<std::int32_t*>(take(problem.n));
   scales.channel = static_cast<std::int32_t*>(take(problem.c));
   scales.unscale_sample = static_cast<std::int32_t*>(take(problem.n));
@@ -81,14 +119,10 @@ OperandScales carve_operand_scales(const Problem& problem, void* memory) {
 void launch_pack(const PackParams& params, cudaStream_t stream) {
   require_packable(params, true);
   if (params.problem.n == 0) return;
-  if (is_scaled(params.problem) && params.at_once) {
-    launch_pack_scaled_operands(params, accumulator_bytes(params.problem), stream);
-  } else if (is_scaled(params.problem)) {
+  if (is_scaled(params.problem)) {
     PackParams assumed = params;
     assumed.assumed_channel = assumed_exponent(params.products);
-    launch_pack_weight(assumed, accumulator_bytes(params.problem), stream);
-    launch_pack_input(params, stream);
-    launch_repack(params, stream);
+    launch_pack_scaled_operands(assumed, {params.scales.x_absmax, accumulator_bytes(params.problem)}, stream);
   } else {
     launch_pack_operands(params, stream);
   }
@@ -98,9 +132,11 @@ void launch_pack_w(const PackParams& params, cudaStream_t stream) {
   require_packable(params, false);
   if (params.problem.n == 0) return;
   PackParams alone = params;
+  alone.x = nullptr;
   alone.x_hi = nullptr;
   if (is_scaled(params.problem)) {
-    launch_pack_weight(alone, 0, stream);
+    const auto bytes = params.problem.k * static_cast<std::int64_t>(sizeof(std::uint32_t));
+    launch_pack_scaled_operands(alone, {params.scales.column_absmax, bytes}, stream);
   } else {
     launch_pack_operands(alone, stream);
   }
@@ -112,14 +148,8 @@ void launch_pack_x(const PackParams& params, cudaStream_t stream) {
   PackParams x_alone = params;
   x_alone.w = nullptr;
   x_alone.zero_bytes = 0;
-  if (is_scaled(params.problem) && params.at_once) {
-    launch_pack_scaled_operands(x_alone, accumulator_bytes(params.problem), stream);
-  } else if (is_scaled(params.problem)) {
-    check(cudaMemsetAsync(params.scales.x_absmax, 0,
-                          static_cast<std::size_t>(accumulator_bytes(params.problem)), stream),
-          "clearing the maxima of pack_input");
-    launch_pack_input(x_alone, stream);
-    launch_repack(x_alone, stream);
+  if (is_scaled(params.problem)) {
+    launch_pack_scaled_operands(x_alone, {params.scales.x_absmax, accumulator_bytes(params.problem)}, stream);
   } else {
     launch_pack_operands(x_alone, stream);
   }

@@ -13,10 +13,10 @@
 ///   conv(x, w)[n,k] = conv(x', w')[n,k] * 2^(unscale_sample[n] + unscale_column[k])
 ///
 /// **Assumed, then verified.** Choosing exponents by x takes a pass over x before the pass that packs it. So
-/// pack_input takes sample[n] = 0 and channel[c] = assumed_exponent(products) for granted and measures each
+/// launch_pack takes sample[n] = 0 and channel[c] = assumed_exponent(products) for granted and measures each
 /// (sample, channel)'s largest |x| as it packs. Where all of those lie in
 /// [2^smallest_reach(products), 2^kInputExponent) after scaling, zero maxima apart, the packed x stands;
-/// otherwise repack packs x and w again with exponents chosen by the maxima. column[k] is always chosen: it
+/// otherwise x and w are packed again with exponents chosen by the maxima. column[k] is always chosen: it
 /// brings the column's largest |w'| into [2^13, 2^14).
 ///
 /// What float16's range costs where the assumption holds. A value under 2^-14 is held to 2^-24 absolute, and
@@ -78,13 +78,14 @@ constexpr int smallest_reach(int products) {
 /// unscale_sample[n] + unscale_column[k] lies in [-600, 228]: more than one float factor holds. Apply it in
 /// steps or with ldexpf.
 ///
-/// The first four are cleared by pack_weight and raised by pack_input, and lie one after the other.
+/// The first five are accumulators, and lie one after the other: a launch clears them before it raises them.
 struct OperandScales {
   std::uint32_t* x_absmax = nullptr;       // [N,C] uint32: bits of the largest finite |x|, 0: there is none
   std::uint32_t* channel_reach = nullptr;  // [C] uint32: biased reach of the largest x * 2^(own sample's
                                            // chosen exponent), 0: none
-  std::uint32_t* sample_done = nullptr;    // [N] uint32: blocks of pack_input that finished with the sample
-  std::uint32_t* verdict = nullptr;        // [2] uint32: samples that are done; 1 where repack must run
+  std::uint32_t* suspect = nullptr;        // [1] uint32: 0 where all of x is seen to fit the assumption
+  std::uint32_t* tickets = nullptr;        // [1] uint32: tiles of x that were dealt out
+  std::uint32_t* column_absmax = nullptr;  // [K] uint32: bits of the largest finite |w|, 0: there is none
   std::int32_t* sample = nullptr;          // [N] int32 in [-114, 162]
   std::int32_t* channel = nullptr;         // [C] int32 in [0, 276]
   std::int32_t* unscale_sample = nullptr;  // [N] int32: -sample[n]
@@ -107,10 +108,9 @@ struct PackParams {
   OperandScales scales;             // float32 only
   void* zero = nullptr;             // [zero_bytes] bytes, 16-byte aligned: cleared by the first launch, for
   std::int64_t zero_bytes = 0;      // counters of later kernels; 0: nothing to clear
-  // float32: what pack_weight takes for granted of every channel[c]. launch_pack takes assumed_exponent
+  // float32: what launch_pack_w takes for granted of every channel[c]. launch_pack takes assumed_exponent
   // instead, whatever stands here.
   int assumed_channel = 0;
-  bool at_once = false;         // float32: one launch, of blocks that wait for each other (packs_at_once)
   bool shared_samples = false;  // sample[n] = 0: x' is scaled by channel alone, for sums over samples
 };
 
@@ -121,11 +121,10 @@ std::int64_t operand_scales_bytes(const Problem& problem);
 /// dtypes.
 OperandScales carve_operand_scales(const Problem& problem, void* memory);
 
-/// Launches what the problem needs, in order. Deterministic to the bit: maxima do not depend on their order.
+/// One launch, which clears params.zero too. Deterministic to the bit: maxima do not depend on their order.
 /// N = 0 launches nothing, and clears nothing.
 ///
-///   float32: pack_weight, pack_input, repack (which returns where the assumption holds); or, params.at_once,
-///            pack_scaled_operands, which does the same
+///   float32: pack_scaled_operands, of blocks that wait for each other
 ///   16 bit:  pack_operands (w unless it is null, and x unless x_hi is null)
 ///
 /// \throws std::invalid_argument for a combination of dtype, operand and products that no kernel takes.
@@ -133,9 +132,7 @@ OperandScales carve_operand_scales(const Problem& problem, void* memory);
 void launch_pack(const PackParams& params, cudaStream_t stream);
 
 /// The same of w alone, for an x that someone else has packed with channel[c] = assumed_channel. Of the
-/// scales, float32 takes just unscale_column, which is written.
-///
-///   float32: pack_weight; 16 bit: pack_operands
+/// scales, float32 takes just column_absmax, scratch memory, and unscale_column, which is written.
 void launch_pack_w(const PackParams& params, cudaStream_t stream);
 
 /// x alone: takes no w, writes no w_hi, w_lo and unscale_column, and clears nothing of the caller's.

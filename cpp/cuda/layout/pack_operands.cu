@@ -11,6 +11,7 @@
 
 #include "cuda/check.hpp"
 #include "cuda/layout/input_tile.cuh"
+#include "cuda/layout/ndhwc_tile.cuh"
 #include "cuda/layout/pack_stages.hpp"
 #include "cuda/layout/weight_columns.cuh"
 #include "cuda/layout/weight_lines.cuh"
@@ -101,8 +102,7 @@ __global__ void __launch_bounds__(kInputThreads, blocks_per_sm(kPath))
   if constexpr (is_copied(kPath)) {
     copy_stretch<elements_of_load(kPath)>(input, rows, index);
   } else if constexpr (kPath != InputPath::kStays) {
-    pack_ncdhw_tile<Scaling::kNone, elements_of_load(kPath), 1>(input, input_tile(input, index), InputRows{},
-                                                                Nothing{});
+    pack_ncdhw_tile<elements_of_load(kPath)>(input, input_tile(input, index), InputRows{});
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// The stages of launch_pack, one launcher each. Internal to layout/.
+/// The kernels of launch_pack, one launcher each. Internal to layout/.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,27 +12,15 @@
 
 #include "core/index_math.hpp"
 #include "cuda/layout/pack.hpp"
+#include "cuda/layout/zero_region.cuh"
 
 namespace upconv3d::cuda {
 
-/// float32: w_hi, w_lo and scales.unscale_column for the assumed scales of x; clears params.zero and
-/// `accumulators`, those of scales that pack_input raises.
+/// float32: x_hi, x_lo and their scales unless x is null, w_hi, w_lo and scales.unscale_column unless w is;
+/// clears params.zero.
 ///
-/// \param accumulator_bytes of scales.x_absmax and its three neighbours
-void launch_pack_weight(const PackParams& params, std::int64_t accumulator_bytes, cudaStream_t stream);
-
-/// float32: x_hi and x_lo by the assumed scales, and the verdict on those; scales.sample, channel and
-/// unscale_sample. The accumulators must be zero before.
-void launch_pack_input(const PackParams& params, cudaStream_t stream);
-
-/// float32: x_hi, x_lo, w_hi, w_lo and scales.unscale_column once more, by scales.sample and channel, where
-/// scales.verdict asks for it. Without params.w x alone.
-void launch_repack(const PackParams& params, cudaStream_t stream);
-
-/// float32: what the three above do, with params.assumed_channel at its own choice; without params.w what
-/// the latter two do to x alone.
-void launch_pack_scaled_operands(const PackParams& params, std::int64_t accumulator_bytes,
-                                 cudaStream_t stream);
+/// \param accumulators those of params.scales that it clears and raises
+void launch_pack_scaled_operands(const PackParams& params, ZeroRegion accumulators, cudaStream_t stream);
 
 /// 16 bit: w_hi unless w is null, x_hi unless it is null, and clears params.zero.
 void launch_pack_operands(const PackParams& params, cudaStream_t stream);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Whether float32 x lies where assumed scales hold (pack.hpp), out of the largest |x| of each (sample,
-/// channel), and the scales that do hold.
+/// The scales of float32 x (pack.hpp), out of the largest |x| of each (sample, channel): assumed ones, or
+/// such as fit. By a whole grid, with barriers where the comments say so.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,17 +14,11 @@
 
 namespace upconv3d::cuda {
 
-constexpr std::uint32_t bits_of_power(int exponent) {
-  return static_cast<std::uint32_t>(exponent + 127) << 23;
-}
-
 /// What the verdict reads and writes; see OperandScales.
 struct VerdictArgs {
   std::uint32_t* x_absmax;       // [N,C] uint32
   std::uint32_t* channel_reach;  // [C] uint32
-  std::uint32_t* sample_done;    // [N] uint32
-  std::uint32_t* samples_done;   // [1] uint32
-  std::uint32_t* rejected;       // [1] uint32
+  std::uint32_t* suspect;        // [1] uint32
   std::int32_t* sample;          // [N] int32
   std::int32_t* channel;         // [C] int32
   std::int32_t* unscale_sample;  // [N] int32
@@ -37,9 +31,7 @@ inline VerdictArgs verdict_args(const PackParams& params) {
   return {
       .x_absmax = params.scales.x_absmax,
       .channel_reach = params.scales.channel_reach,
-      .sample_done = params.scales.sample_done,
-      .samples_done = params.scales.verdict,
-      .rejected = params.scales.verdict + 1,
+      .suspect = params.scales.suspect,
       .sample = params.scales.sample,
       .channel = params.scales.channel,
       .unscale_sample = params.scales.unscale_sample,
@@ -49,61 +41,64 @@ inline VerdictArgs verdict_args(const PackParams& params) {
   };
 }
 
-/// Whether a largest |x| that is not zero lies outside of what the assumed scales fit.
+/// Whether any sample and channel breaks the assumption. To follow a barrier of the grid behind the maxima;
+/// all threads of a block call it, and all blocks get the same answer.
 template <int kProducts>
-__device__ inline bool breaks_assumption(std::uint32_t largest) {
-  constexpr std::uint32_t kSmallest = bits_of_power(smallest_reach(kProducts) - assumed_exponent(kProducts));
-  constexpr std::uint32_t kTooLarge = bits_of_power(kInputExponent - assumed_exponent(kProducts));
-  return largest != 0 && (largest < kSmallest || largest >= kTooLarge);
+__device__ inline bool is_rejected(const VerdictArgs& args) {
+  if (__ldcg(args.suspect) == 0) return false;
+  bool outside = false;
+  for (std::int64_t i = threadIdx.x; i < args.samples * args.channels; i += kInputThreads) {
+    outside = outside || breaks_assumption<kProducts>(__ldcg(args.x_absmax + i));
+  }
+  return __syncthreads_or(outside) != 0;
 }
 
-/// Whether sample n breaks the assumption; its own exponent and its part in the channels', should any sample
-/// do so. Reads past L1, which does not see other blocks' atomics.
-template <int kProducts>
-__device__ inline void judge_sample(const VerdictArgs& args, std::int64_t n) {
+/// The exponent that fits sample n, and its part in those of the channels. A block per sample. Reads past L1,
+/// which does not see other blocks' atomics.
+__device__ inline void choose_sample(const VerdictArgs& args, std::int64_t n) {
   __shared__ std::uint32_t sample_largest;
   const std::uint32_t* const row = args.x_absmax + n * args.channels;
   if (threadIdx.x == 0) sample_largest = 0;
   __syncthreads();
 
   std::uint32_t largest = 0;
-  bool outside = false;
-#pragma unroll 4
   for (std::int64_t c = threadIdx.x; c < args.channels; c += kInputThreads) {
-    const std::uint32_t own = __ldcg(row + c);
-    largest = max(largest, own);
-    outside = outside || breaks_assumption<kProducts>(own);
+    largest = max(largest, __ldcg(row + c));
   }
   largest = __reduce_max_sync(kAllLanes, largest);
   if (threadIdx.x % 32 == 0) atomicMax(&sample_largest, largest);
-  outside = __syncthreads_or(outside) != 0;
+  __syncthreads();
 
   const bool has_own = sample_largest != 0 && !args.shared_samples;
   const int exponent = has_own ? kOperandExponent - reach(sample_largest) : 0;
-#pragma unroll 4
   for (std::int64_t c = threadIdx.x; c < args.channels; c += kInputThreads) {
     const std::uint32_t own = __ldcg(row + c);
     if (own != 0) atomicMax(args.channel_reach + c, biased_reach(own, exponent));
   }
   if (threadIdx.x == 0) {
     args.sample[n] = exponent;
-    if (outside) atomicMax(args.rejected, 1u);
+    args.unscale_sample[n] = -exponent;
+  }
+  __syncthreads();  // the next sample uses the same shared memory
+}
+
+/// Chosen exponents of the channels. To follow a barrier of the grid behind choose_sample of all samples.
+__device__ inline void choose_channels(const VerdictArgs& args, std::int64_t thread, std::int64_t threads) {
+  for (std::int64_t c = thread; c < args.channels; c += threads) {
+    const int chosen_reach = static_cast<int>(__ldcg(args.channel_reach + c)) - kReachBias;
+    args.channel[c] = kOperandExponent - max(kSmallestScaledReach, chosen_reach);
   }
 }
 
-/// The scales that hold for x: assumed ones, or where any sample broke the assumption chosen ones.
+/// The assumed exponents, which x turned out to fit.
 template <int kProducts>
-__device__ inline void write_scales(const VerdictArgs& args) {
-  const bool rejected = __ldcg(args.rejected) != 0;
-  for (std::int64_t c = threadIdx.x; c < args.channels; c += kInputThreads) {
-    const int chosen_reach = static_cast<int>(__ldcg(args.channel_reach + c)) - kReachBias;
-    args.channel[c] =
-        rejected ? kOperandExponent - max(kSmallestScaledReach, chosen_reach) : assumed_exponent(kProducts);
-  }
-  for (std::int64_t n = threadIdx.x; n < args.samples; n += kInputThreads) {
-    const int exponent = rejected ? __ldcg(args.sample + n) : 0;
-    args.sample[n] = exponent;
-    args.unscale_sample[n] = -exponent;
+__device__ inline void write_assumed_scales(const VerdictArgs& args, std::int64_t thread,
+                                            std::int64_t threads) {
+  for (std::int64_t c = thread; c < args.channels; c += threads)
+    args.channel[c] = assumed_exponent(kProducts);
+  for (std::int64_t n = thread; n < args.samples; n += threads) {
+    args.sample[n] = 0;
+    args.unscale_sample[n] = 0;
   }
 }
 

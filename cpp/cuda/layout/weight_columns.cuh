@@ -227,12 +227,8 @@ __device__ inline void pack_weight_columns(const WeightArgs& args, std::uint32_t
       if constexpr (kScaling == Scaling::kAssumed) {
         words = encode<kProducts>(v, OnePower{power_of_two(exponent - args.assumed_channel)});
       } else {
-        PowerEach<8> scale;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const std::int64_t c = min(channel + j, args.channels - 1);
-          scale.power[j] = power_of_two(exponent - column.channel[c]);
-        }
+        const ChannelPowers<-1> scale{column.channel, static_cast<int>(channel),
+                                      static_cast<int>(args.channels - 1), exponent};
         words = encode<kProducts>(v, scale);
       }
     }

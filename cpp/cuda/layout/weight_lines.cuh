@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Dense 16-bit w [C,K/groups,T,R,S] to [T*R*S,K,operand_channels], by transposition in tiles.
+/// Dense w [C,K/groups,T,R,S] to [T*R*S,K,operand_channels], by transposition in tiles; float32 see
+/// scaled_weight_tile.cuh.
 ///
 /// Contiguous or channels_last_3d, the weights of an input channel are one stretch of memory, a line. Lines
 /// lie one behind the other as the positions of an x [1,C,D,H,W] do, so the tiles of input_tile.cuh take
-/// them: they read 256 bytes of a line at a time and write whole 128-byte rows, each to where its tap and
+/// them: they read 128 elements of a line at a time and write whole 128-byte rows, each to where its tap and
 /// output channel belong.
 #pragma once
 
@@ -68,6 +69,7 @@ inline std::optional<WeightLines> weight_lines(const PackParams& params) {
   InputArgs lines{};
   lines.x = params.w;
   lines.hi = static_cast<std::uint16_t*>(params.w_hi);
+  lines.lo = static_cast<std::uint16_t*>(params.w_lo);
   lines.channels = problem.c;
   lines.positions = line;
   lines.pitch = static_cast<std::uint32_t>(operand_channels(problem));
@@ -92,8 +94,7 @@ inline std::int64_t weight_tiles(const WeightLines& weight) {
 
 template <int kVector>
 __device__ inline void pack_weight_tile(const WeightLines& weight, std::uint32_t tile) {
-  pack_ncdhw_tile<Scaling::kNone, kVector, 1>(weight.lines, input_tile(weight.lines, tile), weight.rows,
-                                              Nothing{});
+  pack_ncdhw_tile<kVector>(weight.lines, input_tile(weight.lines, tile), weight.rows);
 }
 
 }  // namespace upconv3d::cuda
