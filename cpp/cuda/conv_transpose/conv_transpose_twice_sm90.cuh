@@ -360,6 +360,7 @@ CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShare
     epilogue.add_moments(tile, acc);
   }
   epilogue.hand_over_sums();
+  epilogue.end_sums();
   wait_for_all_blocks(params.arrivals, 256 + kHelperThreads);
   merge_segments(params, *shared.control);
   wait_for_all_blocks(params.arrivals + 1, 256);
@@ -369,6 +370,7 @@ CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShare
     epilogue.normalize(tile, acc);
   }
   multiplier.finish();
+  epilogue.end_stores();
 }
 
 /// One of the warps that help (twice_helper_sm90.cuh).
@@ -378,7 +380,7 @@ CUTLASS_DEVICE void help_twice(TwiceParams<Traits> const& params, TwiceShared<Tr
   TwiceHelper<Traits> helper(params, shared, group);
   helper.write_moments();
   arrive_for_all_blocks(256 + kHelperThreads);
-  helper.store();
+  if constexpr (!Traits::CHANNELS_FIRST) helper.store();
 }
 
 template <class Traits>
@@ -389,11 +391,11 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
   extern __shared__ __align__(1024) char raw_shared[];
   TwiceShared<Traits> const shared(raw_shared, params);
   TwiceControl& control = *shared.control;
-  constexpr int kConsumerWarps = 8, kHelperWarps = 2;
+  constexpr int kConsumerWarps = 8;
   if (threadIdx.x == 0) {
     control.x.init(1, kConsumerWarps);
     control.w.init(1, kConsumerWarps);
-    control.tile_ring.init(1, kConsumerWarps + kHelperWarps);
+    control.tile_ring.init(1, kConsumerWarps);
     for (int group = 0; group < 2; ++group) {
       control.sums[group].init(kConsumerWarps / 2, 1);
       control.staged[group].init(kConsumerWarps / 2, 1);

@@ -51,10 +51,12 @@ class TwiceEpilogue {
     if (tile.cls != rows_class_) enter(tile.cls);
     if (view_ < 0) return;
     if (tile.n != scales_sample_) load_scales(tile.n);
-    if (!folded_) unscale(acc);
     pending_ = true;
+    pending_n_ = tile.n;
+    pending_pos_tile_ = tile.pos_tile;
     pending_valid_ = min(Traits::BLK_POS, positions_ - tile.pos_tile * Traits::BLK_POS);
-    if (pending_valid_ == Traits::BLK_POS && add_around_bias(acc)) return;
+    bool const folded = !Traits::SCALED || folded_;
+    if (folded && pending_valid_ == Traits::BLK_POS && add_around_bias(acc)) return;
     add_around_value(acc);
   }
 
@@ -78,9 +80,19 @@ class TwiceEpilogue {
     float2* const row =
         reinterpret_cast<float2*>(&control_.rows[group_][accumulator_row() + (second ? 8 : 0)]);
     row[squares] = make_float2(own, beside);
-    __syncwarp();
-    if (lane == 0) control_.sums[group_].arrive_full(0);
-    sums_at_.advance(1);
+    announce_sums(make_int4(rows_class_, pending_n_, pending_pos_tile_, 0));
+  }
+
+  /// Nothing is handed over any more.
+  CUTLASS_DEVICE void end_sums() {
+    control_.sums[group_].wait_empty(sums_at_);
+    announce_sums(make_int4(-1, 0, 0, 0));
+  }
+  CUTLASS_DEVICE void end_stores() {
+    if constexpr (!Traits::CHANNELS_FIRST) {
+      control_.staged[group_].wait_empty(staged_);
+      announce_set(make_int4(-1, 0, 0, 0));
+    }
   }
 
   /// Consumes acc: y of the tile, stored, or staged for the helper to store.
@@ -110,9 +122,9 @@ class TwiceEpilogue {
       store_channels_first(tile, acc);
     } else {
       if (params_.staging_buffers == kManyStagingBuffers) {
-        stage_sets<kManyStagingBuffers / kStagingSets>(acc);
+        stage_sets<kManyStagingBuffers / kStagingSets>(tile, acc);
       } else {
-        stage_sets<kFewStagingBuffers / kStagingSets>(acc);
+        stage_sets<kFewStagingBuffers / kStagingSets>(tile, acc);
       }
     }
   }
@@ -240,7 +252,7 @@ class TwiceEpilogue {
   /// The same around a value of each row, and of any number of positions.
   template <class Accumulator>
   CUTLASS_DEVICE void add_around_value(Accumulator& acc) {
-    if (folded_) unscale(acc);
+    unscale(acc);
     float offset[2], low[2];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
@@ -297,19 +309,28 @@ class TwiceEpilogue {
     int const group = params_.group_channels.divmod(unused, channel);
     int const segments = params_.segments.divisor;
     float4 const* const from = params_.table + (std::int64_t(sample) * params_.groups + group) * segments;
+    float const gamma = params_.gamma ? float(params_.gamma[channel]) : 1.f;
+    float const beta = params_.beta ? float(params_.beta[channel]) : 0.f;
+    constexpr int kLoads = 4;  // in flight, none of which waits for another
+    float const pivot = __ldcg(from).x;
     MomentSums sums;
-    sums.pivot = __ldcg(from).x;
-#pragma unroll 8
-    for (int i = threadIdx.x % 2; i < segments; i += 2) {
-      float4 const segment = __ldcg(from + i);
-      sums.add(segment.w, segment.x - sums.pivot + segment.y, segment.z);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int first = threadIdx.x % 2; first < segments; first += 2 * kLoads) {
+      float4 segment[kLoads];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kLoads; ++i) segment[i] = __ldcg(from + min(first + 2 * i, segments - 1));
+      sums.pivot = pivot;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        if (first + 2 * i >= segments) continue;
+        sums.add(segment[i].w, segment[i].x - sums.pivot + segment[i].y, segment[i].z);
+      }
     }
+    sums.pivot = pivot;
     sums.add_lanes<1>();
     double const mean_shift = sums.mean_shift();
     double const mean = sums.pivot + mean_shift;
     float const rounded = float(mean);
-    float const gamma = params_.gamma ? float(params_.gamma[channel]) : 1.f;
-    float const beta = params_.beta ? float(params_.beta[channel]) : 0.f;
     float const scale = gamma * float(1.0 / sqrt(sums.m2(mean_shift) / sums.count + params_.eps));
     return make_float4(rounded, scale, beta - float(mean - rounded) * scale, 0.f);
   }
@@ -325,14 +346,27 @@ class TwiceEpilogue {
 
   /// Stages the tile in sets of kBuffers rounds of STAGE_POS positions.
   template <int kBuffers, int kRound = 0, class Accumulator>
-  CUTLASS_DEVICE void stage_sets(Accumulator const& acc) {
+  CUTLASS_DEVICE void stage_sets(TwiceTile const& tile, Accumulator const& acc) {
     control_.staged[group_].wait_empty(staged_);
     stage_buffers<kRound, kBuffers>(acc, staging_ + staged_.slot * kBuffers * kStageBytes);
     cute::tma_store_fence();
+    int const begin = tile.pos_tile * Traits::BLK_POS + kRound * Traits::STAGE_POS;
+    announce_set(make_int4(tile.cls, tile.n, begin, 0));
+    if constexpr (kRound + kBuffers < Traits::ROUNDS) stage_sets<kBuffers, kRound + kBuffers>(tile, acc);
+  }
+
+  /// Tell the helper what lies there for it.
+  CUTLASS_DEVICE void announce_sums(int4 const& tile) {
+    if (threadIdx.x % 128 == 0) control_.sums_of[group_] = tile;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) control_.sums[group_].arrive_full(0);
+    sums_at_.advance(1);
+  }
+  CUTLASS_DEVICE void announce_set(int4 const& set) {
+    if (threadIdx.x % 128 == 0) control_.staged_of[group_][staged_.slot] = set;
     __syncwarp();
     if (threadIdx.x % 32 == 0) control_.staged[group_].arrive_full(staged_.slot);
     staged_.advance(kStagingSets);
-    if constexpr (kRound + kBuffers < Traits::ROUNDS) stage_sets<kBuffers, kRound + kBuffers>(acc);
   }
 
   /// Rounds kRound to kRound + kBuffers - 1, one by one: else addresses take more registers than there are.
@@ -360,6 +394,7 @@ class TwiceEpilogue {
   int scales_sample_ = -1, maps_sample_ = -1;
   // Of the tile whose sums have not been handed over.
   bool pending_ = false;
+  int pending_n_, pending_pos_tile_;
   int pending_valid_;  // positions
   float pivot_[2], sum_[2], sum_squares_[2];
   RingCursor sums_at_, staged_;

@@ -15,7 +15,6 @@
 
 #include "cuda/conv_transpose/drain_sm90.cuh"
 #include "cuda/conv_transpose/twice_params_sm90.cuh"
-#include "cuda/conv_transpose/twice_tiles_sm90.cuh"
 
 namespace upconv3d::cuda {
 
@@ -53,28 +52,43 @@ class TwiceHelper {
       : params_(params),
         control_(*shared.control),
         staging_(shared.staging + group * params.staging_buffers * kStageBytes),
-        group_(group),
-        tiles_(*shared.control) {}
+        group_(group) {}
 
   /// The first pass.
   CUTLASS_DEVICE void write_moments() {
+    constexpr int kLanes = 32, kHalves = int(kTwiceRows) / kLanes;
+    int const lane = threadIdx.x % kLanes;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (TwiceTile tile = tiles_.next(); tile.cls >= 0; tile = tiles_.next()) {
-      if (tile.cls != class_) enter(tile.cls);
-      if (view_ >= 0) write_tile_moments(tile);
+    for (;; sums_.advance(1)) {
+      control_.sums[group_].wait_full(sums_);
+      int4 const tile = control_.sums_of[group_];
+      if (tile.x < 0) return;
+      // A lane has a row of either half of 64.
+      float4 sums[kHalves];
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < kHalves; ++half) sums[half] = control_.rows[group_][half * kLanes + lane];
+      __syncwarp();
+      if (lane == 0) control_.sums[group_].arrive_empty(0);
+      if (tile.x != class_) enter(tile.x);
+      std::int64_t const first = std::int64_t(tile.y) * params_.moments + tile.z;
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < kHalves; ++half) write_row_moments(first, half * kLanes + lane, sums[half]);
     }
   }
 
-  /// The second pass.
+  /// The second pass, for y [N,Z,P,Q,K]. When it ends, all stores have read the block's shared memory.
   CUTLASS_DEVICE void store() {
     CUTLASS_PRAGMA_NO_UNROLL
-    for (TwiceTile tile = tiles_.next(); tile.cls >= 0; tile = tiles_.next()) {
-      if (Traits::CHANNELS_FIRST) continue;  // warpgroups store from registers
-      if (tile.cls != class_) enter(tile.cls);
-      if (view_ >= 0) store_tile(tile);
+    for (;; staged_.advance(kStagingSets)) {
+      control_.staged[group_].wait_full(staged_);
+      int4 const set = control_.staged_of[group_][staged_.slot];
+      if (set.x < 0) return;
+      if (set.x != class_) enter(set.x);
+      store_set(set.y, set.z);
+      __syncwarp();
+      cute::tma_store_wait<0>();  // of a thread that stored: its buffers have been read
+      if (threadIdx.x % 32 == 0) control_.staged[group_].arrive_empty(staged_.slot);
     }
-    // Before the block's shared memory goes, all stores have read it.
-    cute::tma_store_wait<0>();
   }
 
  private:
@@ -90,23 +104,9 @@ class TwiceHelper {
     height_ = cls.height;
   }
 
-  /// A lane has a row of either half of 64.
-  CUTLASS_DEVICE void write_tile_moments(TwiceTile const& tile) {
-    constexpr int kLanes = 32, kHalves = int(kTwiceRows) / kLanes;
-    int const lane = threadIdx.x % kLanes;
-    float4 sums[kHalves];
-    control_.sums[group_].wait_full(sums_);
-    CUTLASS_PRAGMA_UNROLL
-    for (int half = 0; half < kHalves; ++half) sums[half] = control_.rows[group_][half * kLanes + lane];
-    __syncwarp();
-    if (lane == 0) control_.sums[group_].arrive_empty(0);
-    sums_.advance(1);
-    CUTLASS_PRAGMA_UNROLL
-    for (int half = 0; half < kHalves; ++half) write_row_moments(tile, half * kLanes + lane, sums[half]);
-  }
-
+  /// \param first the tile's moment, did its sample's begin with the phase's
   /// \param sums sum, pivot, sum of squares and count of a row's values, sums around the pivot
-  CUTLASS_DEVICE void write_row_moments(TwiceTile const& tile, int row, float4 const& sums) {
+  CUTLASS_DEVICE void write_row_moments(std::int64_t first, int row, float4 const& sums) {
     int const shift = params_.granule_shift;
     float count = sums.w;
     RunningMoments const own = shifted_moments(count, sums.y, sums.x, sums.z);
@@ -123,32 +123,16 @@ class TwiceHelper {
     if ((row & ((1 << shift) - 1)) != 0 || row_ + row >= params_.view_k) return;
     int channel;
     int const phase = view_ * params_.fold + twice_phase_of(params_, channel, row_ + row);
-    std::int64_t const moment =
-        std::int64_t(tile.n) * params_.moments + control_.first_moment[phase] + tile.pos_tile;
+    std::int64_t const moment = first + control_.first_moment[phase];
     params_.part[moment * (params_.k.divisor >> shift) + (channel >> shift)] = make_float2(mean, m2);
-  }
-
-  /// A tile comes in sets of buffers, of which there are two: one is staged while the other is read.
-  CUTLASS_DEVICE void store_tile(TwiceTile const& tile) {
-    int const set_positions = params_.staging_buffers / kStagingSets * Traits::STAGE_POS;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int round = 0; round < Traits::BLK_POS; round += set_positions) {
-      control_.staged[group_].wait_full(staged_);
-      store_set(tile.n, tile.pos_tile * Traits::BLK_POS + round, set_positions);
-      __syncwarp();
-      // All but the last stores have read their buffers: those of the other set.
-      cute::tma_store_wait<1>();
-      if (threadIdx.x % 32 == 0 && stored_) control_.staged[group_].arrive_empty(1 - staged_.slot);
-      stored_ = true;
-      staged_.advance(kStagingSets);
-    }
   }
 
   /// TMA stores of all whole buffers of a set; one that ends beyond the slab would reach the next sample, so
   /// its positions are stored by threads. \param begin first position
-  CUTLASS_DEVICE void store_set(int n, int begin, int set_positions) const {
-    char const* const from = staging_ + staged_.slot * (set_positions / Traits::STAGE_POS) * kStageBytes;
-    int const valid = min(set_positions, positions_ - begin);
+  CUTLASS_DEVICE void store_set(int n, int begin) const {
+    int const buffers = params_.staging_buffers / kStagingSets;
+    char const* const from = staging_ + staged_.slot * buffers * kStageBytes;
+    int const valid = min(buffers * Traits::STAGE_POS, positions_ - begin);
     int const whole = max(valid, 0) / Traits::STAGE_POS;
     constexpr int kPanel = kPanelChannels<Output>;
     if (threadIdx.x % 32 == 0) {
@@ -191,9 +175,7 @@ class TwiceHelper {
   TwiceControl& control_;
   char const* const staging_;  // [staging_buffers] of 8 KB
   int const group_;
-  TwiceTileReader tiles_;
   RingCursor sums_, staged_;
-  bool stored_ = false;  // any set
   // Of the class whose tile was last.
   int class_ = -1;
   int view_, row_, positions_;

@@ -162,7 +162,9 @@ struct TwiceControl {
   // Of a warpgroup and its helper:
   RingBarriers<1> sums[2];               // rows, in the first pass
   RingBarriers<kStagingSets> staged[2];  // sets of staging buffers
-  int4 tiles[kTwiceTileSlots];  // class, sample, position tile
+  int4 sums_of[2];                       // class, or -1 at the end, sample, position tile
+  int4 staged_of[2][kStagingSets];       // class, or -1 at the end, sample, first position
+  int4 tiles[kTwiceTileSlots];           // class, sample, position tile
   // Of a warpgroup's rows: a tile's sum, pivot, sum of squares and count, later mean, scale, shift.
   float4 rows[2][kTwiceRows];
   int first_moment[kMaxSlabs];  // of phases
