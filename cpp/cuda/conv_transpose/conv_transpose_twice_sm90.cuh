@@ -18,6 +18,7 @@
 /// (core/twice_layout.hpp says which share a block). One block per multiprocessor, three warpgroups:
 ///   warp 0       deals tiles out (twice_tiles_sm90.cuh) and loads: a class's weights, which stay, and x
 ///                through a ring
+///   warps 1-2    finish what warpgroups hand over (twice_helper_sm90.cuh)
 ///   warps 4-11   two warpgroups take turns: one multiplies while the other has its epilogue
 /// Blocks wait for each other twice, before moments are merged and before these are used, so the launch is
 /// cooperative.
@@ -38,6 +39,7 @@
 #include "cuda/conv_transpose/group_norm_sm90.cuh"
 #include "cuda/conv_transpose/merge_moments_sm90.cuh"
 #include "cuda/conv_transpose/twice_epilogue_sm90.cuh"
+#include "cuda/conv_transpose/twice_helper_sm90.cuh"
 #include "cuda/conv_transpose/twice_tiles_sm90.cuh"
 
 namespace upconv3d::cuda {
@@ -283,16 +285,26 @@ CUTLASS_DEVICE auto make_twice_multiplier(TwiceParams<Traits> const& params,
   return TwiceMultiplier<Traits, FragmentW, FragmentX>(params, shared, group, w, x);
 }
 
+/// Two warps that help.
+inline constexpr int kHelperThreads = 64;
+
 /// All consumers of all blocks: what any of them wrote before is seen by each after it.
-CUTLASS_DEVICE void wait_for_all_blocks(int* arrivals) {
+/// \param threads consumers of a block, and those of its threads that arrive (arrive_for_all_blocks)
+CUTLASS_DEVICE void wait_for_all_blocks(int* arrivals, int threads) {
   __threadfence();
-  cutlass::arch::NamedBarrier::sync(256, kConsumers);
+  cutlass::arch::NamedBarrier::sync(threads, kConsumers);
   if (threadIdx.x == 128) {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(arrivals) : "memory");
     while (load_acquire(arrivals) < int(gridDim.x)) {
     }
   }
   cutlass::arch::NamedBarrier::sync(256, kConsumers);
+}
+
+/// The same for threads that do not wait.
+CUTLASS_DEVICE void arrive_for_all_blocks(int threads) {
+  __threadfence();
+  cutlass::arch::NamedBarrier::arrive(threads, kConsumers);
 }
 
 /// Merges part into table, a segment per warp of any block.
@@ -342,25 +354,33 @@ CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShare
   CUTLASS_PRAGMA_NO_UNROLL
   for (; tile.cls >= 0; tile = next) {
     multiplier.multiply(tile, acc, [&] {
-      epilogue.finish_moments();
+      epilogue.hand_over_sums();
       next = tiles.next();
     });
     epilogue.add_moments(tile, acc);
   }
-  epilogue.finish_moments();
-  wait_for_all_blocks(params.arrivals);
+  epilogue.hand_over_sums();
+  epilogue.end_sums();
+  wait_for_all_blocks(params.arrivals, 256 + kHelperThreads);
   merge_segments(params, *shared.control);
-  wait_for_all_blocks(params.arrivals + 1);
+  wait_for_all_blocks(params.arrivals + 1, 256);
   CUTLASS_PRAGMA_NO_UNROLL
   for (tile = tiles.next(); tile.cls >= 0; tile = next) {
-    multiplier.multiply(tile, acc, [&] {
-      epilogue.finish_store();
-      next = tiles.next();
-    });
+    multiplier.multiply(tile, acc, [&] { next = tiles.next(); });
     epilogue.normalize(tile, acc);
   }
   multiplier.finish();
-  epilogue.finish();
+  epilogue.end_stores();
+}
+
+/// One of the warps that help (twice_helper_sm90.cuh).
+template <class Traits>
+CUTLASS_DEVICE void help_twice(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared,
+                               int group) {
+  TwiceHelper<Traits> helper(params, shared, group);
+  helper.write_moments();
+  arrive_for_all_blocks(256 + kHelperThreads);
+  if constexpr (!Traits::CHANNELS_FIRST) helper.store();
 }
 
 template <class Traits>
@@ -376,6 +396,10 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     control.x.init(1, kConsumerWarps);
     control.w.init(1, kConsumerWarps);
     control.tile_ring.init(1, kConsumerWarps);
+    for (int group = 0; group < 2; ++group) {
+      control.sums[group].init(kConsumerWarps / 2, 1);
+      control.staged[group].init(kConsumerWarps / 2, 1);
+    }
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x < params.num_phases) {
@@ -389,6 +413,8 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     multiply_twice(params, shared);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Traits::HELPER_REGISTERS>();
+    int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == 1 || warp == 2) help_twice(params, shared, warp - 1);
     if (threadIdx.x == 0) TwiceLoader<Traits>(params, shared).run();
   }
 #endif

@@ -60,13 +60,18 @@ CUTLASS_DEVICE MomentSums sum_partials(GroupPartials const& of, int begin, int e
   for (int first = begin + threadIdx.x % 32; first < end; first += 32 * kLoads) {
     float2 pair[kLoads];
     float pair_count[kLoads];
+    int moment[kLoads];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kLoads; ++i) {
       int const index = min(first + 32 * i, end - 1);
       int sub;
-      int const moment = of.granules.divmod(sub, index);
-      pair[i] = __ldcg(of.part + std::int64_t(moment) * of.row + sub);
-      pair_count[i] = first + 32 * i < end ? of.granule * float(positions(moment)) : 0.f;
+      moment[i] = of.granules.divmod(sub, index);
+      pair[i] = __ldcg(of.part + std::int64_t(moment[i]) * of.row + sub);
+    }
+    // Not beside each load: it may take as long as several.
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kLoads; ++i) {
+      pair_count[i] = first + 32 * i < end ? of.granule * float(positions(moment[i])) : 0.f;
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kLoads; ++i) {

@@ -9,7 +9,7 @@
 /// and with a floor of -infinity in the place of ReLU's 0 it is v + bias. The powers of two that operands
 /// were scaled by go into that floor, into the sums and into the normalization, which changes no bit of the
 /// result, and need no instruction of their own unless one of them is far from 1. What does not need the
-/// accumulators waits until wgmma has been issued again: the way of sums between lanes, and stores.
+/// accumulators is left to a helper (twice_helper_sm90.cuh): moments from sums, and stores of what is staged.
 #pragma once
 
 #include <cstdint>
@@ -19,24 +19,12 @@
 #include "cutlass/arch/barrier.h"
 
 #include "cuda/activation.cuh"
-#include "cuda/conv_transpose/drain_sm90.cuh"
 #include "cuda/conv_transpose/merge_moments_sm90.cuh"
 #include "cuda/conv_transpose/twice_channels_first_sm90.cuh"
+#include "cuda/conv_transpose/twice_helper_sm90.cuh"
 #include "cuda/conv_transpose/twice_params_sm90.cuh"
 
 namespace upconv3d::cuda {
-
-/// Stores a staging buffer through an im2col map. Evict first: nobody reads it again, and x is to stay in L2.
-CUTLASS_DEVICE void store_im2col_evict_first(CUtensorMap const* map, void const* from, int c, int q, int p,
-                                             int z, int n) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.im2col_no_offs.bulk_group.L2::cache_hint"
-      " [%0, {%2, %3, %4, %5, %6}], [%1], %7;"
-      :
-      : "l"(reinterpret_cast<std::uint64_t>(map)), "r"(cute::cast_smem_ptr_to_uint(from)), "r"(c), "r"(q),
-        "r"(p), "r"(z), "r"(n), "l"(std::uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST))
-      : "memory");
-}
 
 template <class Traits>
 class TwiceEpilogue {
@@ -57,25 +45,27 @@ class TwiceEpilogue {
         group_(group),
         barrier_(barrier) {}
 
-  /// Consumes acc: adds up the tile's values; finish_moments makes partial moments of the sums.
+  /// Consumes acc: adds up the tile's values, which hand_over_sums hands to the helper.
   template <class Accumulator>
   CUTLASS_DEVICE void add_moments(TwiceTile const& tile, Accumulator& acc) {
     if (tile.cls != rows_class_) enter(tile.cls);
     if (view_ < 0) return;
     if (tile.n != scales_sample_) load_scales(tile.n);
-    if (!folded_) unscale(acc);
-    begin_pending(tile);
+    pending_ = true;
+    pending_n_ = tile.n;
+    pending_pos_tile_ = tile.pos_tile;
     pending_valid_ = min(Traits::BLK_POS, positions_ - tile.pos_tile * Traits::BLK_POS);
-    if (pending_valid_ == Traits::BLK_POS && add_around_bias(acc)) return;
+    bool const folded = !Traits::SCALED || folded_;
+    if (folded && pending_valid_ == Traits::BLK_POS && add_around_bias(acc)) return;
     add_around_value(acc);
   }
 
-  /// Writes the moments of the tile last added, if it has not been done: to be called while wgmma computes
+  /// Hands over the sums of the tile last added, if it has not been done: to be called while wgmma computes
   /// the next, and in the end.
-  CUTLASS_DEVICE void finish_moments() {
+  CUTLASS_DEVICE void hand_over_sums() {
     if (!pending_) return;
     pending_ = false;
-    int const shift = params_.granule_shift, lane = threadIdx.x % 32;
+    int const lane = threadIdx.x % 32;
     // The four lanes of a row divide the four sums among them: bit 0 is the row, bit 1 the kind.
     bool const second = lane & 1, squares = lane & 2;
     float const kept_sum = second ? sum_[1] : sum_[0];
@@ -85,38 +75,27 @@ class TwiceEpilogue {
         kept_squares + __shfl_xor_sync(0xffffffffu, second ? sum_squares_[0] : sum_squares_[1], 1);
     float const own =
         (squares ? row_squares : row_sum) + __shfl_xor_sync(0xffffffffu, squares ? row_sum : row_squares, 2);
-    float const other = __shfl_xor_sync(0xffffffffu, own, 2);
-    float count = float(pending_valid_);
-    RunningMoments const row =
-        shifted_moments(count, second ? pivot_[1] : pivot_[0], squares ? other : own, squares ? own : other);
-    float mean = row.mean, m2 = row.m2;
-    // Rows of a granule are those of neighbouring lanes, and at last the thread's two. Of equal counts.
-    CUTLASS_PRAGMA_UNROLL
-    for (int level = 0; level < 4; ++level) {
-      if (level >= shift) continue;
-      int const mask = level < 3 ? 4 << level : 1;
-      float const other_mean = __shfl_xor_sync(0xffffffffu, mean, mask);
-      float const delta = other_mean - mean;
-      m2 += __shfl_xor_sync(0xffffffffu, m2, mask) + delta * (0.5f * count) * delta;
-      mean = 0.5f * mean + 0.5f * other_mean;
-      count *= 2.f;
-    }
-    int const lanes = 4 << min(shift, 3);  // of a granule
-    int const j = lane & 1;
-    bool const writes = (lane & (lanes - 1)) <= 1 && !(shift == 4 && j == 1) && is_channel(j);
-    std::int64_t const moment = std::int64_t(pending_n_) * params_.moments +
-                                (second ? first_moment_[1] : first_moment_[0]) + pending_pos_tile_;
-    float2* const to = params_.part + moment * (params_.k.divisor >> shift) +
-                       ((second ? channel_[1] : channel_[0]) >> shift);
-    // Without a branch: wgmma computes meanwhile.
-    asm volatile(
-        "{\n.reg .pred writes;\nsetp.ne.s32 writes, %0, 0;\n@writes st.global.v2.f32 [%1], {%2, %3};\n}"
-        :
-        : "r"(int(writes)), "l"(to), "f"(mean), "f"(m2)
-        : "memory");
+    float const beside = squares ? float(pending_valid_) : second ? pivot_[1] : pivot_[0];
+    control_.sums[group_].wait_empty(sums_at_);
+    float2* const row =
+        reinterpret_cast<float2*>(&control_.rows[group_][accumulator_row() + (second ? 8 : 0)]);
+    row[squares] = make_float2(own, beside);
+    announce_sums(make_int4(rows_class_, pending_n_, pending_pos_tile_, 0));
   }
 
-  /// Consumes acc: y of the tile, of which finish_store may still have to store a part.
+  /// Nothing is handed over any more.
+  CUTLASS_DEVICE void end_sums() {
+    control_.sums[group_].wait_empty(sums_at_);
+    announce_sums(make_int4(-1, 0, 0, 0));
+  }
+  CUTLASS_DEVICE void end_stores() {
+    if constexpr (!Traits::CHANNELS_FIRST) {
+      control_.staged[group_].wait_empty(staged_);
+      announce_set(make_int4(-1, 0, 0, 0));
+    }
+  }
+
+  /// Consumes acc: y of the tile, stored, or staged for the helper to store.
   template <class Accumulator>
   CUTLASS_DEVICE void normalize(TwiceTile const& tile, Accumulator& acc) {
     if (tile.cls != rows_class_) enter(tile.cls);
@@ -142,29 +121,12 @@ class TwiceEpilogue {
     if constexpr (Traits::CHANNELS_FIRST) {
       store_channels_first(tile, acc);
     } else {
-      begin_pending(tile);
       if (params_.staging_buffers == kManyStagingBuffers) {
-        stage_rounds<kManyStagingBuffers>(acc);
+        stage_sets<kManyStagingBuffers / kStagingSets>(tile, acc);
       } else {
-        stage_rounds<kFewStagingBuffers>(acc);
+        stage_sets<kFewStagingBuffers / kStagingSets>(tile, acc);
       }
     }
-  }
-
-  /// Stores what normalize staged last, if it has not been done: to be called while wgmma computes the next
-  /// tile, and in the end.
-  CUTLASS_DEVICE void finish_store() {
-    if constexpr (!Traits::CHANNELS_FIRST) {
-      if (!pending_) return;
-      pending_ = false;
-      store_staged(Traits::ROUNDS - params_.staging_buffers);
-    }
-  }
-
-  /// Before the block's shared memory goes: all stores have read it.
-  CUTLASS_DEVICE void finish() {
-    finish_store();
-    cute::tma_store_wait<0>();
   }
 
  private:
@@ -192,25 +154,8 @@ class TwiceEpilogue {
     return result;
   }
 
-  /// The channel of a row of the view, and its phase of those stacked.
-  CUTLASS_DEVICE int phase_of(int& channel, int row) const {
-    if constexpr (Traits::CHANNELS_FIRST) {
-      constexpr int kRun = Traits::STACKED;
-      channel = row / (2 * kRun) * kRun + row % kRun;
-      return row / kRun % 2;
-    } else {
-      return params_.k.divmod(channel, row);
-    }
-  }
-
   /// Whether the thread's row j is one of fold*K.
   CUTLASS_DEVICE bool is_channel(int j) const { return row_ + accumulator_row() + 8 * j < params_.view_k; }
-
-  CUTLASS_DEVICE void begin_pending(TwiceTile const& tile) {
-    pending_ = true;
-    pending_n_ = tile.n;
-    pending_pos_tile_ = tile.pos_tile;
-  }
 
   /// What all tiles of a class have in common: parameters with a run-time index come late from constant
   /// memory.
@@ -221,14 +166,11 @@ class TwiceEpilogue {
     view_ = cls.rows[group_].view;
     row_ = cls.rows[group_].row;
     positions_ = cls.positions;
-    width_ = cls.width;
-    height_ = cls.height;
     if (view_ < 0) return;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       int const row = min(row_ + accumulator_row() + 8 * j, params_.view_k - 1);
-      int const phase = view_ * params_.fold + phase_of(channel_[j], row);
-      first_moment_[j] = params_.phases[phase].first_moment;
+      twice_phase_of(params_, channel_[j], row);
       bias_[j] = params_.bias ? float(params_.bias[channel_[j]]) : 0.f;
     }
   }
@@ -310,7 +252,7 @@ class TwiceEpilogue {
   /// The same around a value of each row, and of any number of positions.
   template <class Accumulator>
   CUTLASS_DEVICE void add_around_value(Accumulator& acc) {
-    if (folded_) unscale(acc);
+    unscale(acc);
     float offset[2], low[2];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
@@ -337,15 +279,15 @@ class TwiceEpilogue {
     maps_sample_ = sample;
     int const row = threadIdx.x % 128 / 2;
     int channel;
-    phase_of(channel, min(row_ + row, params_.view_k - 1));
+    twice_phase_of(params_, channel, min(row_ + row, params_.view_k - 1));
     float4 const map = merge_row(sample, channel);
     cutlass::arch::NamedBarrier::sync(128, barrier_);  // the last maps have been read
-    if (threadIdx.x % 2 == 0) control_.maps[group_][row] = map;
+    if (threadIdx.x % 2 == 0) control_.rows[group_][row] = map;
     cutlass::arch::NamedBarrier::sync(128, barrier_);
     bool folds = true;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
-      float4 const own = control_.maps[group_][accumulator_row() + 8 * j];
+      float4 const own = control_.rows[group_][accumulator_row() + 8 * j];
       // (max(v, low) + bias - mean) * scale + shift
       scale_[j] = own.y;
       shift_[j] = (bias_[j] - own.x) * own.y + own.z;
@@ -367,19 +309,28 @@ class TwiceEpilogue {
     int const group = params_.group_channels.divmod(unused, channel);
     int const segments = params_.segments.divisor;
     float4 const* const from = params_.table + (std::int64_t(sample) * params_.groups + group) * segments;
+    float const gamma = params_.gamma ? float(params_.gamma[channel]) : 1.f;
+    float const beta = params_.beta ? float(params_.beta[channel]) : 0.f;
+    constexpr int kLoads = 4;  // in flight, none of which waits for another
+    float const pivot = __ldcg(from).x;
     MomentSums sums;
-    sums.pivot = __ldcg(from).x;
-#pragma unroll 8
-    for (int i = threadIdx.x % 2; i < segments; i += 2) {
-      float4 const segment = __ldcg(from + i);
-      sums.add(segment.w, segment.x - sums.pivot + segment.y, segment.z);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int first = threadIdx.x % 2; first < segments; first += 2 * kLoads) {
+      float4 segment[kLoads];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kLoads; ++i) segment[i] = __ldcg(from + min(first + 2 * i, segments - 1));
+      sums.pivot = pivot;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        if (first + 2 * i >= segments) continue;
+        sums.add(segment[i].w, segment[i].x - sums.pivot + segment[i].y, segment[i].z);
+      }
     }
+    sums.pivot = pivot;
     sums.add_lanes<1>();
     double const mean_shift = sums.mean_shift();
     double const mean = sums.pivot + mean_shift;
     float const rounded = float(mean);
-    float const gamma = params_.gamma ? float(params_.gamma[channel]) : 1.f;
-    float const beta = params_.beta ? float(params_.beta[channel]) : 0.f;
     float const scale = gamma * float(1.0 / sqrt(sums.m2(mean_shift) / sums.count + params_.eps));
     return make_float4(rounded, scale, beta - float(mean - rounded) * scale, 0.f);
   }
@@ -393,76 +344,38 @@ class TwiceEpilogue {
     cuda::store_channels_first(params_, params_.views[view_], plane, acc);
   }
 
-  /// Stages rounds of STAGE_POS positions, kBuffers of them at a time, and stores all but the last kBuffers.
+  /// Stages the tile in sets of kBuffers rounds of STAGE_POS positions.
   template <int kBuffers, int kRound = 0, class Accumulator>
-  CUTLASS_DEVICE void stage_rounds(Accumulator const& acc) const {
-    cute::tma_store_wait<0>();  // of a thread that stored: its buffers have been read
-    cutlass::arch::NamedBarrier::sync(128, barrier_);
-    stage_buffers<kRound, kBuffers>(acc);
-    if constexpr (kRound + kBuffers < Traits::ROUNDS) {
-      store_staged(kRound);
-      stage_rounds<kBuffers, kRound + kBuffers>(acc);
-    }
+  CUTLASS_DEVICE void stage_sets(TwiceTile const& tile, Accumulator const& acc) {
+    control_.staged[group_].wait_empty(staged_);
+    stage_buffers<kRound, kBuffers>(acc, staging_ + staged_.slot * kBuffers * kStageBytes);
+    cute::tma_store_fence();
+    int const begin = tile.pos_tile * Traits::BLK_POS + kRound * Traits::STAGE_POS;
+    announce_set(make_int4(tile.cls, tile.n, begin, 0));
+    if constexpr (kRound + kBuffers < Traits::ROUNDS) stage_sets<kBuffers, kRound + kBuffers>(tile, acc);
+  }
+
+  /// Tell the helper what lies there for it.
+  CUTLASS_DEVICE void announce_sums(int4 const& tile) {
+    if (threadIdx.x % 128 == 0) control_.sums_of[group_] = tile;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) control_.sums[group_].arrive_full(0);
+    sums_at_.advance(1);
+  }
+  CUTLASS_DEVICE void announce_set(int4 const& set) {
+    if (threadIdx.x % 128 == 0) control_.staged_of[group_][staged_.slot] = set;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) control_.staged[group_].arrive_full(staged_.slot);
+    staged_.advance(kStagingSets);
   }
 
   /// Rounds kRound to kRound + kBuffers - 1, one by one: else addresses take more registers than there are.
   template <int kRound, int kBuffers, int kBuffer = 0, class Accumulator>
-  CUTLASS_DEVICE void stage_buffers(Accumulator const& acc) const {
+  CUTLASS_DEVICE void stage_buffers(Accumulator const& acc, char* to) const {
     constexpr int kBlocksOfRound = Traits::STAGE_POS / 8;
     StagedTile<Output>::template stage<(kRound + kBuffer) * kBlocksOfRound, kBlocksOfRound>(
-        acc, staging_ + kBuffer * kStageBytes);
-    if constexpr (kBuffer + 1 < kBuffers) stage_buffers<kRound, kBuffers, kBuffer + 1>(acc);
-  }
-
-  /// Stores the staging buffers, whose first holds round `round` of the pending tile.
-  CUTLASS_DEVICE void store_staged(int round) const {
-    cute::tma_store_fence();
-    cutlass::arch::NamedBarrier::sync(128, barrier_);
-    store_buffers(pending_pos_tile_ * Traits::BLK_POS + round * Traits::STAGE_POS);
-  }
-
-  /// TMA stores of all whole buffers, by one thread of each warp; a buffer that ends beyond the slab would
-  /// reach the next sample, so its positions are stored by threads. \param begin first position
-  CUTLASS_DEVICE void store_buffers(int begin) const {
-    int const valid = min(params_.staging_buffers * Traits::STAGE_POS, positions_ - begin);
-    int const whole = max(valid, 0) / Traits::STAGE_POS;
-    int const warp = threadIdx.x / 32 % 4;
-    constexpr int kPanel = kPanelChannels<Output>;
-    if (threadIdx.x % 32 == 0) {
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int buffer = warp; buffer < whole; buffer += 4) {
-        int q, p;
-        int const z = height_.divmod(p, width_.divmod(q, begin + buffer * Traits::STAGE_POS));
-        char const* const from = staging_ + buffer * kStageBytes;
-        CUTLASS_PRAGMA_UNROLL
-        for (int panel = 0; panel < Traits::ROWS / kPanel; ++panel) {
-          int const row = row_ + panel * kPanel;
-          if (row >= params_.view_k) continue;
-          store_im2col_evict_first(&params_.views[view_].y, from + panel * (kStageBytes / 2), row, q, p, z,
-                                   pending_n_);
-        }
-      }
-      cute::tma_store_arrive();
-    }
-    if (whole * Traits::STAGE_POS < valid) store_rest(begin, whole * Traits::STAGE_POS, valid);
-  }
-
-  /// Positions `first` to `end` - 1 behind `begin`.
-  CUTLASS_DEVICE void store_rest(int begin, int first, int end) const {
-    constexpr int kVector = 16 / int(sizeof(Output));
-    constexpr int kChunks = Traits::ROWS / kVector;
-    TwiceView const& view = params_.views[view_];
-    std::int64_t const sample =
-        std::int64_t(pending_n_) * params_.view_out[0] * params_.view_out[1] * params_.view_out[2];
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int i = first * kChunks + threadIdx.x % 128; i < end * kChunks; i += 128) {
-      int const position = i / kChunks, chunk = i % kChunks;
-      int const row = row_ + chunk * kVector;
-      if (row >= params_.view_k) continue;
-      std::int64_t const pixel = sample + view.pixel(params_.view_out, begin + position);
-      __stcs(reinterpret_cast<uint4*>(params_.y + pixel * params_.view_k + row),
-             *reinterpret_cast<uint4 const*>(staging_ + staged_chunk<Output>(position, chunk)));
-    }
+        acc, to + kBuffer * kStageBytes);
+    if constexpr (kBuffer + 1 < kBuffers) stage_buffers<kRound, kBuffers, kBuffer + 1>(acc, to);
   }
 
   TwiceParams<Traits> const& params_;
@@ -473,18 +386,18 @@ class TwiceEpilogue {
   // Of the class whose tile was last.
   int rows_class_ = -1;
   int view_, row_, positions_;
-  cutlass::FastDivmod width_, height_;
   // Of the thread's two rows in that class, and for the sample last seen.
-  int channel_[2], first_moment_[2];
+  int channel_[2];
   float bias_[2], low_[2], unscale_[2][2];
   float scale_[2], shift_[2];
   bool folded_ = false;  // scales: their product is in low_ and scale_
   int scales_sample_ = -1, maps_sample_ = -1;
-  // Of the tile whose moments are not written, or whose last buffers are not stored.
+  // Of the tile whose sums have not been handed over.
   bool pending_ = false;
   int pending_n_, pending_pos_tile_;
   int pending_valid_;  // positions
   float pivot_[2], sum_[2], sum_squares_[2];
+  RingCursor sums_at_, staged_;
 };
 
 }  // namespace upconv3d::cuda

@@ -46,7 +46,7 @@ struct TwiceTraitsSm90 {
   /// Channels of one phase, then of the other, where two are stacked for y [N,K,Z,P,Q].
   static constexpr int STACKED = int(kTwiceStackedChannels);
 
-  static constexpr int THREADS = 3 * 128;  // one warpgroup that loads, two that multiply
+  static constexpr int THREADS = 3 * 128;  // one warpgroup that loads and helps, two that multiply
   // Consumers need 128 accumulators and what an epilogue has in flight; the loading thread more than 40.
   static constexpr int HELPER_REGISTERS = 56;
   static constexpr int CONSUMER_REGISTERS = 224;
@@ -59,8 +59,10 @@ inline constexpr int kMaxTwiceXSlots = 6;
 inline constexpr int kTwiceTileSlots = 4;
 /// Staging buffers of a warpgroup: one or the other.
 inline constexpr int kManyStagingBuffers = 4, kFewStagingBuffers = 2;
+/// Their halves: one is staged while the other is stored.
+inline constexpr int kStagingSets = 2;
 /// Small enough that beside kMaxTwiceUnits of weights and the staging buffers two slots of x fit.
-inline constexpr int kTwiceControlBytes = 2560;
+inline constexpr int kTwiceControlBytes = 3072;
 
 /// One phase of the stride.
 struct TwicePhase {
@@ -157,8 +159,14 @@ struct TwiceControl {
   RingBarriers<kMaxTwiceXSlots> x;
   RingBarriers<1> w;
   RingBarriers<kTwiceTileSlots> tile_ring;
-  int4 tiles[kTwiceTileSlots];  // class, sample, position tile
-  float4 maps[2][kTwiceRows];   // of a warpgroup's rows: mean, scale, shift
+  // Of a warpgroup and its helper:
+  RingBarriers<1> sums[2];               // rows, in the first pass
+  RingBarriers<kStagingSets> staged[2];  // sets of staging buffers
+  int4 sums_of[2];                       // class, or -1 at the end, sample, position tile
+  int4 staged_of[2][kStagingSets];       // class, or -1 at the end, sample, first position
+  int4 tiles[kTwiceTileSlots];           // class, sample, position tile
+  // Of a warpgroup's rows: a tile's sum, pivot, sum of squares and count, later mean, scale, shift.
+  float4 rows[2][kTwiceRows];
   int first_moment[kMaxSlabs];  // of phases
   int last_count[kMaxSlabs];    // positions behind a phase's last partial moment
 };

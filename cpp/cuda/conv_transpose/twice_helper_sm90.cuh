@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// What is left of a tile's epilogue in conv_transpose_twice_sm90 when its accumulators are no longer needed,
+/// by a warp for each warpgroup that multiplies: from sums of rows to partial moments after the first time,
+/// from staging buffers to y [N,Z,P,Q,K] after the second.
+///
+/// Both are chains of instructions that wait for each other, 600 to 900 cycles of a tile's 3500 to 4700 where
+/// the warpgroup itself went through them: longer than what it had left to multiply meanwhile.
+#pragma once
+
+#include <cstdint>
+
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cutlass/arch/barrier.h"
+
+#include "cuda/conv_transpose/drain_sm90.cuh"
+#include "cuda/conv_transpose/twice_params_sm90.cuh"
+
+namespace upconv3d::cuda {
+
+/// Stores a staging buffer through an im2col map. Evict first: nobody reads it again, and x is to stay in L2.
+CUTLASS_DEVICE void store_im2col_evict_first(CUtensorMap const* map, void const* from, int c, int q, int p,
+                                             int z, int n) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.im2col_no_offs.bulk_group.L2::cache_hint"
+      " [%0, {%2, %3, %4, %5, %6}], [%1], %7;"
+      :
+      : "l"(reinterpret_cast<std::uint64_t>(map)), "r"(cute::cast_smem_ptr_to_uint(from)), "r"(c), "r"(q),
+        "r"(p), "r"(z), "r"(n), "l"(std::uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST))
+      : "memory");
+}
+
+/// The channel of a row of a view, and its phase of those stacked.
+template <class Traits>
+CUTLASS_DEVICE int twice_phase_of(TwiceParams<Traits> const& params, int& channel, int row) {
+  if constexpr (Traits::CHANNELS_FIRST) {
+    constexpr int kRun = Traits::STACKED;
+    channel = row / (2 * kRun) * kRun + row % kRun;
+    return row / kRun % 2;
+  } else {
+    return params.k.divmod(channel, row);
+  }
+}
+
+template <class Traits>
+class TwiceHelper {
+ public:
+  using Output = typename Traits::Output;
+
+  /// \param group the warpgroup that is helped
+  CUTLASS_DEVICE TwiceHelper(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared, int group)
+      : params_(params),
+        control_(*shared.control),
+        staging_(shared.staging + group * params.staging_buffers * kStageBytes),
+        group_(group) {}
+
+  /// The first pass.
+  CUTLASS_DEVICE void write_moments() {
+    constexpr int kLanes = 32, kHalves = int(kTwiceRows) / kLanes;
+    int const lane = threadIdx.x % kLanes;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (;; sums_.advance(1)) {
+      control_.sums[group_].wait_full(sums_);
+      int4 const tile = control_.sums_of[group_];
+      if (tile.x < 0) return;
+      // A lane has a row of either half of 64.
+      float4 sums[kHalves];
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < kHalves; ++half) sums[half] = control_.rows[group_][half * kLanes + lane];
+      __syncwarp();
+      if (lane == 0) control_.sums[group_].arrive_empty(0);
+      if (tile.x != class_) enter(tile.x);
+      std::int64_t const first = std::int64_t(tile.y) * params_.moments + tile.z;
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < kHalves; ++half) write_row_moments(first, half * kLanes + lane, sums[half]);
+    }
+  }
+
+  /// The second pass, for y [N,Z,P,Q,K]. When it ends, all stores have read the block's shared memory.
+  CUTLASS_DEVICE void store() {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (;; staged_.advance(kStagingSets)) {
+      control_.staged[group_].wait_full(staged_);
+      int4 const set = control_.staged_of[group_][staged_.slot];
+      if (set.x < 0) return;
+      if (set.x != class_) enter(set.x);
+      store_set(set.y, set.z);
+      __syncwarp();
+      cute::tma_store_wait<0>();  // of a thread that stored: its buffers have been read
+      if (threadIdx.x % 32 == 0) control_.staged[group_].arrive_empty(staged_.slot);
+    }
+  }
+
+ private:
+  /// What all tiles of a class have in common: parameters with a run-time index come late from constant
+  /// memory.
+  CUTLASS_DEVICE void enter(int number) {
+    TwiceClassParams const& cls = params_.classes[number];
+    class_ = number;
+    view_ = cls.rows[group_].view;
+    row_ = cls.rows[group_].row;
+    positions_ = cls.positions;
+    width_ = cls.width;
+    height_ = cls.height;
+  }
+
+  /// \param first the tile's moment, did its sample's begin with the phase's
+  /// \param sums sum, pivot, sum of squares and count of a row's values, sums around the pivot
+  CUTLASS_DEVICE void write_row_moments(std::int64_t first, int row, float4 const& sums) {
+    int const shift = params_.granule_shift;
+    float count = sums.w;
+    RunningMoments const own = shifted_moments(count, sums.y, sums.x, sums.z);
+    float mean = own.mean, m2 = own.m2;
+    // Of equal counts.
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int level = 0; level < shift; ++level) {
+      float const other_mean = __shfl_xor_sync(0xffffffffu, mean, 1 << level);
+      float const delta = other_mean - mean;
+      m2 += __shfl_xor_sync(0xffffffffu, m2, 1 << level) + delta * (0.5f * count) * delta;
+      mean = 0.5f * mean + 0.5f * other_mean;
+      count *= 2.f;
+    }
+    if ((row & ((1 << shift) - 1)) != 0 || row_ + row >= params_.view_k) return;
+    int channel;
+    int const phase = view_ * params_.fold + twice_phase_of(params_, channel, row_ + row);
+    std::int64_t const moment = first + control_.first_moment[phase];
+    params_.part[moment * (params_.k.divisor >> shift) + (channel >> shift)] = make_float2(mean, m2);
+  }
+
+  /// TMA stores of all whole buffers of a set; one that ends beyond the slab would reach the next sample, so
+  /// its positions are stored by threads. \param begin first position
+  CUTLASS_DEVICE void store_set(int n, int begin) const {
+    int const buffers = params_.staging_buffers / kStagingSets;
+    char const* const from = staging_ + staged_.slot * buffers * kStageBytes;
+    int const valid = min(buffers * Traits::STAGE_POS, positions_ - begin);
+    int const whole = max(valid, 0) / Traits::STAGE_POS;
+    constexpr int kPanel = kPanelChannels<Output>;
+    if (threadIdx.x % 32 == 0) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int buffer = 0; buffer < whole; ++buffer) {
+        int q, p;
+        int const z = height_.divmod(p, width_.divmod(q, begin + buffer * Traits::STAGE_POS));
+        CUTLASS_PRAGMA_UNROLL
+        for (int panel = 0; panel < Traits::ROWS / kPanel; ++panel) {
+          int const row = row_ + panel * kPanel;
+          if (row >= params_.view_k) continue;
+          store_im2col_evict_first(&params_.views[view_].y,
+                                   from + buffer * kStageBytes + panel * (kStageBytes / 2), row, q, p, z, n);
+        }
+      }
+      cute::tma_store_arrive();
+    }
+    if (whole * Traits::STAGE_POS < valid) store_rest(n, begin, whole * Traits::STAGE_POS, valid, from);
+  }
+
+  /// Positions `first` to `end` - 1 behind `begin`.
+  CUTLASS_DEVICE void store_rest(int n, int begin, int first, int end, char const* from) const {
+    constexpr int kVector = 16 / int(sizeof(Output));
+    constexpr int kChunks = Traits::ROWS / kVector;
+    TwiceView const& view = params_.views[view_];
+    std::int64_t const sample =
+        std::int64_t(n) * params_.view_out[0] * params_.view_out[1] * params_.view_out[2];
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = first * kChunks + threadIdx.x % 32; i < end * kChunks; i += 32) {
+      int const position = i / kChunks, chunk = i % kChunks;
+      int const row = row_ + chunk * kVector;
+      if (row >= params_.view_k) continue;
+      std::int64_t const pixel = sample + view.pixel(params_.view_out, begin + position);
+      __stcs(reinterpret_cast<uint4*>(params_.y + pixel * params_.view_k + row),
+             *reinterpret_cast<uint4 const*>(from + staged_chunk<Output>(position, chunk)));
+    }
+  }
+
+  TwiceParams<Traits> const& params_;
+  TwiceControl& control_;
+  char const* const staging_;  // [staging_buffers] of 8 KB
+  int const group_;
+  RingCursor sums_, staged_;
+  // Of the class whose tile was last.
+  int class_ = -1;
+  int view_, row_, positions_;
+  cutlass::FastDivmod width_, height_;
+};
+
+}  // namespace upconv3d::cuda
