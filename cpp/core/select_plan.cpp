@@ -8,6 +8,7 @@
 
 #include "core/cpu_conv_layout.hpp"
 #include "core/errors.hpp"
+#include "core/held_norm.hpp"
 #include "core/index_math.hpp"
 #include "core/plan.hpp"
 #include "core/sm80_plan.hpp"
@@ -70,7 +71,7 @@ bool keeps_library_conv(const Problem& p) {
 }
 
 /// \param for_training whether a backward pass will want the convolution
-Plan cuda_library_plan(const Problem& p, const std::string& reason, bool for_training) {
+Plan cuda_library_plan(const Problem& p, const Device& device, const std::string& reason, bool for_training) {
   Plan plan;
   plan.algorithm = Algorithm::kCudaLibrary;
   plan.reason = reason;
@@ -79,7 +80,9 @@ Plan cuda_library_plan(const Problem& p, const std::string& reason, bool for_tra
   plan.keeps_conv = for_training && keeps_library_conv(p);
   plan.activation_in_y = !p.tail.returns_conv && !plan.keeps_conv;
   plan.stages = {"aten::convolution"};
-  if (p.tail.norm) {
+  if (held_tiles(p, plan.conv_layout, device.compute_capability)) {
+    plan.stages.push_back("activation_group_norm_held");
+  } else if (p.tail.norm) {
     plan.stages.insert(plan.stages.end(),
                        {"activation_moments", "group_norm_finalize", "group_norm_normalize"});
   } else if (p.has_bias || p.tail.has_skip || p.tail.activation != Activation::kNone) {
@@ -151,7 +154,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
       }
       const std::string disadvantage = forced.empty() ? sm90_disadvantage(problem, plan) : "";
       if (disadvantage.empty()) return plan;
-      return cuda_library_plan(problem, "not the SM90 kernel: " + disadvantage, keeps_activation);
+      return cuda_library_plan(problem, device, "not the SM90 kernel: " + disadvantage, keeps_activation);
     }
     reason = concat("not the SM90 kernel: ", obstacle);
   }
@@ -165,7 +168,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     if (instance) return sm80_plan(problem, device, *instance);
     reason += concat("; not the SM80 kernel: ", obstacle);
   }
-  return cuda_library_plan(problem, reason, keeps_activation);
+  return cuda_library_plan(problem, device, reason, keeps_activation);
 }
 
 }  // namespace
