@@ -2,6 +2,7 @@
 #include "core/held_norm.hpp"
 
 #include <algorithm>
+#include <cstdint>
 #include <numeric>
 
 #include "core/index_math.hpp"
@@ -40,8 +41,9 @@ void fill_block(const Problem& p, HeldTiles& t) {
   t.loads = ceil_div(t.rows, t.row_lanes);
   t.slot_lanes = std::gcd(p.k / p.num_groups, lanes);
   t.held_bytes = t.loads * t.threads * kVectorBytes;
-  t.slots_bytes = ceil_div(t.row_lanes * t.columns * (lanes / t.slot_lanes), 2) * 16;
-  t.moments_bytes = p.num_groups / t.slabs * 16;
+  t.slot_rows = t.shares_warps() ? t.threads / 32 : t.row_lanes;
+  t.slots_bytes = ceil_div(t.slot_rows * t.columns * (lanes / t.slot_lanes), 4) * 16;
+  t.means_bytes = ceil_div(p.num_groups / t.slabs, 2) * 16;
   t.table_bytes = p.k / t.slabs * 16;
 }
 

@@ -24,13 +24,17 @@ struct HeldTiles {
   std::int64_t loads = 0;      // vectors of a thread, at most
   std::int64_t slot_lanes = 1;  // neighbouring values of a vector that are always of one group
 
-  // Of a block's shared memory, in this order:
-  std::int64_t held_bytes = 0;     // [loads,threads] vectors
-  std::int64_t slots_bytes = 0;    // [row_lanes,columns*lanes/slot_lanes] (mean, M2) float, of each thread
-  std::int64_t moments_bytes = 0;  // [groups of a slab] (mean, M2) double
-  std::int64_t table_bytes = 0;    // [channels of a slab] mean, scale, shift, bias
+  std::int64_t slot_rows = 0;   // sums that a block takes of each lane of a row
 
-  std::int64_t shared_bytes() const { return held_bytes + slots_bytes + moments_bytes + table_bytes; }
+  // Of a block's shared memory, in this order:
+  std::int64_t held_bytes = 0;   // [loads,threads] vectors
+  std::int64_t slots_bytes = 0;  // [columns*lanes/slot_lanes,slot_rows] float
+  std::int64_t means_bytes = 0;  // [groups of a slab] double
+  std::int64_t table_bytes = 0;  // [channels of a slab] mean, scale, shift, bias
+
+  /// Whether several rows share a warp, whose threads add them up first.
+  bool shares_warps() const { return columns <= 16 && (columns & (columns - 1)) == 0; }
+  std::int64_t shared_bytes() const { return held_bytes + slots_bytes + means_bytes + table_bytes; }
 };
 
 /// Shared memory that a block may take on a device of this compute capability; 0 where this kernel cannot run.

@@ -1,11 +1,59 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/library_plan.hpp"
 
+#include <algorithm>
 #include <optional>
 
+#include "core/held_norm.hpp"
+#include "core/index_math.hpp"
 #include "core/sm90_plan.hpp"
+#include "core/text.hpp"
 
 namespace upconv3d {
+namespace {
+
+// Times in us and rates of an H200, fitted to 30 small convolutions and blocks (perf/NOTES.md, "Small blocks in
+// two launches").
+
+/// What the SM90 plan takes beside its estimate, at least; of float32 with the packing of its operands.
+double sm90_beside_estimate(const Problem& p) {
+  return p.dtype == DType::kFloat32 ? 38 : 22;
+}
+
+/// cuDNN's deterministic convolution with L2 cold. Output channels fill its tiles as they do ours.
+double library_convolution(const Problem& p) {
+  constexpr double kLaunch = 12, kStrided = 3;
+  constexpr double kWeightPerMB = 0.6, kTensorPerMB = 0.25;
+  constexpr std::int64_t kTileChannels = 64;
+  const double per_gflop = p.dtype == DType::kFloat32 ? 3.5 : 1.6;
+  const double padding = static_cast<double>(ceil_div(p.k, kTileChannels) * kTileChannels) / static_cast<double>(p.k);
+  const double mb = static_cast<double>(size_of(p.dtype)) * 1e-6;
+  const double w = static_cast<double>(p.c * p.k * volume(p.kernel)) * mb;
+  const double x = static_cast<double>(p.n * p.c * volume(p.in)) * mb;
+  const double y = static_cast<double>(p.n * p.k * p.positions()) * mb;
+  // PyTorch brings a weight in the other order to that of x at every call.
+  constexpr double kCopyLaunch = 4, kCopyPerMB = 7;
+  const double copy = p.w_channels_last || volume(p.kernel) == 1 ? 0 : kCopyLaunch + kCopyPerMB * w;
+  const bool strided = p.stride != Extent3{1, 1, 1};
+  return kLaunch + (strided ? kStrided : 0) + per_gflop * padding * p.useful_flops() * 1e-9 + kWeightPerMB * w +
+         kTensorPerMB * (x + y) + copy;
+}
+
+/// activation_group_norm_held.
+double held_normalization(const Problem& p) {
+  constexpr double kLaunch = 8, kPerMB = 0.8;
+  return kLaunch + kPerMB * 1e-6 * static_cast<double>(p.n * p.k * p.positions() * size_of(p.dtype));
+}
+
+/// Whether the estimates above were compared with measurements of such convolutions.
+bool was_compared(const Problem& p) {
+  const bool tensor_cores = p.dtype != DType::kFloat32 || p.precision == Precision::kTF32;
+  const bool whole = p.c % kChannelUnit == 0 && p.k % kChannelUnit == 0;
+  return tensor_cores && whole && p.groups == 1 && p.dilation == Extent3{1, 1, 1} && p.x_aligned &&
+         p.x_layout == Layout::kNDHWC && *std::max_element(p.stride.begin(), p.stride.end()) <= 2;
+}
+
+}  // namespace
 
 bool promises_same_bits(const Problem& problem, const Device& device,
                         const std::vector<ConvInstance>& instances) {
@@ -14,6 +62,19 @@ bool promises_same_bits(const Problem& problem, const Device& device,
   unforced.forced_plan.clear();
   std::optional<ConvInstance> instance;
   return sm90_obstacle(problem, unforced, instances, instance).empty();
+}
+
+std::string library_advantage(const Problem& p, const Device& device, const Plan& sm90) {
+  // The longest estimate that was compared.
+  constexpr double kLongest = 60;
+  const double estimate = 1e3 * (sm90.twice ? sm90.estimated_twice_ms : sm90.estimated_stored_ms);
+  if (p.n == 0 || estimate > kLongest || p.tail.returns_conv || !was_compared(p)) return "";
+  if (!held_tiles(p, p.y_layout, device.compute_capability)) return "";
+  const double ours = estimate + sm90_beside_estimate(p);
+  const double convolution = library_convolution(p), normalization = held_normalization(p);
+  if (convolution + normalization >= ours) return "";
+  return concat("a small block: cuDNN's convolution is expected to take ", convolution,
+                " us and one launch after it ", normalization, " us, the SM90 kernel ", ours, " us");
 }
 
 }  // namespace upconv3d

@@ -10,6 +10,7 @@
 #include "core/errors.hpp"
 #include "core/held_norm.hpp"
 #include "core/index_math.hpp"
+#include "core/library_plan.hpp"
 #include "core/plan.hpp"
 #include "core/sm80_plan.hpp"
 #include "core/sm90_plan.hpp"
@@ -152,7 +153,11 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
       } else if (forced == "twice") {
         require_no_obstacle(problem, forced, "nothing is normalized");
       }
-      const std::string disadvantage = forced.empty() ? sm90_disadvantage(problem, plan) : "";
+      std::string disadvantage = forced.empty() ? sm90_disadvantage(problem, plan) : "";
+      // A backward pass reads what the SM90 plan keeps.
+      if (forced.empty() && disadvantage.empty() && !keeps_activation) {
+        disadvantage = library_advantage(problem, device, plan);
+      }
       if (disadvantage.empty()) return plan;
       return cuda_library_plan(problem, device, "not the SM90 kernel: " + disadvantage, keeps_activation);
     }
