@@ -14,13 +14,15 @@ constexpr std::int64_t kVectorBytes = 16;
 constexpr std::int64_t kMaxThreads = 512;
 /// Vectors of a thread that are worth more threads: its loads are on the way at once.
 constexpr std::int64_t kLoadsWanted = 4;
-/// Blocks that may wait for each other: all are to run at once, one on each multiprocessor of an H100 or H200.
+/// Blocks that may wait for each other: all are to run at once, one on each multiprocessor of an H100 or
+/// H200.
 constexpr std::int64_t kWaitingBlocks = 128;
 /// Bytes of all values at most. Where they fit the multiprocessors together, L2 holds them too.
 constexpr std::int64_t kMostBytes = 16 * 1024 * 1024;
 /// Blocks of a launch whose blocks do not wait; more of them, for narrower slabs, gain nothing.
 constexpr std::int64_t kAloneBlocks = 264;
-/// Bytes that a block takes in alone sooner than blocks have waited for each other, 2 us at 32 to 50 bytes a cycle.
+/// Bytes that a block takes in alone sooner than blocks have waited for each other, 2 us at 32 to 50 bytes a
+/// cycle.
 constexpr std::int64_t kAloneBytes = 48 * 1024;
 /// Bytes of a tile worth a block of its own, where blocks wait.
 constexpr std::int64_t kLeastTileBytes = 4 * 1024;
@@ -43,8 +45,7 @@ void fill_block(const Problem& p, HeldTiles& t) {
   t.held_bytes = t.loads * t.threads * kVectorBytes;
   t.slot_rows = t.shares_warps() ? t.threads / 32 : t.row_lanes;
   t.slots_bytes = ceil_div(t.slot_rows * t.columns * (lanes / t.slot_lanes), 4) * 16;
-  t.means_bytes = ceil_div(p.num_groups / t.slabs, 2) * 16;
-  t.table_bytes = p.k / t.slabs * 16;
+  t.table_bytes = 4 * ceil_div(p.k / t.slabs, 4) * 16;
 }
 
 /// Tiles of slabs of `columns` vectors, or nothing where a block cannot hold one.

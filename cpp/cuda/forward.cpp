@@ -75,7 +75,8 @@ struct LibraryWorkspace {
   std::int64_t bytes;
 
   /// \param tiles held_tiles of the call
-  LibraryWorkspace(const Problem& problem, const Plan& plan, const std::optional<HeldTiles>& tiles, void* base) {
+  LibraryWorkspace(const Problem& problem, const Plan& plan, const std::optional<HeldTiles>& tiles,
+                   void* base) {
     Carver carver(base);
     const std::int64_t stat = problem.tail.norm ? stat_size(problem) : 0;
     part = carver.take(problem.n * plan.tiles * problem.k * 2 * stat);
@@ -237,7 +238,9 @@ void take_library_moments(const Problem& problem, const Plan& plan, const Forwar
 
 /// Whether 16 bytes at a time can be read of the convolution and written of y.
 bool has_aligned_rows(const ForwardTensors& tensors) {
-  const auto aligned = [](const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; };
+  const auto aligned = [](const void* pointer) {
+    return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
+  };
   return aligned(tensors.conv) && aligned(tensors.y);
 }
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// core/held_norm.hpp and core/library_plan.hpp: which convolutions one launch normalizes, how they are cut, and
-/// when that is worth PyTorch's convolution. Without torch or CUDA.
+/// core/held_norm.hpp and core/library_plan.hpp: which convolutions one launch normalizes, how they are cut,
+/// and when that is worth PyTorch's convolution. Without torch or CUDA.
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <iostream>
 #include <optional>
 #include <string>
@@ -80,7 +81,8 @@ void test_what_is_held() {
   expect(!is_held(small, Layout::kNCDHW), "NCDHW takes three passes");
   expect(!is_held(small, Layout::kNDHWC, 75), "before 8.0");
   expect(!is_held(of_size(2, 64, 4096 * 32, 8)), "33 MB");
-  expect(!is_held(of_size(2, 12, 4097, 3)), "12 channels are no whole vectors, nor are two positions of 4097");
+  expect(!is_held(of_size(2, 12, 4097, 3)),
+         "12 channels are no whole vectors, nor are two positions of 4097");
   expect(is_held(of_size(2, 12, 4096, 3)), "two positions of 12 channels are three vectors");
   expect(!is_held(of_size(2, 64, 4096, 8, DType::kFloat64)), "float64");
   Problem p = small;
@@ -98,6 +100,59 @@ void test_what_is_held() {
          "groups of one channel, in slabs whose blocks need not wait");
 }
 
+/// x [1,512,6^3], w [512,512,3^3]: one tile of many k-blocks for the SM90 kernel.
+Problem long_and_narrow() {
+  Problem p = headline();
+  p.n = 1, p.c = p.k = 512, p.in = {6, 6, 6}, p.padding = {1, 1, 1};
+  p.w_channels_last = true;
+  return p;
+}
+
+void test_choice() {
+  const auto plan_of = [](const std::function<void(Problem&)>& change, const Device& device = hopper()) {
+    Problem p = long_and_narrow();
+    change(p);
+    return select_plan(p, device, all_compiled());
+  };
+  const auto is_library = [&](const std::function<void(Problem&)>& change) {
+    return plan_of(change).algorithm == Algorithm::kCudaLibrary;
+  };
+  const Plan plan = plan_of([](Problem&) {});
+  expect(plan.algorithm == Algorithm::kCudaLibrary && has_part(plan.reason, "a small block") &&
+             plan.stages.back() == "activation_group_norm_held",
+         "a small block: " + plan.reason);
+  expect(!is_library([](Problem& p) { p.tail.returns_conv = true, p.tail.order = Order::kNormAct; }),
+         "PyTorch adds a returned convolution's bias in a pass of its own");
+  expect(!is_library([](Problem& p) { p.dtype = DType::kFloat32; }), "ieee has no tensor cores in cuDNN");
+  expect(!is_library([](Problem& p) { p.x_layout = p.y_layout = Layout::kNCDHW; }), "NCDHW");
+  expect(!is_library([](Problem& p) { p.x_layout = Layout::kNCDHW; }), "x would be copied");
+  expect(!is_library([](Problem& p) { p.c = 516; }), "channels in eights");
+  expect(!is_library([](Problem& p) { p.n = 64, p.in = {16, 16, 16}; }), "134 MB");
+  expect(!is_library([](Problem& p) {
+    p.c = p.k = 64, p.n = 4, p.in = {32, 32, 32}, p.kernel = {5, 5, 5}, p.padding = {2, 2, 2};
+  }),
+         "longer than what was compared");
+  const Problem training = long_and_narrow();
+  expect(select_training_plan(training, hopper(), all_compiled()).keeps_activation,
+         "training keeps relu(conv)");
+}
+
+void test_promise() {
+  const auto promises = [](const Problem& p, const Device& device = hopper()) {
+    return promises_same_bits(p, device, all_compiled());
+  };
+  expect(promises(headline()) && promises(long_and_narrow()), "what the SM90 kernels could run");
+  Device forced = hopper();
+  forced.forced_plan = "library";
+  expect(promises(headline(), forced), "a forced library plan too");
+  Problem depthwise = headline();
+  depthwise.groups = 64;
+  expect(!promises(depthwise), "depthwise");
+  Device ampere = hopper();
+  ampere.compute_capability = 80;
+  expect(!promises(headline(), ampere) && !promises(headline(), Device{}), "other devices");
+}
+
 }  // namespace
 }  // namespace upconv3d
 
@@ -105,6 +160,8 @@ int main() {
   try {
     upconv3d::test_tiles();
     upconv3d::test_what_is_held();
+    upconv3d::test_choice();
+    upconv3d::test_promise();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());
   }

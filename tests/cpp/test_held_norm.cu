@@ -125,11 +125,11 @@ struct Shape {
 };
 // Blocks that wait for each other and blocks that do not; groups of less than a vector, of one and a half and
 // of many; channels that are no whole vectors; rows that no row lane has; instance norm; one group.
-constexpr Shape kShapes[] = {{2, 16, 60, 4},     {3, 64, 264, 8},    {1, 128, 129, 1},    {2, 24, 77, 2},
-                             {2, 320, 512, 320}, {1, 64, 4913, 8},   {2, 64, 3375, 2},    {2, 2, 4096, 2},
-                             {1, 2, 65536, 2},   {1, 12, 8194, 3},   {2, 36, 4100, 3},    {1, 512, 3375, 512},
-                             {1, 512, 833, 8},   {64, 512, 64, 8},   {1, 256, 5120, 32},  {1, 2048, 65, 4},
-                             {2, 96, 2197, 96},  {1, 1, 33000, 1},   {1, 40, 20011, 5},   {5, 8, 4096, 1}};
+constexpr Shape kShapes[] = {{2, 16, 60, 4},     {3, 64, 264, 8},  {1, 128, 129, 1},   {2, 24, 77, 2},
+                             {2, 320, 512, 320}, {1, 64, 4913, 8}, {2, 64, 3375, 2},   {2, 2, 4096, 2},
+                             {1, 2, 65536, 2},   {1, 12, 8194, 3}, {2, 36, 4100, 3},   {1, 512, 3375, 512},
+                             {1, 512, 833, 8},   {64, 512, 64, 8}, {1, 256, 5120, 32}, {1, 2048, 65, 4},
+                             {2, 96, 2197, 96},  {1, 1, 33000, 1}, {1, 40, 20011, 5},  {5, 8, 4096, 1}};
 
 void run_cases() {
   const int capability = compute_capability();
@@ -166,9 +166,9 @@ void run_cases() {
     special.special = value;
     run(special);
   }
-  expect(waiting > 20 && alone > 20 && folded > 5,
-         "cases of every kind: " + std::to_string(waiting) + " wait, " + std::to_string(alone) + " do not, " +
-             std::to_string(folded) + " fold");
+  expect(waiting > 20 && alone > 20 && folded > 5, "cases of every kind: " + std::to_string(waiting) +
+                                                       " wait, " + std::to_string(alone) + " do not, " +
+                                                       std::to_string(folded) + " fold");
 }
 
 }  // namespace

@@ -49,16 +49,17 @@ HeldArgs<T> held_args(const HeldNormParams& params) {
       std::bit_floor(static_cast<std::uint64_t>(tiles.threads / args.slab_groups)), 1, 32));
   args.held_bytes = count(tiles.held_bytes);
   args.slots_bytes = count(tiles.slots_bytes);
-  args.means_bytes = count(tiles.means_bytes);
+  args.table_pitch = count(tiles.table_bytes / (4 * sizeof(float)));
   args.slot_rows = count(tiles.slot_rows);
   args.shares_warps = tiles.shares_warps();
   const auto values = [&](std::int64_t rows) {
     return static_cast<double>(rows * tiles.fold * args.group_channels);
   };
-  args.tile_count = values(tiles.rows);
-  args.last_count = values(args.sample_rows - (tiles.tiles - 1) * tiles.rows);
-  args.tile_share = 1 / args.tile_count;
-  args.last_share = 1 / args.last_count;
+  const auto narrow = [](double value) { return static_cast<float>(value); };
+  args.tile_count = narrow(values(tiles.rows));
+  args.last_count = narrow(values(args.sample_rows - (tiles.tiles - 1) * tiles.rows));
+  args.tile_share = narrow(1.0 / args.tile_count);
+  args.last_share = narrow(1.0 / args.last_count);
   args.group_share = 1 / values(args.sample_rows);
   return args;
 }
@@ -98,10 +99,10 @@ void launch_held_norm(const HeldNormParams& params, cudaStream_t stream) {
   require_slopes(params.before);
   require_slopes(params.after);
   if (params.before.kind != Activation::kNone && params.after.kind != Activation::kNone) {
-    throw std::invalid_argument(std::string("upconv3d: one activation comes before the normalization or after it; "
-                                            "got before=") +
-                                name(params.before.kind) + ", after=" + name(params.after.kind) +
-                                ". Apply one of them elsewhere.");
+    throw std::invalid_argument(
+        std::string("upconv3d: one activation comes before the normalization or after it; "
+                    "got before=") +
+        name(params.before.kind) + ", after=" + name(params.after.kind) + ". Apply one of them elsewhere.");
   }
   with_element(params.dtype, [&](auto element) {
     using T = typename decltype(element)::type;

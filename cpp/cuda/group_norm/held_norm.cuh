@@ -33,45 +33,48 @@ constexpr int kLanes = kAccessBytes / sizeof(T);
 /// Counts are 32-bit: the values are 16 MB at most.
 template <class T>
 struct HeldArgs {
-  const T* c;      // [N,Z,P,Q,K] T
-  const T* bias;   // [K] T, or null
-  const T* gamma;  // [K] T, or null
-  const T* beta;   // [K] T, or null
-  T* y;            // as c
-  float2* part;    // [N,G,tiles] mean, M2
-  double eps;      // activation units squared
-  double tile_count, last_count;  // values of a group in a tile, and in the last one
-  double tile_share, last_share;  // their inverses
-  double group_share;             // that of all values of a group
-  ActivationParams activation;    // the only one, with AnyPending alone
-  float parameter;                // activation.parameter
-  bool norm_first;                // with AnyPending: whether the normalization precedes it
+  const T* c;                    // [N,Z,P,Q,K] T
+  const T* bias;                 // [K] T, or null
+  const T* gamma;                // [K] T, or null
+  const T* beta;                 // [K] T, or null
+  T* y;                          // as c
+  float2* part;                  // [N,G,tiles] mean, M2
+  double eps;                    // activation units squared
+  float tile_count, last_count;  // values of a group in a tile, and in the last one
+  float tile_share, last_share;  // their inverses
+  double group_share;            // that of all values of a group
+  ActivationParams activation;   // the only one, with AnyPending alone
+  float parameter;               // activation.parameter
+  bool norm_first;               // with AnyPending: whether the normalization precedes it
   int num_groups, slabs, tiles;
   int work;         // tiles of all samples and slabs
   int sample_rows;  // of fold positions each
   int tile_rows, columns, row_lanes;
   int row_elements;  // from one row of c to the next
   int fold, slab_channels, slab_groups, group_channels;
-  int slot_shift;    // log2 of the lanes of a slot
-  int slot_rows;     // rows of a slot, which with a fold take turns
-  bool shares_warps; // whether the rows of a warp are added up before they take a slot
-  int group_lanes;   // threads that merge a group, a power of two up to 32
-  int held_bytes, slots_bytes, means_bytes;
+  int table_pitch;    // of shared memory's rows of channels
+  int slot_shift;     // log2 of the lanes of a slot
+  int slot_rows;      // rows of a slot, which with a fold take turns
+  bool shares_warps;  // whether the rows of a warp are added up before they take a slot
+  int group_lanes;    // threads that merge a group, a power of two up to 32
+  int held_bytes, slots_bytes;
 };
 
 /// A block's shared memory.
 struct HeldShared {
-  uint4* held;    // [loads,threads] vectors; each is written and read by its own thread
-  float* slots;   // [slots of a row without fold,fold*slot_rows] sums
-  double* means;  // [slab_groups] of the tile's values
-  float4* table;  // [slab_channels] mean, scale, shift, bias; before the merge gamma and beta in the middle
+  uint4* held;   // [loads,threads] vectors; each is written and read by its own thread
+  float* slots;  // [slots of a row without fold,fold*slot_rows] sums
+  // [slab_channels] each; until the tiles are merged mean is the tile's, scale gamma and shift beta
+  float *mean, *scale, *shift, *bias;
 
   template <class T>
   __device__ HeldShared(char* base, const HeldArgs<T>& args)
       : held(reinterpret_cast<uint4*>(base)),
         slots(reinterpret_cast<float*>(base + args.held_bytes)),
-        means(reinterpret_cast<double*>(base + args.held_bytes + args.slots_bytes)),
-        table(reinterpret_cast<float4*>(base + args.held_bytes + args.slots_bytes + args.means_bytes)) {}
+        mean(reinterpret_cast<float*>(base + args.held_bytes + args.slots_bytes)),
+        scale(mean + args.table_pitch),
+        shift(scale + args.table_pitch),
+        bias(shift + args.table_pitch) {}
 };
 
 /// A tile, and this thread's part of it.
@@ -124,8 +127,10 @@ __device__ __forceinline__ void load_channels(const HeldArgs<T>& args, const Hel
 #pragma unroll 1
   for (int i = threadIdx.x; i < args.slab_channels; i += blockDim.x) {
     const int channel = tile.slab * args.slab_channels + i;
-    shared.table[i] = {0.f, value(args.gamma, channel, 1.f), value(args.beta, channel, 0.f),
-                       value(args.bias, channel, 0.f)};
+    shared.mean[i] = 0.f;
+    shared.scale[i] = value(args.gamma, channel, 1.f);
+    shared.shift[i] = value(args.beta, channel, 0.f);
+    shared.bias[i] = value(args.bias, channel, 0.f);
   }
 }
 
@@ -150,13 +155,25 @@ struct HeldChannels {
                                           const HeldShared& shared) {
     // Threads behind the last column's have no vectors.
     if (tile.count == 0) return;
-    for_each_lane(args, tile, [&](int j, int channel, int) {
-      const float4 row = shared.table[channel];
-      mean[j] = row.x;
-      scale[j] = row.y;
-      shift[j] = row.z;
-      bias[j] = row.w;
-    });
+    read(args, tile, shared.mean, mean);
+    read(args, tile, shared.scale, scale);
+    read(args, tile, shared.shift, shift);
+    read(args, tile, shared.bias, bias);
+  }
+
+  /// Four channels at a time, but where they end within a vector.
+  /// \param from [slab_channels]
+  static __device__ __forceinline__ void read(const HeldArgs<T>& args, const HeldTile& tile,
+                                              const float* from, float (&to)[kLanes<T>]) {
+    if (args.fold > 1) {
+      for_each_lane(args, tile, [&](int j, int channel, int) { to[j] = from[channel]; });
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kLanes<T>; j += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(from + tile.channel + j);
+      to[j] = four.x, to[j + 1] = four.y, to[j + 2] = four.z, to[j + 3] = four.w;
+    }
   }
 
   __device__ __forceinline__ void activate_here(const HeldArgs<T>& args, const HeldTile& tile,
@@ -171,7 +188,7 @@ struct HeldChannels {
   }
 
   /// before(c + bias).
-  __device__ __forceinline__ void pending(const HeldArgs<T>& args, const HeldTile& tile, const uint4& word,
+  __device__ __forceinline__ void pending(const HeldArgs<T>& args, const HeldTile& tile, uint4 word,
                                           float (&v)[kLanes<T>]) const {
     Vector<T, kLanes<T>> c;
     memcpy(&c, &word, sizeof(c));
@@ -206,10 +223,12 @@ __device__ __forceinline__ void add_up(const HeldArgs<T>& args, const HeldTile& 
                                        const HeldShared& shared, bool squares, float (&sum)[kLanes<T>]) {
   const HeldChannels<T, Input> channels(args, tile, shared);
   const uint4* held = shared.held + threadIdx.x;
-#pragma unroll 1
+#pragma unroll 2
   for (int i = 0; i < tile.count; ++i, held += blockDim.x) {
+    // In registers first: a reference would become 16 loads of a byte each.
+    const uint4 word = *held;
     float v[kLanes<T>];
-    channels.pending(args, tile, *held, v);
+    channels.pending(args, tile, word, v);
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) {
       const float distance = v[j] - channels.mean[j];  // the mean is 0 at first
@@ -251,7 +270,7 @@ __device__ __forceinline__ void leave_in_slots(const HeldArgs<T>& args, const He
 }
 
 /// Sum over `lanes` neighbouring threads, a power of two of them.
-__device__ __forceinline__ double lanes_sum(double value, int lanes) {
+__device__ __forceinline__ float lanes_sum(float value, int lanes) {
 #pragma unroll 1
   for (int other = lanes / 2; other > 0; other /= 2) value += __shfl_xor_sync(0xffffffffu, value, other);
   return value;
@@ -282,13 +301,13 @@ __device__ __forceinline__ void fill_table(const HeldArgs<T>& args, const HeldSh
   if (group == args.slab_groups) return;
   const double rstd = inverse_root(fmax(m2, 0.0) * args.group_share + args.eps);
   const float rounded = static_cast<float>(mean);
-  float4* rows = shared.table + group * args.group_channels;
+  const int begin = group * args.group_channels;
 #pragma unroll 1
-  for (int i = lane; i < args.group_channels; i += args.group_lanes) {
-    const double scale = rows[i].y * rstd;
-    rows[i].x = rounded;
-    rows[i].y = static_cast<float>(scale);
-    rows[i].z = static_cast<float>(rows[i].z - (mean - static_cast<double>(rounded)) * scale);
+  for (int i = begin + lane; i < begin + args.group_channels; i += args.group_lanes) {
+    const double scale = shared.scale[i] * rstd;
+    shared.mean[i] = rounded;
+    shared.scale[i] = static_cast<float>(scale);
+    shared.shift[i] = static_cast<float>(shared.shift[i] - (mean - static_cast<double>(rounded)) * scale);
   }
 }
 
@@ -304,34 +323,33 @@ __device__ __forceinline__ void merge_slots_of_groups(const HeldArgs<T>& args, c
                                                       const HeldShared& shared, bool squares) {
   const int parts = (args.group_channels >> args.slot_shift) * args.slot_rows * args.fold;
   for_each_group(args, [&](int group, int lane) {
-    double sum = 0;
+    float sum = 0;
     if (group < args.slab_groups) {
-#pragma unroll 1
       for (int i = lane; i < parts; i += args.group_lanes) sum += shared.slots[group * parts + i];
     }
     sum = lanes_sum(sum, args.group_lanes);
     if (group == args.slab_groups) return;
+    const int begin = group * args.group_channels;
     if (!squares) {
-      const double mean = sum * (tile.tile == args.tiles - 1 ? args.last_share : args.tile_share);
-      if (lane == 0) shared.means[group] = mean;
-      float4* rows = shared.table + group * args.group_channels;
+      const float mean = sum * (tile.tile == args.tiles - 1 ? args.last_share : args.tile_share);
 #pragma unroll 1
-      for (int i = lane; i < args.group_channels; i += args.group_lanes) rows[i].x = static_cast<float>(mean);
+      for (int i = begin + lane; i < begin + args.group_channels; i += args.group_lanes)
+        shared.mean[i] = mean;
     } else if (args.tiles == 1) {
-      fill_table(args, shared, group, lane, shared.means[group], sum);
+      fill_table(args, shared, group, lane, shared.mean[begin], sum);
     } else if (lane == 0) {
-      parts_of(args, tile, group)[tile.tile] = {static_cast<float>(shared.means[group]),
-                                                static_cast<float>(sum)};
+      parts_of(args, tile, group)[tile.tile] = {shared.mean[begin], sum};
     }
   });
 }
 
-/// Merges the tiles of each group. Shifted by the first one's mean, their sums are a double's.
+/// Merges the tiles of each group. What is added up are distances from the first tile's mean, so that a mean
+/// far from 0 costs no digits.
 template <class T>
 __device__ __forceinline__ void merge_tiles_of_groups(const HeldArgs<T>& args, const HeldTile& tile,
                                                       const HeldShared& shared) {
   for_each_group(args, [&](int group, int lane) {
-    double sum = 0, squares = 0, pivot = 0;
+    float sum = 0, squares = 0, pivot = 0;
     if (group < args.slab_groups) {
       const float2* const from = parts_of(args, tile, group);
       pivot = from->x;
@@ -340,17 +358,16 @@ __device__ __forceinline__ void merge_tiles_of_groups(const HeldArgs<T>& args, c
         float2 part[kLoadsInFlight];
 #pragma unroll
         for (int i = 0; i < kLoadsInFlight; ++i) {
-          const int at = first + i * args.group_lanes;
-          part[i] = from[min(at, args.tiles - 1)];
+          part[i] = from[min(first + i * args.group_lanes, args.tiles - 1)];
         }
 #pragma unroll
         for (int i = 0; i < kLoadsInFlight; ++i) {
           const int at = first + i * args.group_lanes;
-          if (at >= args.tiles) continue;
-          const double count = at == args.tiles - 1 ? args.last_count : args.tile_count;
-          const double distance = part[i].x - pivot;
-          sum += count * distance;
-          squares += part[i].y + count * distance * distance;
+          const float count = at == args.tiles - 1 ? args.last_count : args.tile_count;
+          const float distance = part[i].x - pivot;
+          // A part behind the last one, which was read twice, must not count, were it infinite.
+          sum += at < args.tiles ? count * distance : 0.f;
+          squares += at < args.tiles ? part[i].y + (count * distance) * distance : 0.f;
         }
       }
     }
@@ -385,18 +402,17 @@ __device__ __forceinline__ void normalize_tile(const HeldArgs<T>& args, const He
   const HeldChannels<T, Input> channels(args, tile, shared);
   const uint4* held = shared.held + threadIdx.x;
   T* to = args.y + tile.offset;
-#pragma unroll 1
+#pragma unroll 2
   for (int i = 0; i < tile.count; ++i, to += tile.step, held += blockDim.x) {
+    const uint4 word = *held;
     float v[kLanes<T>];
-    channels.pending(args, tile, *held, v);
+    channels.pending(args, tile, word, v);
     *reinterpret_cast<uint4*>(to) = channels.normalized(args, tile, v);
   }
 }
 
-/// Little code matters as much as few operations: after a convolution that took all caches, instructions come
-/// from memory, so loops are not unrolled and what happens twice is a loop.
 template <class T, class Input>
-__global__ void __launch_bounds__(kMaxHeldThreads) activation_group_norm_held(const HeldArgs<T> args) {
+__global__ void __launch_bounds__(kMaxHeldThreads, 1) activation_group_norm_held(const HeldArgs<T> args) {
   extern __shared__ __align__(kAccessBytes) char raw_shared[];
   const HeldShared shared(raw_shared, args);
   const unsigned work = args.work;

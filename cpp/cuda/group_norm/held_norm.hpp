@@ -16,10 +16,10 @@ namespace upconv3d::cuda {
 /// y = after(group_norm(before(c + bias))), one of before and after being none at least.
 struct HeldNormParams {
   HeldTiles tiles;
-  std::int64_t n = 0;           // samples
-  std::int64_t k = 0;           // channels
-  std::int64_t positions = 0;   // Z*P*Q
-  std::int64_t num_groups = 1;  // divides k
+  std::int64_t n = 0;             // samples
+  std::int64_t k = 0;             // channels
+  std::int64_t positions = 0;     // Z*P*Q
+  std::int64_t num_groups = 1;    // divides k
   DType dtype = DType::kFloat32;  // of all tensors; not float64
   double eps = 0.0;               // activation units squared
   ActivationParams before = {}, after = {};
