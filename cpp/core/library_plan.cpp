@@ -60,7 +60,7 @@ double held_normalization(const Traffic& mb) {
 /// Whether the estimates above were compared with measurements of such convolutions.
 bool was_compared(const Problem& p) {
   const bool tensor_cores = p.dtype != DType::kFloat32 || p.precision == Precision::kTF32;
-  const bool whole = p.c % kChannelUnit == 0 && p.k % kChannelUnit == 0;
+  const bool whole = p.c % kChannelUnit == 0 && p.k % kChannelUnit == 0 && p.c >= 32 && p.k >= 16;
   return tensor_cores && whole && p.groups == 1 && p.dilation == Extent3{1, 1, 1} && p.x_aligned &&
          p.x_layout == Layout::kNDHWC && *std::max_element(p.stride.begin(), p.stride.end()) <= 2;
 }

@@ -127,6 +127,7 @@ void test_choice() {
   expect(!is_library([](Problem& p) { p.x_layout = p.y_layout = Layout::kNCDHW; }), "NCDHW");
   expect(!is_library([](Problem& p) { p.x_layout = Layout::kNCDHW; }), "x would be copied");
   expect(!is_library([](Problem& p) { p.c = 516; }), "channels in eights");
+  expect(!is_library([](Problem& p) { p.c = 24; }), "fewer channels than were compared");
   expect(!is_library([](Problem& p) { p.n = 64, p.in = {16, 16, 16}; }), "134 MB");
   expect(!is_library([](Problem& p) {
     p.c = p.k = 64, p.n = 4, p.in = {32, 32, 32}, p.kernel = {5, 5, 5}, p.padding = {2, 2, 2};
