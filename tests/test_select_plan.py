@@ -168,7 +168,7 @@ ACCEPTED = {
     "groups-of-5-inputs": {"c": 20, "groups": 4, "dtype": "float32"},
     "instance-norm": {"num_groups": 128},
     "layer-norm": {"num_groups": 1},
-    "one-sample": {"n": 1},
+    "one-sample": {"n": 1, "layout": "NCDHW"},
     "kernel-16": {"kernel": (16, 1, 1)},
     "full-padding": {"kernel": (3, 3, 3), "padding": [2, 2, 2]},
 }
@@ -229,7 +229,54 @@ def test_sm90_refuses_and_says_why(name):
     assert plan.algorithm == "cuda_library"
     assert fragment in plan.reason
     assert plan.kernel is None and plan.tile is None
-    assert plan.stages[-2:] == ("group_norm_finalize", "group_norm_normalize")
+    one_launch = ("activation_group_norm_held",)
+    assert plan.stages[1:] in (
+        one_launch,
+        ("activation_moments", "group_norm_finalize", "group_norm_normalize"),
+    )
+    assert plan.stages[1:] != one_launch or plan.conv_layout == "NDHWC"
+
+
+# Real decoder blocks: x [2,384,6^3], [2,256,8x8x4] and, with norm groups of one channel, [2,320,4^3]
+SMALL_BLOCKS = {
+    "unet-384": {"n": 2, "c": 384, "k": 64, "extent": (6, 6, 6), "num_groups": 2},
+    "vnet-256": {"n": 2, "c": 256, "k": 128, "extent": (8, 8, 4), "kernel": (2, 2, 2)},
+    "instance-norm": {"n": 2, "c": 320, "k": 320, "extent": (4, 4, 4), "num_groups": 320},
+}
+
+
+@pytest.mark.parametrize("name", SMALL_BLOCKS)
+def test_small_blocks_take_the_library_and_one_launch(name):
+    def plan(**changes):
+        defaults = {"stride": [2, 2, 2], "weight_layout": "NDHWC"}
+        device = {key: changes.pop(key) for key in ("forced_plan",) if key in changes}
+        return plan_of(facts(**SMALL_BLOCKS[name] | defaults | changes), **device)
+
+    for changes in ({}, {"dtype": "float16"}, {"dtype": "float32", "precision": "tf32"}):
+        small = plan(**changes)
+        assert small.algorithm == "cuda_library" and small.kernel is None
+        assert small.stages == ("aten::convolution", "activation_group_norm_held")
+        assert "a small block: cuDNN's convolution is expected to take" in small.reason
+    # cuDNN has no quick convolution for these, nor has one launch their normalization.
+    for changes in ({"dtype": "float32"}, {"layout": "NCDHW"}, {"dilation": [2, 2, 2]}):
+        assert plan(**changes).algorithm == "sm90_implicit_gemm"
+    assert plan(training=True).algorithm == "sm90_implicit_gemm" and plan(training=True).keeps_activation
+    assert plan(forced_plan="sm90").algorithm == "sm90_implicit_gemm"
+
+
+def test_large_blocks_keep_their_kernel():
+    """Where the SM90 plan's fixed time is a small part of it, and where no launch can hold the result."""
+    for n in (4, 16):
+        assert plan_of(facts(n=n, weight_layout="NDHWC")).algorithm == "sm90_implicit_gemm"
+    forced = plan_of(facts(weight_layout="NDHWC"), forced_plan="library")
+    assert forced.stages[1:] == ("activation_moments", "group_norm_finalize", "group_norm_normalize")
+
+
+def test_weights_in_another_order_are_copied_by_pytorch():
+    """The copy of a large weight at every call takes longer than the SM90 plan's packing."""
+    block = {"n": 1, "c": 1024, "k": 512, "extent": (5, 10, 10), "stride": [2, 2, 2], "padding": [1, 1, 1]}
+    assert plan_of(facts(**block, weight_layout="NDHWC")).algorithm == "cuda_library"
+    assert plan_of(facts(**block, weight_layout="NCDHW")).algorithm == "sm90_implicit_gemm"
 
 
 @pytest.mark.parametrize("capability", [70, 75])
@@ -344,7 +391,7 @@ def test_misaligned_input_is_packed():
 
 
 def test_small_problem_takes_a_smaller_tile_no_later_than_a_large_one():
-    small, large = plan_of(facts(n=1, extent=(6, 6, 6))), plan_of(facts())
+    small, large = plan_of(facts(n=1, extent=(6, 6, 6)), forced_plan="sm90"), plan_of(facts())
     assert small.tile[0] * small.tile[1] <= large.tile[0] * large.tile[1]
 
 

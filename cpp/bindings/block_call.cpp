@@ -148,7 +148,10 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
   const Problem& p = call.problem;
   // The asked precision must hold whatever torch.backends says, and only float32 has a choice.
   std::optional<CudnnFlags> flags;
-  if (p.dtype == DType::kFloat32) flags = read_cudnn_flags(p.precision == Precision::kTF32);
+  if (p.dtype == DType::kFloat32 || call.repeats_bits) {
+    flags = read_cudnn_flags(p.precision == Precision::kTF32);
+    flags->deterministic |= call.repeats_bits;
+  }
   // A convolution that is returned has its bias; else our next pass adds it, which saves PyTorch's.
   const bool returned = p.tail.returns_conv;
   DenseResult conv =

@@ -13,6 +13,7 @@
 
 #include "bindings/plan_query.hpp"
 #include "core/arguments.hpp"
+#include "core/library_plan.hpp"
 #if UPCONV3D_WITH_CUDA
 #include "cuda/activation_memory.hpp"
 #endif
@@ -134,6 +135,8 @@ std::shared_ptr<const PreparedCall> checked_and_planned(const OpArguments& a) {
   call->problem = make_problem(arguments);
   call->device = query_device(arguments.input.device);
   call->plan = make_plan(call->problem, call->device, conv_instances(), a.for_training);
+  call->repeats_bits = call->plan.algorithm == Algorithm::kCudaLibrary &&
+                       promises_same_bits(call->problem, call->device, conv_instances());
 #if UPCONV3D_WITH_CUDA
   call->saved_bytes = cuda::saved_bytes(call->problem, call->plan);
 #endif

@@ -68,6 +68,7 @@ struct PreparedCall {
   Problem problem;
   Device device;
   Plan plan;
+  bool repeats_bits = false;     // library plan: the convolution is to be a deterministic one
   std::int64_t saved_bytes = 0;  // what the plan keeps for a backward pass
   std::shared_ptr<PreparedBackwards> backwards = std::make_shared<PreparedBackwards>();
   std::shared_ptr<LaunchMemo> launch_memo = std::make_shared<LaunchMemo>();

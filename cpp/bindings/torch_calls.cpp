@@ -2,6 +2,7 @@
 #include "bindings/torch_calls.hpp"
 
 #include <dlfcn.h>
+#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
@@ -100,6 +101,23 @@ struct RawAllocator {
   AOTITorchError (*free)(void*) =
       torch_cuda_function<decltype(free)>("aoti_torch_cuda_caching_allocator_raw_delete");
 };
+
+/// What the properties of torch.backends.cudnn call, each in a tenth of the property's time.
+struct CudnnGetters {
+  pybind11::object benchmark, deterministic, deterministic_algorithms, enabled;
+};
+
+/// Looked up once, which takes longer than the calls. To be called with the GIL held.
+const CudnnGetters& cudnn_getters() {
+  PYBIND11_CONSTINIT static pybind11::gil_safe_call_once_and_store<CudnnGetters> storage;
+  return storage
+      .call_once_and_store_result([] {
+        const auto torch = pybind11::module_::import("torch._C");
+        return CudnnGetters{torch.attr("_get_cudnn_benchmark"), torch.attr("_get_cudnn_deterministic"),
+                            torch.attr("_get_deterministic_algorithms"), torch.attr("_get_cudnn_enabled")};
+      })
+      .get_stored();
+}
 
 const RawAllocator& raw_allocator() {
   static const RawAllocator allocator;
@@ -215,13 +233,11 @@ std::optional<Tensor> contiguous_vector(const std::optional<Tensor>& vector) {
 
 CudnnFlags read_cudnn_flags(bool allow_tf32) {
   const pybind11::gil_scoped_acquire gil;
-  // What the properties of torch.backends.cudnn call, each in a tenth of the property's time.
-  const auto torch = pybind11::module_::import("torch._C");
+  const CudnnGetters& get = cudnn_getters();
   CudnnFlags flags;
-  flags.benchmark = torch.attr("_get_cudnn_benchmark")().cast<bool>();
-  flags.deterministic = torch.attr("_get_cudnn_deterministic")().cast<bool>() ||
-                        torch.attr("_get_deterministic_algorithms")().cast<bool>();
-  flags.enabled = torch.attr("_get_cudnn_enabled")().cast<bool>();
+  flags.benchmark = get.benchmark().cast<bool>();
+  flags.deterministic = get.deterministic().cast<bool>() || get.deterministic_algorithms().cast<bool>();
+  flags.enabled = get.enabled().cast<bool>();
   flags.allow_tf32 = allow_tf32;
   return flags;
 }

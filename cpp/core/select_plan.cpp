@@ -8,7 +8,9 @@
 
 #include "core/cpu_conv_layout.hpp"
 #include "core/errors.hpp"
+#include "core/held_norm.hpp"
 #include "core/index_math.hpp"
+#include "core/library_plan.hpp"
 #include "core/plan.hpp"
 #include "core/sm80_plan.hpp"
 #include "core/sm90_plan.hpp"
@@ -72,7 +74,7 @@ bool keeps_library_conv(const Problem& p) {
 }
 
 /// \param for_training whether a backward pass will want the convolution
-Plan cuda_library_plan(const Problem& p, const std::string& reason, bool for_training) {
+Plan cuda_library_plan(const Problem& p, const Device& device, const std::string& reason, bool for_training) {
   Plan plan;
   plan.algorithm = Algorithm::kCudaLibrary;
   plan.reason = reason;
@@ -81,7 +83,9 @@ Plan cuda_library_plan(const Problem& p, const std::string& reason, bool for_tra
   plan.keeps_conv = for_training && keeps_library_conv(p);
   plan.activation_in_y = !p.tail.returns_conv && !plan.keeps_conv;
   plan.stages = {"aten::convolution"};
-  if (p.tail.norm) {
+  if (held_tiles(p, plan.conv_layout, device.compute_capability)) {
+    plan.stages.push_back("activation_group_norm_held");
+  } else if (p.tail.norm) {
     plan.stages.insert(plan.stages.end(),
                        {"activation_moments", "group_norm_finalize", "group_norm_normalize"});
   } else if (p.has_bias || p.tail.has_skip || p.tail.activation != Activation::kNone) {
@@ -155,9 +159,13 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
       } else if (forced == "twice") {
         require_no_obstacle(problem, forced, "nothing is normalized");
       }
-      const std::string disadvantage = forced.empty() ? sm90_disadvantage(problem, plan) : "";
+      std::string disadvantage = forced.empty() ? sm90_disadvantage(problem, plan) : "";
+      // A backward pass reads what the SM90 plan keeps.
+      if (forced.empty() && disadvantage.empty() && !keeps_activation) {
+        disadvantage = library_advantage(problem, device, plan);
+      }
       if (disadvantage.empty()) return plan;
-      return cuda_library_plan(problem, "not the SM90 kernel: " + disadvantage, keeps_activation);
+      return cuda_library_plan(problem, device, "not the SM90 kernel: " + disadvantage, keeps_activation);
     }
     reason = concat("not the SM90 kernel: ", obstacle);
   }
@@ -171,7 +179,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     if (instance) return sm80_plan(problem, device, *instance);
     reason += concat("; not the SM80 kernel: ", obstacle);
   }
-  return cuda_library_plan(problem, reason, keeps_activation);
+  return cuda_library_plan(problem, device, reason, keeps_activation);
 }
 
 }  // namespace

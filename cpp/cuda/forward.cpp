@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/forward.hpp"
 
+#include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
 #include "core/channels.hpp"
+#include "core/held_norm.hpp"
 #include "core/sm90_plan.hpp"
 #include "core/twice_layout.hpp"
 #include "cuda/activation_memory.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/forward_sm80.hpp"
 #include "cuda/group_norm/group_norm.hpp"
+#include "cuda/group_norm/held_norm.hpp"
 #include "cuda/layout/unpack_rows.hpp"
 #include "cuda/packed_operands.hpp"
 #include "cuda/stage_range.hpp"
@@ -67,15 +71,19 @@ struct LibraryWorkspace {
   void* part;      // [N,tiles,K,2] stat
   void* table;     // [3,N,K] stat
   void* finalize;  // finalize_scratch_bytes
+  void* held;      // held_part_bytes
   std::int64_t bytes;
 
-  LibraryWorkspace(const Problem& problem, const Plan& plan, void* base) {
+  /// \param tiles held_tiles of the call
+  LibraryWorkspace(const Problem& problem, const Plan& plan, const std::optional<HeldTiles>& tiles,
+                   void* base) {
     Carver carver(base);
     const std::int64_t stat = problem.tail.norm ? stat_size(problem) : 0;
     part = carver.take(problem.n * plan.tiles * problem.k * 2 * stat);
     table = carver.take(3 * problem.n * problem.k * stat);
     finalize = carver.take(
         problem.tail.norm ? finalize_scratch_bytes(group_norm_shape(problem, plan), problem.dtype) : 0);
+    held = carver.take(tiles ? held_part_bytes(problem.n, problem.num_groups, *tiles) : 0);
     bytes = carver.used();
   }
 };
@@ -228,10 +236,44 @@ void take_library_moments(const Problem& problem, const Plan& plan, const Forwar
   launch_group_norm_finalize(finalize, stream);
 }
 
-/// The library plan after PyTorch's convolution: moments of what is normalized, merge them, normalize into y.
-void run_library(const Problem& problem, const Plan& plan, const ForwardTensors& tensors,
-                 cudaStream_t stream) {
-  const LibraryWorkspace workspace(problem, plan, tensors.workspace);
+/// Whether 16 bytes at a time can be read of the convolution and written of y.
+bool has_aligned_rows(const ForwardTensors& tensors) {
+  const auto aligned = [](const void* pointer) {
+    return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
+  };
+  return aligned(tensors.conv) && aligned(tensors.y);
+}
+
+/// Everything after PyTorch's convolution in one launch.
+void run_held(const Problem& problem, const HeldTiles& tiles, const ForwardTensors& tensors, void* part,
+              cudaStream_t stream) {
+  HeldNormParams params;
+  params.tiles = tiles;
+  params.n = problem.n;
+  params.k = problem.k;
+  params.positions = problem.positions();
+  params.num_groups = problem.num_groups;
+  params.dtype = problem.dtype;
+  params.eps = problem.eps;
+  params.before = activation_params(problem.tail, problem.tail.before(), tensors);
+  params.after = activation_params(problem.tail, problem.tail.after(), tensors);
+  params.c = tensors.conv;
+  params.bias = tensors.bias;
+  params.gamma = tensors.gamma;
+  params.beta = tensors.beta;
+  params.y = tensors.y;
+  params.part = part;
+  const StageRange range("upconv3d::activation_group_norm_held");
+  launch_held_norm(params, stream);
+}
+
+/// The library plan after PyTorch's convolution: moments of what is normalized, merge them, normalize into y;
+/// in one launch where that can be.
+void run_library(const Problem& problem, const Plan& plan, const Device& device,
+                 const ForwardTensors& tensors, cudaStream_t stream) {
+  const std::optional<HeldTiles> tiles = held_tiles(problem, plan.conv_layout, device.compute_capability);
+  const LibraryWorkspace workspace(problem, plan, tiles, tensors.workspace);
+  if (tiles && has_aligned_rows(tensors)) return run_held(problem, *tiles, tensors, workspace.held, stream);
   NormalizeParams normalize = normalize_params(problem, plan, tensors);
   normalize.before = activation_params(problem.tail, problem.tail.before(), tensors);
   normalize.a = tensors.conv;
@@ -263,7 +305,8 @@ void complete_plan(const Problem& problem, const Device& device, Plan& plan) {
   } else if (plan.algorithm == Algorithm::kSm80ImplicitGemm) {
     plan.workspace_bytes = sm80_workspace_bytes(problem, plan);
   } else {
-    plan.workspace_bytes = LibraryWorkspace(problem, plan, nullptr).bytes;
+    const auto tiles = held_tiles(problem, plan.conv_layout, device.compute_capability);
+    plan.workspace_bytes = LibraryWorkspace(problem, plan, tiles, nullptr).bytes;
   }
 }
 
@@ -276,7 +319,7 @@ void run_forward(const Problem& problem, const Plan& plan, const Device& device,
     } else if (plan.algorithm == Algorithm::kSm80ImplicitGemm) {
       run_sm80(problem, plan, tensors, stream);
     } else {
-      run_library(problem, plan, tensors, stream);
+      run_library(problem, plan, device, tensors, stream);
     }
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(std::string(error.what()) + "\n  while running " + describe(problem) + "\n" +

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// How one launch normalizes a convolution that all multiprocessors together can hold: the partition of its
+/// values among blocks, which follows from the problem alone, so that the order of merging does too.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "core/problem.hpp"
+
+namespace upconv3d {
+
+/// A block's tile is a slab of whole norm groups over some rows of one sample. A row is what `fold`
+/// neighbouring positions have of a slab, a whole number of 16-byte vectors.
+struct HeldTiles {
+  std::int64_t fold = 1;        // positions of a row; more than 1 where K channels are no whole vectors
+  std::int64_t slabs = 1;       // of a sample's channels
+  std::int64_t tiles = 1;       // of a slab's rows; with more than one, blocks wait for each other
+  std::int64_t rows = 0;        // of a tile, at most
+  std::int64_t columns = 0;     // vectors of a row
+  std::int64_t row_lanes = 0;   // rows that a block takes in at once
+  std::int64_t threads = 0;     // of a block, at least columns * row_lanes
+  std::int64_t loads = 0;       // vectors of a thread, at most
+  std::int64_t slot_lanes = 1;  // neighbouring values of a vector that are always of one group
+
+  std::int64_t slot_rows = 0;  // sums that a block takes of each lane of a row
+
+  // Of a block's shared memory, in this order:
+  std::int64_t held_bytes = 0;   // [loads,threads] vectors
+  std::int64_t slots_bytes = 0;  // [columns*lanes/slot_lanes,slot_rows] float
+  std::int64_t table_bytes = 0;  // mean, scale, shift and bias, [channels of a slab] float each
+
+  /// Whether several rows share a warp, whose threads add them up first.
+  bool shares_warps() const { return columns <= 16 && (columns & (columns - 1)) == 0; }
+  std::int64_t shared_bytes() const { return held_bytes + slots_bytes + table_bytes; }
+};
+
+/// Shared memory that a block may take on a device of this compute capability; 0 where this kernel cannot
+/// run.
+std::int64_t held_shared_limit(int compute_capability);
+
+/// The tiles of `p`'s convolution in the order `layout`, or nothing where it is too large, where its channels
+/// do not fall into vectors, or where what follows it takes the three passes: a skip, float64, NCDHW.
+std::optional<HeldTiles> held_tiles(const Problem& p, Layout layout, int compute_capability);
+
+}  // namespace upconv3d

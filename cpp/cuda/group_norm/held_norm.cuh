@@ -1,0 +1,443 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// activation_group_norm_held: stages 2 to 4 of the library plan in one launch, for small convolutions.
+///
+///   c    [N,Z,P,Q,K]  dtype  PyTorch's convolution, without bias
+///   part [N,G,tiles]  float2 (mean, M2) of before(c + bias), where a group is in several tiles
+///   y    [N,Z,P,Q,K]  dtype  after(group_norm(before(c + bias))); may be c itself
+///
+/// A block copies its tile (core/held_norm.hpp) to shared memory, all loads on the way at once, and reads it
+/// there three times: c crosses L2 once. A tile's sums are taken for its means, then for the squares about
+/// them; tiles are merged as Chan, Golub & LeVeque have it. Each sum has an order that the tiles decide, and
+/// tiles do not depend on the device. Where one tile is all
+/// of its groups no block waits; else all of them do, once, for which the launch is cooperative. A device
+/// that does not hold as many blocks gets fewer, which then read their tiles again instead of holding them.
+#pragma once
+
+#include <cooperative_groups.h>
+#include <cuda_pipeline.h>
+
+#include <cstdint>
+
+#include "cuda/group_norm/element.cuh"
+#include "cuda/group_norm/pending.cuh"
+
+namespace upconv3d::cuda {
+
+inline constexpr int kMaxHeldThreads = 512;
+
+/// Elements of a 16-byte vector.
+template <class T>
+constexpr int kLanes = kAccessBytes / sizeof(T);
+
+/// Counts are 32-bit: the values are 16 MB at most.
+template <class T>
+struct HeldArgs {
+  const T* c;                    // [N,Z,P,Q,K] T
+  const T* bias;                 // [K] T, or null
+  const T* gamma;                // [K] T, or null
+  const T* beta;                 // [K] T, or null
+  T* y;                          // as c
+  float2* part;                  // [N,G,tiles] mean, M2
+  double eps;                    // activation units squared
+  float tile_count, last_count;  // values of a group in a tile, and in the last one
+  float tile_share, last_share;  // their inverses
+  double group_share;            // that of all values of a group
+  ActivationParams activation;   // the only one, with AnyPending alone
+  float parameter;               // activation.parameter
+  bool norm_first;               // with AnyPending: whether the normalization precedes it
+  int num_groups, slabs, tiles;
+  int work;         // tiles of all samples and slabs
+  int sample_rows;  // of fold positions each
+  int tile_rows, columns, row_lanes;
+  int row_elements;  // from one row of c to the next
+  int fold, slab_channels, slab_groups, group_channels;
+  int table_pitch;    // of shared memory's rows of channels
+  int slot_shift;     // log2 of the lanes of a slot
+  int slot_rows;      // rows of a slot, which with a fold take turns
+  bool shares_warps;  // whether the rows of a warp are added up before they take a slot
+  int group_lanes;    // threads that merge a group, a power of two up to 32
+  int held_bytes, slots_bytes;
+};
+
+/// A block's shared memory.
+struct HeldShared {
+  uint4* held;   // [loads,threads] vectors; each is written and read by its own thread
+  float* slots;  // [slots of a row without fold,fold*slot_rows] sums
+  // [slab_channels] each; until the tiles are merged mean is the tile's, scale gamma and shift beta
+  float *mean, *scale, *shift, *bias;
+
+  template <class T>
+  __device__ HeldShared(char* base, const HeldArgs<T>& args)
+      : held(reinterpret_cast<uint4*>(base)),
+        slots(reinterpret_cast<float*>(base + args.held_bytes)),
+        mean(reinterpret_cast<float*>(base + args.held_bytes + args.slots_bytes)),
+        scale(mean + args.table_pitch),
+        shift(scale + args.table_pitch),
+        bias(shift + args.table_pitch) {}
+};
+
+/// A tile, and this thread's part of it.
+struct HeldTile {
+  int sample, slab, tile;
+  int offset;   // elements of c before this thread's first vector
+  int step;     // from one of its vectors to the next
+  int count;    // of its vectors
+  int row;      // of those that the block takes in at once
+  int channel;  // of the slab, which its vectors begin with
+  int folded;   // position of the row, which they begin with
+
+  template <class T>
+  __device__ HeldTile(const HeldArgs<T>& args, unsigned work) {
+    const unsigned sample_slab = work / args.tiles, row_lane = threadIdx.x / args.columns;
+    tile = work - sample_slab * args.tiles;
+    sample = sample_slab / args.slabs;
+    slab = sample_slab - sample * args.slabs;
+    row = row_lane;
+    const unsigned lane = (threadIdx.x - row_lane * args.columns) * kLanes<T>;
+    folded = args.fold > 1 ? lane / args.slab_channels : 0;
+    channel = lane - folded * args.slab_channels;
+    offset = (sample * args.sample_rows + tile * args.tile_rows + row) * args.row_elements +
+             slab * args.slab_channels + lane;
+    step = args.row_lanes * args.row_elements;
+    const int rows = min(args.tile_rows, args.sample_rows - tile * args.tile_rows) - row;
+    count = row < args.row_lanes && rows > 0 ? static_cast<unsigned>(rows - 1) / args.row_lanes + 1 : 0;
+  }
+};
+
+/// Sends the thread's vectors on their way, all at once.
+template <class T>
+__device__ __forceinline__ void load_tile(const HeldArgs<T>& args, const HeldTile& tile,
+                                          const HeldShared& shared) {
+  const T* from = args.c + tile.offset;
+  uint4* to = shared.held + threadIdx.x;
+#pragma unroll 1
+  for (int i = 0; i < tile.count; ++i, from += tile.step, to += blockDim.x) {
+    __pipeline_memcpy_async(to, from, kAccessBytes);
+  }
+  __pipeline_commit();
+}
+
+template <class T>
+__device__ __forceinline__ void load_channels(const HeldArgs<T>& args, const HeldTile& tile,
+                                              const HeldShared& shared) {
+  const auto value = [](const T* from, int channel, float absent) {
+    return from != nullptr ? to_stat(from[channel]) : absent;
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x; i < args.slab_channels; i += blockDim.x) {
+    const int channel = tile.slab * args.slab_channels + i;
+    shared.mean[i] = 0.f;
+    shared.scale[i] = value(args.gamma, channel, 1.f);
+    shared.shift[i] = value(args.beta, channel, 0.f);
+    shared.bias[i] = value(args.bias, channel, 0.f);
+  }
+}
+
+/// Calls body(j, channel of the slab, position of the row) for the lanes of a vector.
+template <class T, class Body>
+__device__ __forceinline__ void for_each_lane(const HeldArgs<T>& args, const HeldTile& tile, Body body) {
+  int channel = tile.channel, folded = tile.folded;
+#pragma unroll
+  for (int j = 0; j < kLanes<T>; ++j) {
+    body(j, channel, folded);
+    // Only with a fold do channels end within a vector.
+    if (++channel == args.slab_channels) channel = 0, ++folded;
+  }
+}
+
+/// What a thread knows of the channels of its vectors.
+template <class T, class Input>
+struct HeldChannels {
+  float mean[kLanes<T>], scale[kLanes<T>], shift[kLanes<T>], bias[kLanes<T>];
+
+  __device__ __forceinline__ HeldChannels(const HeldArgs<T>& args, const HeldTile& tile,
+                                          const HeldShared& shared) {
+    // Threads behind the last column's have no vectors.
+    if (tile.count == 0) return;
+    read(args, tile, shared.mean, mean);
+    read(args, tile, shared.scale, scale);
+    read(args, tile, shared.shift, shift);
+    read(args, tile, shared.bias, bias);
+  }
+
+  /// Four channels at a time, but where they end within a vector.
+  /// \param from [slab_channels]
+  static __device__ __forceinline__ void read(const HeldArgs<T>& args, const HeldTile& tile,
+                                              const float* from, float (&to)[kLanes<T>]) {
+    if (args.fold > 1) {
+      for_each_lane(args, tile, [&](int j, int channel, int) { to[j] = from[channel]; });
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kLanes<T>; j += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(from + tile.channel + j);
+      to[j] = four.x, to[j + 1] = four.y, to[j + 2] = four.z, to[j + 3] = four.w;
+    }
+  }
+
+  __device__ __forceinline__ void activate_here(const HeldArgs<T>& args, const HeldTile& tile,
+                                                float (&v)[kLanes<T>]) const {
+    activate(args.activation, args.parameter, v, [&](int j) {
+      int own = 0;
+      for_each_lane(args, tile, [&](int lane, int channel, int) {
+        if (lane == j) own = channel;
+      });
+      return activation_parameter<T>(args.activation, tile.slab * args.slab_channels + own);
+    });
+  }
+
+  /// before(c + bias).
+  __device__ __forceinline__ void pending(const HeldArgs<T>& args, const HeldTile& tile, uint4 word,
+                                          float (&v)[kLanes<T>]) const {
+    Vector<T, kLanes<T>> c;
+    memcpy(&c, &word, sizeof(c));
+#pragma unroll
+    for (int j = 0; j < kLanes<T>; ++j) {
+      if constexpr (Input::kDecidesLater) {
+        v[j] = to_stat(c.at[j]) + bias[j];
+      } else {
+        v[j] = Input{}(to_stat(c.at[j]), bias[j]);
+      }
+    }
+    if (Input::kDecidesLater && !args.norm_first) activate_here(args, tile, v);
+  }
+
+  __device__ __forceinline__ uint4 normalized(const HeldArgs<T>& args, const HeldTile& tile,
+                                              float (&v)[kLanes<T>]) const {
+#pragma unroll
+    for (int j = 0; j < kLanes<T>; ++j) v[j] = (v[j] - mean[j]) * scale[j] + shift[j];
+    if (Input::kDecidesLater && args.norm_first) activate_here(args, tile, v);
+    Vector<T, kLanes<T>> y;
+#pragma unroll
+    for (int j = 0; j < kLanes<T>; ++j) y.at[j] = from_stat<T>(v[j]);
+    uint4 word;
+    memcpy(&word, &y, sizeof(word));
+    return word;
+  }
+};
+
+/// Sums of the thread's values, lane by lane, or of their squared distances from the tile's means.
+template <class T, class Input>
+__device__ __forceinline__ void add_up(const HeldArgs<T>& args, const HeldTile& tile,
+                                       const HeldShared& shared, bool squares, float (&sum)[kLanes<T>]) {
+  const HeldChannels<T, Input> channels(args, tile, shared);
+  const uint4* held = shared.held + threadIdx.x;
+#pragma unroll 2
+  for (int i = 0; i < tile.count; ++i, held += blockDim.x) {
+    // In registers first: a reference would become 16 loads of a byte each.
+    const uint4 word = *held;
+    float v[kLanes<T>];
+    channels.pending(args, tile, word, v);
+#pragma unroll
+    for (int j = 0; j < kLanes<T>; ++j) {
+      const float distance = v[j] - channels.mean[j];  // the mean is 0 at first
+      sum[j] += distance * (squares ? distance : 1.f);
+    }
+  }
+}
+
+/// Adds up neighbouring lanes of one group and the rows of a warp, and leaves the sums in their slots.
+template <class T>
+__device__ __forceinline__ void leave_in_slots(const HeldArgs<T>& args, const HeldTile& tile,
+                                               float (&sum)[kLanes<T>], float* slots) {
+  const int slot_mask = (1 << args.slot_shift) - 1;
+#pragma unroll
+  for (int half = 1; half < kLanes<T>; half *= 2) {
+    if (half > slot_mask) continue;
+#pragma unroll
+    for (int j = 0; j < kLanes<T>; j += 2 * half) sum[j] += sum[j + half];
+  }
+  int row = tile.row;
+  bool leaves = row < args.row_lanes;
+  if (args.shares_warps) {
+#pragma unroll 1
+    for (int other = 16; other >= args.columns; other /= 2) {
+#pragma unroll
+      for (int j = 0; j < kLanes<T>; ++j) {
+        if ((j & slot_mask) == 0) sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], other);
+      }
+    }
+    row = threadIdx.x / 32;
+    leaves = threadIdx.x % 32 < static_cast<unsigned>(args.columns);
+  }
+  if (!leaves) return;
+  for_each_lane(args, tile, [&](int j, int channel, int folded) {
+    if ((j & slot_mask) == 0) {
+      slots[(channel >> args.slot_shift) * (args.slot_rows * args.fold) + row * args.fold + folded] = sum[j];
+    }
+  });
+}
+
+/// Sum over `lanes` neighbouring threads, a power of two of them.
+__device__ __forceinline__ float lanes_sum(float value, int lanes) {
+#pragma unroll 1
+  for (int other = lanes / 2; other > 0; other /= 2) value += __shfl_xor_sync(0xffffffffu, value, other);
+  return value;
+}
+
+/// Calls body(group, lane) for every group of the slab, whole warps at a time: threads for which there is no
+/// group left get the number of one behind the last.
+template <class T, class Body>
+__device__ __forceinline__ void for_each_group(const HeldArgs<T>& args, Body body) {
+  const int shift = __ffs(args.group_lanes) - 1;
+#pragma unroll 1
+  for (int first = 0; first < args.slab_groups; first += blockDim.x >> shift) {
+    body(min(first + static_cast<int>(threadIdx.x >> shift), args.slab_groups),
+         static_cast<int>(threadIdx.x) & (args.group_lanes - 1));
+  }
+}
+
+/// 1/sqrt(value) to a double's accuracy but for its last bits: a float's, then one step of Newton's.
+__device__ __forceinline__ double inverse_root(double value) {
+  const double root = rsqrtf(static_cast<float>(value));
+  return root * (1.5 - 0.5 * value * root * root);
+}
+
+/// From a group's moments to y = (v - mean)*scale + shift of its channels, as group_norm_finalize has it.
+template <class T>
+__device__ __forceinline__ void fill_table(const HeldArgs<T>& args, const HeldShared& shared, int group,
+                                           int lane, double mean, double m2) {
+  if (group == args.slab_groups) return;
+  const double rstd = inverse_root(fmax(m2, 0.0) * args.group_share + args.eps);
+  const float rounded = static_cast<float>(mean);
+  const int begin = group * args.group_channels;
+#pragma unroll 1
+  for (int i = begin + lane; i < begin + args.group_channels; i += args.group_lanes) {
+    const double scale = shared.scale[i] * rstd;
+    shared.mean[i] = rounded;
+    shared.scale[i] = static_cast<float>(scale);
+    shared.shift[i] = static_cast<float>(shared.shift[i] - (mean - static_cast<double>(rounded)) * scale);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ float2* parts_of(const HeldArgs<T>& args, const HeldTile& tile, int group) {
+  return args.part + (tile.sample * args.num_groups + tile.slab * args.slab_groups + group) * args.tiles;
+}
+
+/// Adds up the slots of each group: its mean, for the next round; then M2, and where the tile is all of the
+/// group what is to become of its channels.
+template <class T>
+__device__ __forceinline__ void merge_slots_of_groups(const HeldArgs<T>& args, const HeldTile& tile,
+                                                      const HeldShared& shared, bool squares) {
+  const int parts = (args.group_channels >> args.slot_shift) * args.slot_rows * args.fold;
+  for_each_group(args, [&](int group, int lane) {
+    float sum = 0;
+    if (group < args.slab_groups) {
+      for (int i = lane; i < parts; i += args.group_lanes) sum += shared.slots[group * parts + i];
+    }
+    sum = lanes_sum(sum, args.group_lanes);
+    if (group == args.slab_groups) return;
+    const int begin = group * args.group_channels;
+    if (!squares) {
+      const float mean = sum * (tile.tile == args.tiles - 1 ? args.last_share : args.tile_share);
+#pragma unroll 1
+      for (int i = begin + lane; i < begin + args.group_channels; i += args.group_lanes)
+        shared.mean[i] = mean;
+    } else if (args.tiles == 1) {
+      fill_table(args, shared, group, lane, shared.mean[begin], sum);
+    } else if (lane == 0) {
+      parts_of(args, tile, group)[tile.tile] = {shared.mean[begin], sum};
+    }
+  });
+}
+
+/// Merges the tiles of each group. What is added up are distances from the first tile's mean, so that a mean
+/// far from 0 costs no digits.
+template <class T>
+__device__ __forceinline__ void merge_tiles_of_groups(const HeldArgs<T>& args, const HeldTile& tile,
+                                                      const HeldShared& shared) {
+  for_each_group(args, [&](int group, int lane) {
+    float sum = 0, squares = 0, pivot = 0;
+    if (group < args.slab_groups) {
+      const float2* const from = parts_of(args, tile, group);
+      pivot = from->x;
+#pragma unroll 1
+      for (int first = lane; first < args.tiles; first += kLoadsInFlight * args.group_lanes) {
+        float2 part[kLoadsInFlight];
+#pragma unroll
+        for (int i = 0; i < kLoadsInFlight; ++i) {
+          part[i] = from[min(first + i * args.group_lanes, args.tiles - 1)];
+        }
+#pragma unroll
+        for (int i = 0; i < kLoadsInFlight; ++i) {
+          const int at = first + i * args.group_lanes;
+          const float count = at == args.tiles - 1 ? args.last_count : args.tile_count;
+          const float distance = part[i].x - pivot;
+          // A part behind the last one, which was read twice, must not count, were it infinite.
+          sum += at < args.tiles ? count * distance : 0.f;
+          squares += at < args.tiles ? part[i].y + (count * distance) * distance : 0.f;
+        }
+      }
+    }
+    sum = lanes_sum(sum, args.group_lanes);
+    squares = lanes_sum(squares, args.group_lanes);
+    const double distance = sum * args.group_share;
+    fill_table(args, shared, group, lane, pivot + distance, squares - sum * distance);
+  });
+}
+
+template <class T, class Input>
+__device__ __forceinline__ void take_tile_moments(const HeldArgs<T>& args, const HeldTile& tile,
+                                                  const HeldShared& shared) {
+  load_tile(args, tile, shared);
+  load_channels(args, tile, shared);
+  __pipeline_wait_prior(0);
+  __syncthreads();
+#pragma unroll 1
+  for (int round = 0; round < 2; ++round) {
+    float sum[kLanes<T>] = {};
+    add_up<T, Input>(args, tile, shared, round == 1, sum);
+    leave_in_slots(args, tile, sum, shared.slots);
+    __syncthreads();
+    merge_slots_of_groups(args, tile, shared, round == 1);
+    __syncthreads();
+  }
+}
+
+template <class T, class Input>
+__device__ __forceinline__ void normalize_tile(const HeldArgs<T>& args, const HeldTile& tile,
+                                               const HeldShared& shared) {
+  const HeldChannels<T, Input> channels(args, tile, shared);
+  const uint4* held = shared.held + threadIdx.x;
+  T* to = args.y + tile.offset;
+#pragma unroll 2
+  for (int i = 0; i < tile.count; ++i, to += tile.step, held += blockDim.x) {
+    const uint4 word = *held;
+    float v[kLanes<T>];
+    channels.pending(args, tile, word, v);
+    *reinterpret_cast<uint4*>(to) = channels.normalized(args, tile, v);
+  }
+}
+
+template <class T, class Input>
+__global__ void __launch_bounds__(kMaxHeldThreads, 1) activation_group_norm_held(const HeldArgs<T> args) {
+  extern __shared__ __align__(kAccessBytes) char raw_shared[];
+  const HeldShared shared(raw_shared, args);
+  const unsigned work = args.work;
+  const bool holds = gridDim.x == work;
+#pragma unroll 1
+  for (unsigned at = blockIdx.x; at < work; at += gridDim.x) {
+    take_tile_moments<T, Input>(args, HeldTile(args, at), shared);
+  }
+  if (args.tiles > 1) cooperative_groups::this_grid().sync();
+#pragma unroll 1
+  for (unsigned at = blockIdx.x; at < work; at += gridDim.x) {
+    const HeldTile tile(args, at);
+    if (!holds) {
+      __syncthreads();  // before this tile takes the last one's shared memory
+      load_tile(args, tile, shared);
+      load_channels(args, tile, shared);
+      __pipeline_wait_prior(0);
+      __syncthreads();
+    }
+    if (args.tiles > 1) {
+      merge_tiles_of_groups(args, tile, shared);
+      __syncthreads();
+    }
+    normalize_tile<T, Input>(args, tile, shared);
+  }
+}
+
+}  // namespace upconv3d::cuda

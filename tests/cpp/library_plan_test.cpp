@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// core/held_norm.hpp and core/library_plan.hpp: which convolutions one launch normalizes, how they are cut,
+/// and when that is worth PyTorch's convolution. Without torch or CUDA.
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <iostream>
+#include <optional>
+#include <string>
+
+#include "core/held_norm.hpp"
+#include "core/library_plan.hpp"
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+#include "core/text.hpp"
+#include "core_cases.hpp"
+
+namespace upconv3d {
+namespace {
+
+/// A convolution with kernel 1, so that `positions` are the output's.
+Problem of_size(std::int64_t n, std::int64_t k, std::int64_t positions, std::int64_t num_groups,
+                DType dtype = DType::kBFloat16) {
+  Problem p;
+  p.n = n, p.c = 64, p.k = k, p.in = {positions, 1, 1}, p.kernel = {1, 1, 1};
+  p.num_groups = num_groups;
+  p.dtype = dtype;
+  p.x_layout = p.y_layout = Layout::kNDHWC;
+  return p;
+}
+
+/// Tiles cover every row of every slab once, slabs are whole groups of whole vectors, and a block holds its
+/// tile.
+void test_tiles_of(const Problem& p, int capability) {
+  const std::string what = concat("tiles on ", capability, " of ", describe(p));
+  const std::optional<HeldTiles> found = held_tiles(p, Layout::kNDHWC, capability);
+  if (!found) return;
+  const HeldTiles& t = *found;
+  const std::int64_t lanes = 16 / size_of(p.dtype), rows = p.positions() / t.fold;
+  expect(rows * t.fold == p.positions() && (t.fold == 1 || t.slabs == 1), what + ": folded rows");
+  expect(t.columns * lanes * t.slabs == p.k * t.fold, what + ": columns");
+  expect(p.num_groups % t.slabs == 0, what + ": whole groups");
+  expect(t.tiles * t.rows >= rows && (t.tiles - 1) * t.rows < rows, what + ": rows");
+  expect(t.columns * t.row_lanes <= t.threads && t.threads <= 512 && t.threads % 32 == 0, what + ": threads");
+  expect(t.loads * t.row_lanes >= t.rows, what + ": loads");
+  expect((p.k / p.num_groups) % t.slot_lanes == 0 && lanes % t.slot_lanes == 0, what + ": slots");
+  expect(t.shared_bytes() <= held_shared_limit(capability), what + ": shared memory");
+  expect(t.tiles == 1 || p.n * t.slabs * t.tiles <= 128, what + ": blocks that wait run at once");
+}
+
+void test_tiles() {
+  int held = 0, waiting = 0;
+  for (const std::int64_t n : {1, 2, 64}) {
+    for (const std::int64_t k : {1, 2, 8, 12, 20, 64, 128, 320, 1024, 4096}) {
+      for (const std::int64_t groups : {1, 2, 4, 8, 32, 320, 1024}) {
+        if (k % groups != 0) continue;
+        for (const std::int64_t positions : {1, 7, 64, 1000, 4096, 39304, 110592}) {
+          for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+            for (const int capability : {80, 86, 90}) {
+              const Problem p = of_size(n, k, positions, groups, dtype);
+              test_tiles_of(p, capability);
+              const auto tiles = held_tiles(p, Layout::kNDHWC, capability);
+              held += tiles.has_value(), waiting += tiles && tiles->tiles > 1;
+            }
+          }
+        }
+      }
+    }
+  }
+  expect(waiting > 100 && held - waiting > 100, concat(held, " held, ", waiting, " of them waiting"));
+}
+
+void test_what_is_held() {
+  const auto is_held = [](const Problem& p, Layout layout = Layout::kNDHWC, int capability = 90) {
+    return held_tiles(p, layout, capability).has_value();
+  };
+  const Problem small = of_size(2, 64, 4096, 8);
+  expect(is_held(small), "a small block");
+  expect(!is_held(small, Layout::kNCDHW), "NCDHW takes three passes");
+  expect(!is_held(small, Layout::kNDHWC, 75), "before 8.0");
+  expect(!is_held(of_size(2, 64, 4096 * 32, 8)), "33 MB");
+  expect(!is_held(of_size(2, 12, 4097, 3)),
+         "12 channels are no whole vectors, nor are two positions of 4097");
+  expect(is_held(of_size(2, 12, 4096, 3)), "two positions of 12 channels are three vectors");
+  expect(!is_held(of_size(2, 64, 4096, 8, DType::kFloat64)), "float64");
+  Problem p = small;
+  p.tail.has_skip = true;
+  expect(!is_held(p), "a skip");
+  p = small;
+  p.tail.norm = false;
+  expect(!is_held(p), "no norm");
+  p = small;
+  p.tail.activation = Activation::kGelu;
+  p.tail.order = Order::kNormAct;
+  expect(is_held(p), "gelu after the normalization");
+  const auto instance_norm = held_tiles(of_size(2, 320, 512, 320), Layout::kNDHWC, 90);
+  expect(instance_norm && instance_norm->tiles == 1 && instance_norm->slabs == 20,
+         "groups of one channel, in slabs whose blocks need not wait");
+}
+
+/// x [1,512,6^3], w [512,512,3^3]: one tile of many k-blocks for the SM90 kernel.
+Problem long_and_narrow() {
+  Problem p = headline();
+  p.n = 1, p.c = p.k = 512, p.in = {6, 6, 6}, p.padding = {1, 1, 1};
+  p.w_channels_last = true;
+  return p;
+}
+
+void test_choice() {
+  const auto plan_of = [](const std::function<void(Problem&)>& change, const Device& device = hopper()) {
+    Problem p = long_and_narrow();
+    change(p);
+    return select_plan(p, device, all_compiled());
+  };
+  const auto is_library = [&](const std::function<void(Problem&)>& change) {
+    return plan_of(change).algorithm == Algorithm::kCudaLibrary;
+  };
+  const Plan plan = plan_of([](Problem&) {});
+  expect(plan.algorithm == Algorithm::kCudaLibrary && has_part(plan.reason, "a small block") &&
+             plan.stages.back() == "activation_group_norm_held",
+         "a small block: " + plan.reason);
+  expect(!is_library([](Problem& p) { p.tail.returns_conv = true, p.tail.order = Order::kNormAct; }),
+         "PyTorch adds a returned convolution's bias in a pass of its own");
+  expect(!is_library([](Problem& p) { p.dtype = DType::kFloat32; }), "ieee has no tensor cores in cuDNN");
+  expect(!is_library([](Problem& p) { p.x_layout = p.y_layout = Layout::kNCDHW; }), "NCDHW");
+  expect(!is_library([](Problem& p) { p.x_layout = Layout::kNCDHW; }), "x would be copied");
+  expect(!is_library([](Problem& p) { p.c = 516; }), "channels in eights");
+  expect(!is_library([](Problem& p) { p.c = 24; }), "fewer channels than were compared");
+  expect(!is_library([](Problem& p) { p.n = 64, p.in = {16, 16, 16}; }), "134 MB");
+  expect(!is_library([](Problem& p) {
+    p.c = p.k = 64, p.n = 4, p.in = {32, 32, 32}, p.kernel = {5, 5, 5}, p.padding = {2, 2, 2};
+  }),
+         "longer than what was compared");
+  const Problem training = long_and_narrow();
+  expect(select_training_plan(training, hopper(), all_compiled()).keeps_activation,
+         "training keeps relu(conv)");
+}
+
+void test_promise() {
+  const auto promises = [](const Problem& p, const Device& device = hopper()) {
+    return promises_same_bits(p, device, all_compiled());
+  };
+  expect(promises(headline()) && promises(long_and_narrow()), "what the SM90 kernels could run");
+  Device forced = hopper();
+  forced.forced_plan = "library";
+  expect(promises(headline(), forced), "a forced library plan too");
+  Problem depthwise = headline();
+  depthwise.groups = 64;
+  expect(!promises(depthwise), "depthwise");
+  Device ampere = hopper();
+  ampere.compute_capability = 80;
+  expect(!promises(headline(), ampere) && !promises(headline(), Device{}), "other devices");
+}
+
+}  // namespace
+}  // namespace upconv3d
+
+int main() {
+  try {
+    upconv3d::test_tiles();
+    upconv3d::test_what_is_held();
+    upconv3d::test_choice();
+    upconv3d::test_promise();
+  } catch (const std::exception& error) {
+    upconv3d::expect(false, error.what());
+  }
+  if (upconv3d::failures == 0) std::cout << "library_plan: all passed\n";
+  return upconv3d::failures == 0 ? 0 : 1;
+}

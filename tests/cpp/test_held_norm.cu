@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// Checks launch_held_norm against a reference in double on the host. Plain CUDA, no torch.
+///
+///   test_held_norm   seconds, also under compute-sanitizer
+///
+/// Returns 0 when every case agrees, 1 with one line per disagreement otherwise.
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "comparisons.hpp"
+#include "core/held_norm.hpp"
+#include "cuda/check.hpp"
+#include "cuda/group_norm/held_norm.hpp"
+#include "device_buffer.hpp"
+#include "gpu_test.hpp"
+#include "group_norm_comparisons.hpp"
+#include "group_norm_reference.hpp"
+
+using namespace upconv3d;
+using namespace upconv3d::cuda;
+using namespace upconv3d::test;
+
+namespace {
+
+int compute_capability() {
+  int major = 0, minor = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "asking for the device");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0), "asking for the device");
+  return major * 10 + minor;
+}
+
+Problem problem_of(const Case& c) {
+  Problem p;
+  p.n = c.n, p.c = 1, p.k = c.k;
+  p.in = {c.positions, 1, 1}, p.kernel = {1, 1, 1};
+  p.num_groups = c.num_groups;
+  p.dtype = c.dtype;
+  p.x_layout = p.y_layout = Layout::kNDHWC;
+  return p;
+}
+
+/// What the launcher takes of a case, in device memory.
+struct CaseBuffers {
+  HeldTiles tiles;
+  Buffer c, y, bias, gamma, beta, slopes, part;
+
+  CaseBuffers(const Case& at, const Reference& ref, const HeldTiles& tiles_of_case)
+      : tiles(tiles_of_case),
+        c(at.n * at.k * at.positions * size_of(at.dtype)),
+        y(c.bytes()),
+        bias(at.k * size_of(at.dtype)),
+        gamma(bias.bytes()),
+        beta(bias.bytes()),
+        slopes(bias.bytes()),
+        part(held_part_bytes(at.n, at.num_groups, tiles)) {
+    upload(c.data(), in_layout(at, Layout::kNDHWC, ref.c), at.dtype);
+    upload(bias.data(), ref.bias, at.dtype);
+    upload(gamma.data(), ref.gamma, at.dtype);
+    upload(beta.data(), ref.beta, at.dtype);
+    upload(slopes.data(), ref.slopes, at.dtype);
+  }
+
+  ActivationParams activation(const Case& at, Activation kind) const {
+    return {kind, at.parameter, kind == Activation::kPrelu ? slopes.data() : nullptr, at.one_slope ? 0 : 1};
+  }
+
+  HeldNormParams params(const Case& at, double eps) const {
+    return {.tiles = tiles,
+            .n = at.n,
+            .k = at.k,
+            .positions = at.positions,
+            .num_groups = at.num_groups,
+            .dtype = at.dtype,
+            .eps = eps,
+            .before = activation(at, at.before),
+            .after = activation(at, at.after),
+            .c = c.data(),
+            .bias = at.has_bias ? bias.data() : nullptr,
+            .gamma = at.affine ? gamma.data() : nullptr,
+            .beta = at.affine ? beta.data() : nullptr,
+            .y = y.data(),
+            .part = part.data()};
+  }
+};
+
+/// Against the reference; then the same bits with as many blocks as a small device holds, and in place.
+void run_case(const Case& at, const HeldTiles& tiles) {
+  const double eps = 1e-5;
+  const Reference ref = make_reference(at, eps);
+  const CaseBuffers on(at, ref, tiles);
+  HeldNormParams params = on.params(at, eps);
+  const std::string what = describe(at) + " tiles=" + std::to_string(tiles.tiles) +
+                           " slabs=" + std::to_string(tiles.slabs) + " fold=" + std::to_string(tiles.fold);
+  launch_held_norm(params, nullptr);
+  check(cudaDeviceSynchronize(), what);
+  check_y(at, ref, download(on.y.data(), at.n * at.k * at.positions, at.dtype), stat_roundoff(at), eps);
+  const std::vector<char> once = download_bytes(on.y.data(), on.y.bytes());
+  for (const int blocks : {7, 1}) {
+    check(cudaMemset(on.y.data(), 0xA5, on.y.bytes()), "filling a test buffer");
+    params.max_blocks = blocks;
+    launch_held_norm(params, nullptr);
+    expect(once == download_bytes(on.y.data(), on.y.bytes()),
+           "the same bits from " + std::to_string(blocks) + " blocks: " + what);
+  }
+  params.max_blocks = 0;
+  params.y = on.c.data();
+  launch_held_norm(params, nullptr);
+  expect(once == download_bytes(on.c.data(), on.c.bytes()), "in place: " + what);
+  check(cudaDeviceSynchronize(), "waiting for the kernel under test");
+  for (const Buffer* buffer : {&on.c, &on.y, &on.part}) {
+    expect(buffer->pads_intact(), "wrote outside a buffer: " + what);
+  }
+}
+
+struct Shape {
+  std::int64_t n, k, positions, num_groups;
+};
+// Blocks that wait for each other and blocks that do not; groups of less than a vector, of one and a half and
+// of many; channels that are no whole vectors; rows that no row lane has; instance norm; one group.
+constexpr Shape kShapes[] = {{2, 16, 60, 4},     {3, 64, 264, 8},  {1, 128, 129, 1},   {2, 24, 77, 2},
+                             {2, 320, 512, 320}, {1, 64, 4913, 8}, {2, 64, 3375, 2},   {2, 2, 4096, 2},
+                             {1, 2, 65536, 2},   {1, 12, 8194, 3}, {2, 36, 4100, 3},   {1, 512, 3375, 512},
+                             {1, 512, 833, 8},   {64, 512, 64, 8}, {1, 256, 5120, 32}, {1, 2048, 65, 4},
+                             {2, 96, 2197, 96},  {1, 1, 33000, 1}, {1, 40, 20011, 5},  {5, 8, 4096, 1}};
+
+void run_cases() {
+  const int capability = compute_capability();
+  constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+  constexpr Activation kActivations[] = {Activation::kNone,     Activation::kRelu, Activation::kLeakyRelu,
+                                         Activation::kElu,      Activation::kSilu, Activation::kGelu,
+                                         Activation::kGeluTanh, Activation::kPrelu};
+  int turn = 0, waiting = 0, alone = 0, folded = 0;
+  const auto run = [&](Case c) {
+    const std::optional<HeldTiles> tiles = held_tiles(problem_of(c), Layout::kNDHWC, capability);
+    if (!tiles) return;
+    waiting += tiles->tiles > 1, alone += tiles->tiles == 1, folded += tiles->fold > 1;
+    run_case(c, *tiles);
+  };
+  for (const Shape& s : kShapes) {
+    for (const DType dtype : kDTypes) {
+      Case c{s.n, s.k, s.positions, s.num_groups, dtype, dtype, Layout::kNDHWC, Layout::kNDHWC};
+      c.before = ++turn % 4 == 0 ? Activation::kNone : Activation::kRelu;
+      c.has_bias = turn % 3 != 0;
+      c.affine = turn % 5 != 0;
+      c.bias_mean = turn % 7 == 0 ? 30 : 0;
+      run(c);
+      // One of the others, before or after.
+      const Activation other = kActivations[turn % 8];
+      c.before = turn % 2 == 0 ? other : Activation::kNone;
+      c.after = turn % 2 == 0 ? Activation::kNone : other;
+      c.parameter = other == Activation::kElu ? 1.25 : 0.25;
+      c.one_slope = turn % 3 == 0;
+      run(c);
+    }
+  }
+  Case special{2, 16, 4096, 2, DType::kBFloat16, DType::kBFloat16, Layout::kNDHWC, Layout::kNDHWC};
+  for (const double value : {1e15, std::numeric_limits<double>::infinity()}) {
+    special.special = value;
+    run(special);
+  }
+  expect(waiting > 20 && alone > 20 && folded > 5, "cases of every kind: " + std::to_string(waiting) +
+                                                       " wait, " + std::to_string(alone) + " do not, " +
+                                                       std::to_string(folded) + " fold");
+}
+
+}  // namespace
+
+int main() {
+  if (upconv3d::tests::no_gpu(0)) return upconv3d::tests::kSkipped;
+  try {
+    run_cases();
+  } catch (const std::exception& error) {
+    std::printf("FAIL %s\n", error.what());
+    return 1;
+  }
+  std::printf("held_norm: %d comparisons, %d failures\n", comparisons, failures);
+  return failures == 0 ? 0 : 1;
+}
