@@ -135,7 +135,8 @@ std::shared_ptr<const PreparedCall> checked_and_planned(const OpArguments& a) {
   call->problem = make_problem(arguments);
   call->device = query_device(arguments.input.device);
   call->plan = make_plan(call->problem, call->device, conv_instances(), a.for_training);
-  call->repeats_bits = call->plan.algorithm == Algorithm::kCudaLibrary &&
+  // A backward that recomputes calls PyTorch's convolution as the forward for training does: by its settings.
+  call->repeats_bits = !a.for_training && call->plan.algorithm == Algorithm::kCudaLibrary &&
                        promises_same_bits(call->problem, call->device, conv_instances());
 #if UPCONV3D_WITH_CUDA
   call->saved_bytes = cuda::saved_bytes(call->problem, call->plan);
