@@ -139,7 +139,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
   require_known(forced);
   if (keeps_activation && problem.tail.returns_conv && keeps_library_conv(problem)) {
     // Whichever plan computed it: the forward pass of such a call is that of inference.
-    return cuda_library_plan(problem, "the backward pass begins with the returned convolution", true);
+    return cuda_library_plan(problem, device, "the backward pass begins with the returned convolution", true);
   }
   std::optional<ConvInstance> instance;
   std::string reason = forced.empty() ? "" : "UPCONV3D_PLAN=" + forced;

@@ -64,8 +64,10 @@ inline const Case kCases[] = {
     // phases of a stride, which lie between each other
     {2, 24, 20, {4, 9, 11}, {3, 3, 3}, {1, 1, 1}, 0.0, 1, false, {1, 2, 3}},
     {1, 16, 136, {5, 6, 7}, {2, 3, 2}, {0, 1, 0}, 0.0, 1, false, {2, 2, 2}},
-    // 264 partial moments of tiles of 256 positions, in one norm group: merged in parts
-    {2, 8, 264, {8, 9, 25}, {1, 1, 1}, {0, 0, 0}},
+    // phases of 3 to 24 k-blocks, and whole half tiles in each
+    {1, 192, 64, {6, 7, 8}, {3, 3, 3}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
+    // a granule per channel, so that thousands of partial moments in one norm group are merged in 16 parts
+    {1, 16, 257, {5, 5, 17}, {2, 2, 2}, {0, 0, 0}, 0.0, 1, false, {2, 2, 2}},
 };
 
 /// Divisors of K: layer norm, two groups, 4, 5, 8, groups of 8 channels, instance norm. With a group of NaN

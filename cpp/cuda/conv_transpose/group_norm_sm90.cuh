@@ -311,7 +311,7 @@ class GroupNormWorker {
     cutlass::Array<float, kVector> result;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVector; ++i) {
-      ChannelMap<Stored> map = maps_[i];
+      ChannelMapSm90<Stored> map = maps_[i];
       if constexpr (Traits::QUANTIZED) map.scale *= step[i];
       result[i] = map(stored_to_float(values[i], params_.stepped_zero));
     }
@@ -327,11 +327,11 @@ class GroupNormWorker {
   RingBarriers<Traits::ITEM_BUFFERS>& items_;
   GroupFinalizer<Traits> finalizer_;  // FINALIZES only
   cutlass::FastDivmod items_per_sample_;
-  int all_items_;                     // of all samples and blocks
-  int ticket_ = 0;                    // lane 0: the item handed out last, perhaps on its way
-  int held_ = 0;                      // the same, for all lanes
-  int ready_samples_ = 0;             // known to be in the table
-  ChannelMap<Stored> maps_[kVector];  // of the channels that items last used
+  int all_items_;                         // of all samples and blocks
+  int ticket_ = 0;                        // lane 0: the item handed out last, perhaps on its way
+  int held_ = 0;                          // the same, for all lanes
+  int ready_samples_ = 0;                 // known to be in the table
+  ChannelMapSm90<Stored> maps_[kVector];  // of the channels that items last used
   int maps_sample_ = -1;
   int maps_channel_ = -1;
   bool done_ = false;
