@@ -13,7 +13,6 @@
 
 #include "bindings/plan_query.hpp"
 #include "core/arguments.hpp"
-#include "core/library_plan.hpp"
 #if UPCONV3D_WITH_CUDA
 #include "cuda/activation_memory.hpp"
 #endif
@@ -135,9 +134,11 @@ std::shared_ptr<const PreparedCall> checked_and_planned(const OpArguments& a) {
   call->problem = make_problem(arguments);
   call->device = query_device(arguments.input.device);
   call->plan = make_plan(call->problem, call->device, conv_instances(), a.for_training);
-  // A backward that recomputes calls PyTorch's convolution as the forward for training does: by its settings.
+  // Where training would run the SM90 plan, inference took PyTorch's convolution for its speed alone: the
+  // promise of the same bits stays.
   call->repeats_bits = !a.for_training && call->plan.algorithm == Algorithm::kCudaLibrary &&
-                       promises_same_bits(call->problem, call->device, conv_instances());
+                       make_plan(call->problem, call->device, conv_instances(), true).algorithm ==
+                           Algorithm::kSm90ImplicitGemm;
 #if UPCONV3D_WITH_CUDA
   call->saved_bytes = cuda::saved_bytes(call->problem, call->plan);
 #endif

@@ -49,6 +49,20 @@ std::tuple<Tensor, Tensor> run_for_training(const OpArguments& a) {
   return {y, extras.saved ? *extras.saved : empty_bytes_like(a.input, 0)};
 }
 
+/// The block as a backward that keeps nothing will compute it again: by the plan of training. What that keeps
+/// is dropped where inference has another plan, of small blocks.
+Tensor conv_transpose3d_relu_group_norm_recomputed(
+    const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const Ints& stride,
+    const Ints& padding, const Ints& output_padding, std::int64_t groups, const Ints& dilation,
+    std::int64_t num_groups, const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+    double eps, StringHandle precision_handle) {
+  const std::string precision = take_string(precision_handle);
+  OpArguments arguments = {input,          weight,   bias,   norm_weight, norm_bias, stride,    padding,
+                           output_padding, dilation, groups, num_groups,  eps,       precision, false};
+  arguments.for_training = prepare_call(arguments)->repeats_bits;
+  return run_block(arguments);
+}
+
 std::tuple<Tensor, Tensor> conv_transpose3d_relu_group_norm_for_training(
     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const Ints& stride,
     const Ints& padding, const Ints& output_padding, std::int64_t groups, const Ints& dilation,
@@ -92,7 +106,8 @@ std::tuple<Tensor, Tensor> numbered_block_for_training(const Tensor& input, cons
 
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("conv_transpose3d_relu_group_norm", TORCH_BOX(&conv_transpose3d_relu_group_norm));
-  library.impl("conv_transpose3d_relu_group_norm_recomputed", TORCH_BOX(&conv_transpose3d_relu_group_norm));
+  library.impl("conv_transpose3d_relu_group_norm_recomputed",
+               TORCH_BOX(&conv_transpose3d_relu_group_norm_recomputed));
   library.impl("conv_transpose3d_relu_group_norm_for_training",
                TORCH_BOX(&conv_transpose3d_relu_group_norm_for_training));
 }

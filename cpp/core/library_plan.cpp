@@ -67,15 +67,6 @@ bool was_compared(const Problem& p) {
 
 }  // namespace
 
-bool promises_same_bits(const Problem& problem, const Device& device,
-                        const std::vector<ConvInstance>& instances) {
-  if (!device.is_cuda) return false;
-  Device unforced = device;
-  unforced.forced_plan.clear();
-  std::optional<ConvInstance> instance;
-  return sm90_obstacle(problem, unforced, instances, instance).empty();
-}
-
 std::string library_advantage(const Problem& p, const Device& device, const Plan& sm90) {
   if (p.n == 0 || p.tail.returns_conv || !was_compared(p)) return "";
   if (!held_tiles(p, p.y_layout, device.compute_capability)) return "";

@@ -245,9 +245,10 @@ bool has_aligned_rows(const ForwardTensors& tensors) {
 }
 
 /// Everything after PyTorch's convolution in one launch.
-void run_held(const Problem& problem, const HeldTiles& tiles, const ForwardTensors& tensors, void* part,
-              cudaStream_t stream) {
+void run_held(const Problem& problem, const HeldTiles& tiles, const Device& device,
+              const ForwardTensors& tensors, void* part, cudaStream_t stream) {
   HeldNormParams params;
+  params.max_blocks = device.sm_count;  // a block that waits may be all that fits a multiprocessor
   params.tiles = tiles;
   params.n = problem.n;
   params.k = problem.k;
@@ -273,7 +274,9 @@ void run_library(const Problem& problem, const Plan& plan, const Device& device,
                  const ForwardTensors& tensors, cudaStream_t stream) {
   const std::optional<HeldTiles> tiles = held_tiles(problem, plan.conv_layout, device.compute_capability);
   const LibraryWorkspace workspace(problem, plan, tiles, tensors.workspace);
-  if (tiles && has_aligned_rows(tensors)) return run_held(problem, *tiles, tensors, workspace.held, stream);
+  if (tiles && has_aligned_rows(tensors)) {
+    return run_held(problem, *tiles, device, tensors, workspace.held, stream);
+  }
   NormalizeParams normalize = normalize_params(problem, plan, tensors);
   normalize.before = activation_params(problem.tail, problem.tail.before(), tensors);
   normalize.a = tensors.conv;

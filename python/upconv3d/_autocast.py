@@ -68,7 +68,8 @@ def computes_in_float32(
     """Whether autocast's casts, to `low`, are left out: where float32 "tf32" takes the SM90 plan.
 
     That plan multiplies in 16 bit too, in float16 with scales, which is more exact than either `low`, and its
-    result is the float32 that autocast wants of a group norm. Six casts with their gradients are saved.
+    result is the float32 that autocast wants of a group norm. Six casts with their gradients are saved. (In
+    inference a small block may be cuDNN's TF32 then, which is more exact too.)
     cuDNN's convolution of the library plan is slower in float32, and casts as PyTorch does.
 
     settings: begins with the fields of BlockArguments. recording: of float16 any size then, see three_calls.

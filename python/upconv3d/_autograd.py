@@ -28,11 +28,11 @@ from . import _C
 from ._facts import block_facts, is_concrete, kept_of
 from ._geometry import batched, dense_as, memory_format_of
 from ._graphs import is_traced, record_operator
-from ._numbered import numbered_block, numbered_block_for_training
+from ._numbered import numbered_block_for_training
 
 _NAME = "conv_transpose3d_relu_group_norm"
 _aten = torch.ops.aten
-_forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
+_recomputed_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_recomputed.default
 _training_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_for_training.default
 # Without OpOverload.__call__, a function in Python that passes its arguments on.
 _numbered_backward = torch.ops.upconv3d._numbered_tail_backward.default._op
@@ -378,11 +378,8 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
         """
         y: Tensor
         saved: Tensor | None = None
-        if number is not None:
-            if recompute:
-                y = numbered_block(input, weight, bias, norm_weight, norm_bias, number)
-            else:
-                y, saved = numbered_block_for_training(input, weight, bias, norm_weight, norm_bias, number)
+        if number is not None and not recompute:
+            y, saved = numbered_block_for_training(input, weight, bias, norm_weight, norm_bias, number)
             ctx.save_for_backward(input, weight, bias, norm_weight, saved)
             ctx.block, ctx.number = block, number
             return y
@@ -404,11 +401,11 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
         )
         with torch._C._AutoDispatchBelowAutograd():
             if recompute:
-                y = _forward_op(*arguments)
+                y = _recomputed_op(*arguments)
             else:
                 y, saved = _training_op(*arguments)
         ctx.save_for_backward(input, weight, bias, norm_weight, saved)
-        ctx.block, ctx.number = block, None
+        ctx.block, ctx.number = block, number
         return y
 
     @staticmethod

@@ -259,7 +259,9 @@ def conv_transpose3d_relu_group_norm(
 
     Under autocast all tensors are cast to its dtype, as for conv_transpose3d alone; the result is float32 on
     CUDA and of that dtype on the CPU, as it is from the three calls. On an SM90 GPU a small block of float32
-    parameters is computed as under precision="tf32" instead, which is more exact and saves the casts.
+    parameters is computed as under precision="tf32" instead, which is more exact and saves the casts; so is
+    one of any size while gradients are recorded in float16, or PyTorch's calls run, whose norm takes
+    gradients in float32.
 
     Source: GroupNorm, Wu & He, arXiv:1803.08494.
     """

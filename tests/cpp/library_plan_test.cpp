@@ -138,22 +138,6 @@ void test_choice() {
          "training keeps relu(conv)");
 }
 
-void test_promise() {
-  const auto promises = [](const Problem& p, const Device& device = hopper()) {
-    return promises_same_bits(p, device, all_compiled());
-  };
-  expect(promises(headline()) && promises(long_and_narrow()), "what the SM90 kernels could run");
-  Device forced = hopper();
-  forced.forced_plan = "library";
-  expect(promises(headline(), forced), "a forced library plan too");
-  Problem depthwise = headline();
-  depthwise.groups = 64;
-  expect(!promises(depthwise), "depthwise");
-  Device ampere = hopper();
-  ampere.compute_capability = 80;
-  expect(!promises(headline(), ampere) && !promises(headline(), Device{}), "other devices");
-}
-
 }  // namespace
 }  // namespace upconv3d
 
@@ -162,7 +146,6 @@ int main() {
     upconv3d::test_tiles();
     upconv3d::test_what_is_held();
     upconv3d::test_choice();
-    upconv3d::test_promise();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());
   }

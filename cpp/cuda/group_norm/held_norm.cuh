@@ -270,7 +270,8 @@ __device__ __forceinline__ void leave_in_slots(const HeldArgs<T>& args, const He
 }
 
 /// Sum over `lanes` neighbouring threads, a power of two of them.
-__device__ __forceinline__ float lanes_sum(float value, int lanes) {
+template <class Value>
+__device__ __forceinline__ Value lanes_sum(Value value, int lanes) {
 #pragma unroll 1
   for (int other = lanes / 2; other > 0; other /= 2) value += __shfl_xor_sync(0xffffffffu, value, other);
   return value;
@@ -291,7 +292,7 @@ __device__ __forceinline__ void for_each_group(const HeldArgs<T>& args, Body bod
 /// 1/sqrt(value) to a double's accuracy but for its last bits: a float's, then one step of Newton's.
 __device__ __forceinline__ double inverse_root(double value) {
   const double root = rsqrtf(static_cast<float>(value));
-  return root * (1.5 - 0.5 * value * root * root);
+  return root == 0.0 ? 0.0 : root * (1.5 - 0.5 * value * root * root);  // of infinity 0, not NaN
 }
 
 /// From a group's moments to y = (v - mean)*scale + shift of its channels, as group_norm_finalize has it.
@@ -349,7 +350,9 @@ template <class T>
 __device__ __forceinline__ void merge_tiles_of_groups(const HeldArgs<T>& args, const HeldTile& tile,
                                                       const HeldShared& shared) {
   for_each_group(args, [&](int group, int lane) {
-    float sum = 0, squares = 0, pivot = 0;
+    // In double: where the first tile is the outlier, all others' squares about its mean cancel.
+    double sum = 0, squares = 0;
+    float pivot = 0;
     if (group < args.slab_groups) {
       const float2* const from = parts_of(args, tile, group);
       pivot = from->x;
@@ -364,10 +367,10 @@ __device__ __forceinline__ void merge_tiles_of_groups(const HeldArgs<T>& args, c
         for (int i = 0; i < kLoadsInFlight; ++i) {
           const int at = first + i * args.group_lanes;
           const float count = at == args.tiles - 1 ? args.last_count : args.tile_count;
-          const float distance = part[i].x - pivot;
+          const double distance = static_cast<double>(part[i].x) - pivot;
           // A part behind the last one, which was read twice, must not count, were it infinite.
-          sum += at < args.tiles ? count * distance : 0.f;
-          squares += at < args.tiles ? part[i].y + (count * distance) * distance : 0.f;
+          sum += at < args.tiles ? count * distance : 0.0;
+          squares += at < args.tiles ? part[i].y + (count * distance) * distance : 0.0;
         }
       }
     }

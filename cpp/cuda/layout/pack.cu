@@ -135,8 +135,7 @@ void launch_pack_w(const PackParams& params, cudaStream_t stream) {
   alone.x = nullptr;
   alone.x_hi = nullptr;
   if (is_scaled(params.problem)) {
-    const auto bytes = params.problem.k * static_cast<std::int64_t>(sizeof(std::uint32_t));
-    launch_pack_scaled_operands(alone, {params.scales.column_absmax, bytes}, stream);
+    launch_pack_weight(alone, stream);
   } else {
     launch_pack_operands(alone, stream);
   }

@@ -22,6 +22,9 @@ namespace upconv3d::cuda {
 /// \param accumulators those of params.scales that it clears and raises
 void launch_pack_scaled_operands(const PackParams& params, ZeroRegion accumulators, cudaStream_t stream);
 
+/// float32: w_hi, w_lo and scales.unscale_column; clears params.zero.
+void launch_pack_weight(const PackParams& params, cudaStream_t stream);
+
 /// 16 bit: w_hi unless w is null, x_hi unless it is null, and clears params.zero.
 void launch_pack_operands(const PackParams& params, cudaStream_t stream);
 
