@@ -316,6 +316,24 @@ def test_node(kernels, case):
     assert kernels.consumed == ([not returned] if "backward" in kernels.calls else [])
 
 
+@pytest.mark.parametrize("batched_grad", ["y", "conv", "both"])
+def test_node_under_vmap(kernels, batched_grad):
+    """torch.vmap of autograd.grad, where either result's gradient is batched, or both are."""
+    call = _call("instance-conv", dtype=torch.float32).leaves()
+    results, weight = call.ours(), call.tensors["weight"]
+    batches = [torch.randn(3, *r.shape) for r in results]
+    dims = [0 if batched_grad in (name, "both") else None for name in ("y", "conv")]
+
+    def of(*grads):
+        return torch.autograd.grad(results, weight, grads, retain_graph=True)[0]
+
+    grads = [b if dim == 0 else b[0] for b, dim in zip(batches, dims, strict=True)]
+    found = torch.vmap(of, in_dims=tuple(dims))(*grads)
+    for index in range(3):
+        one = [b[index] if dim == 0 else b[0] for b, dim in zip(batches, dims, strict=True)]
+        torch.testing.assert_close(found[index], of(*one), rtol=1e-3, atol=1e-3)
+
+
 def test_node_keeps_what_it_may_need_again(kernels):
     call = _call("prelu", dtype=torch.float64).leaves()
     tensors = list(call.tensors.values())

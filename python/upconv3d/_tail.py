@@ -324,7 +324,9 @@ def in_sizes_of(t: Tensors, gradients: Sequence[Any], mask: Sequence[bool]) -> l
             gradient = gradient.to(tensor.dtype)
         same = gradient.shape == tensor.shape
         # Strides first: what else a memory format asks for is questions in Python, for 3 us.
-        if gradient.dim() == 5 and not (same and dense_as(gradient, tensor)):
+        # vmap's tensors cannot be asked for a format.
+        batches = torch._C._functorch.is_batchedtensor(gradient)
+        if gradient.dim() == 5 and not batches and not (same and dense_as(gradient, tensor)):
             gradient = gradient.contiguous(memory_format=memory_format_of(batched(tensor)))
         result.append(gradient if same else gradient.reshape(tensor.shape))
     return result
