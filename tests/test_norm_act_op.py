@@ -316,6 +316,16 @@ def test_node(kernels, case):
     assert kernels.consumed == ([not returned] if "backward" in kernels.calls else [])
 
 
+def test_backward_operator_without_samples(kernels):
+    call = _call("instance-conv", n=0, norm="group", dtype=torch.float32)
+    y, conv = call.eager()
+    *arguments, _, precision = replace(call, return_conv=False).operator_arguments()
+    mask = [tensor is not None for tensor in _tail_op.split(call.operator_arguments())[0]]
+    gradients = BACKWARD(y, conv, *arguments, precision, mask, conv, True)
+    assert kernels.calls == []
+    assert not any(gradient.any() for gradient in gradients)
+
+
 @pytest.mark.parametrize("batched_grad", ["y", "conv", "both"])
 def test_node_under_vmap(kernels, batched_grad):
     """torch.vmap of autograd.grad, where either result's gradient is batched, or both are."""

@@ -303,8 +303,9 @@ def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments
     t, s = Tensors(*tensors), Settings(*settings)
     gradients: list[Tensor | None] = [None] * len(t)
     mask = reachable(mask, grad_y, grad_conv)
-    ours = grad_y is not None and (grad_conv is None or (returned and kept is not None))
-    number = plain_number(tensors, settings) if ours else None
+    # Our kernels begin with y's gradient, and with a returned convolution of some samples, or with no other.
+    ours = kept.numel() > 0 if returned and kept is not None else grad_conv is None
+    number = plain_number(tensors, settings) if ours and grad_y is not None else None
     saved = kept if number is None or kept is not None else _numbered_tail_for_training(*tensors, number)[1]
     if grad_y is not None and number is not None and saved is not None:
         if returned:
