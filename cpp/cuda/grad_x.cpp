@@ -19,7 +19,6 @@ struct GradXWorkspace {
   void* w;                       // [T*R*S,C,operand_channels] operand
   void* w_lo;                    // the same, three products only
   std::int32_t* unscale_column;  // [C], float32 only
-  std::uint32_t* column_absmax;  // [C], float32 only
   void* counters;                // [counter_count] int32
   std::int64_t counter_bytes;
   void* rows;  // [N,D,H,W,padded_channels(C)] dtype, where grad_x is not stored in place
@@ -33,7 +32,6 @@ struct GradXWorkspace {
     w = carver.take(w_bytes);
     w_lo = carver.take(plan.split_grad_c() ? w_bytes : 0);
     unscale_column = carver.take<std::int32_t>(p.dtype == DType::kFloat32 ? p.k : 0);
-    column_absmax = carver.take<std::uint32_t>(p.dtype == DType::kFloat32 ? p.k : 0);
     counter_bytes = counter_count(p) * static_cast<std::int64_t>(sizeof(std::int32_t));
     counters = carver.take(counter_bytes);
     rows = carver.take(plan.in_place ? 0 : p.n * p.positions() * padded_channels(p.k) * size_of(p.dtype));
@@ -54,7 +52,6 @@ void pack(const GradXPlan& plan, const GradXTensors& tensors, const GradXWorkspa
   params.w_hi = workspace.w;
   params.w_lo = workspace.w_lo;
   params.scales.unscale_column = workspace.unscale_column;
-  params.scales.column_absmax = workspace.column_absmax;
   params.zero = workspace.counters;
   params.zero_bytes = workspace.counter_bytes;
   launch_pack_w(params, stream);

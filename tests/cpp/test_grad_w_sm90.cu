@@ -90,7 +90,7 @@ std::vector<std::int64_t> weight_strides(const Problem& p, bool channels_last) {
   return {p.k * t * r * s, t * r * s, r * s, s, 1};
 }
 
-/// Exponents that x's channels are scaled by: 0, or so small and uneven that repack must choose scales.
+/// Exponents that x's channels are scaled by: 0, or so small and uneven that packing must choose scales.
 int channel_exponent(bool uneven, std::int64_t c) {
   return uneven ? static_cast<int>(c % 7) * 5 - 45 : 0;
 }

@@ -8,10 +8,11 @@
 ///
 /// A block copies its tile (core/held_norm.hpp) to shared memory, all loads on the way at once, and reads it
 /// there three times: c crosses L2 once. A tile's sums are taken for its means, then for the squares about
-/// them; tiles are merged as Chan, Golub & LeVeque have it. Each sum has an order that the tiles decide, and
-/// tiles do not depend on the device. Where one tile is all
-/// of its groups no block waits; else all of them do, once, for which the launch is cooperative. A device
-/// that does not hold as many blocks gets fewer, which then read their tiles again instead of holding them.
+/// them; the (count, mean, M2) of tiles are merged in double, about the first tile's mean. Each sum has an
+/// order that the tiles decide, and tiles depend on the compute capability, not on the number of
+/// multiprocessors. Where one tile is all of its groups no block waits; else all of them do, once, for which
+/// the launch is cooperative. A device that does not hold as many blocks gets fewer, which then read their
+/// tiles again instead of holding them.
 #pragma once
 
 #include <cooperative_groups.h>

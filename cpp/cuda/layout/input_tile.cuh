@@ -132,9 +132,9 @@ __device__ inline std::uint32_t warp_absmax(const float (&values)[8][4]) {
 ///
 /// \param channel the warp's first channel's place in x_absmax
 /// \param seen    lane j: that of the j-th channel at any time before, of no channel the largest number.
-/// Where
-///                it is no less, there is nothing to raise. Thus most tiles spare the atomics, which would
-///                queue up at the few addresses of a sample.
+/// Where it
+///                is no less, nothing is to raise: most tiles spare the atomics, which would queue up at the
+///                few addresses of a sample.
 template <int kProducts>
 __device__ inline void record_warp_absmax(const InputArgs& args, std::int64_t channel, std::uint32_t seen,
                                           const float (&values)[8][4]) {

@@ -131,8 +131,8 @@ OperandScales carve_operand_scales(const Problem& problem, void* memory);
 /// \throws std::runtime_error where CUDA refuses a launch.
 void launch_pack(const PackParams& params, cudaStream_t stream);
 
-/// The same of w alone, for an x that someone else has packed with channel[c] = assumed_channel. Of the
-/// scales, float32 takes just column_absmax, scratch memory, and unscale_column, which is written.
+/// The same of w alone, by pack_weight where it is float32, for an x that someone else has packed with
+/// channel[c] = assumed_channel. Of the scales, float32 takes just unscale_column, which is written.
 void launch_pack_w(const PackParams& params, cudaStream_t stream);
 
 /// x alone: takes no w, writes no w_hi, w_lo and unscale_column, and clears nothing of the caller's.
