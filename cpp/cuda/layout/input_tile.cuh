@@ -131,10 +131,9 @@ __device__ inline std::uint32_t warp_absmax(const float (&values)[8][4]) {
 /// Largest finite |x| of a warp's 8 channels, to x_absmax.
 ///
 /// \param channel the warp's first channel's place in x_absmax
-/// \param seen    lane j: that of the j-th channel at any time before, of no channel the largest number.
-/// Where it
-///                is no less, nothing is to raise: most tiles spare the atomics, which would queue up at the
-///                few addresses of a sample.
+/// \param seen    lane j: that of the j-th channel at any time before, of no channel the largest number. If
+///                it is no less, nothing is to raise: most tiles spare the atomics, which would queue up at
+///                the few addresses of a sample.
 template <int kProducts>
 __device__ inline void record_warp_absmax(const InputArgs& args, std::int64_t channel, std::uint32_t seen,
                                           const float (&values)[8][4]) {
