@@ -198,6 +198,57 @@ def test_what_a_compiled_forward_of_the_family_keeps(hopper):
     assert backward == ["upconv3d.conv_transpose3d_norm_act_backward.default"]
 
 
+def _casts_of(block, x):
+    """The result of a call under autocast, compiled, and the dtypes that its graphs cast to."""
+    dtypes = []
+
+    def keep(graph, _):
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and "_to_copy" in str(node.target):
+                dtypes.append(node.kwargs["dtype"])
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    with torch.autocast(x.device.type, torch.bfloat16):
+        y = compiled(x)
+    if y.requires_grad:
+        y.float().square().sum().backward()
+    return y, dtypes
+
+
+def _autocast_blocks(device):
+    mission = upconv3d.ConvTranspose3dReLUGroupNorm(16, 32, 3, 8, device=device)
+    family = upconv3d.ConvTranspose3dNormAct(16, 32, 3, norm="instance", activation="prelu", device=device)
+    return (mission, family), torch.randn(2, 16, 8, 9, 10, device=device)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_autocast_casts_nothing_in_graphs_of_our_kernels(hopper, grad):
+    blocks, x = _autocast_blocks(hopper)
+    for block in blocks:
+        with torch.set_grad_enabled(grad):
+            y, dtypes = _casts_of(block, x)
+        with torch.autocast("cuda", torch.bfloat16):
+            expected = block(x)
+        assert y.dtype == expected.dtype
+        assert torch.bfloat16 not in dtypes
+        torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_without_casts_in_a_graph(monkeypatch):
+    """The same by the CPU's kernel, where a plan would want it."""
+    (block, _), x = _autocast_blocks("cpu")
+    exact = block(x).detach()
+    _, dtypes = _casts_of(block, x)
+    assert torch.bfloat16 in dtypes
+    monkeypatch.setattr(upconv3d._autocast, "computes_in_float32", lambda *_: True)
+    y, dtypes = _casts_of(block, x)
+    assert torch.bfloat16 not in dtypes
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, exact, rtol=1e-5, atol=1e-5)
+
+
 def test_compiled_graphs_on_disk_are_of_one_build_and_plan():
     tag = torch.compiler.config.cache_key_tag
     assert f"upconv3d {upconv3d.__version__} " in tag and os.environ.get("UPCONV3D_PLAN", "") in tag

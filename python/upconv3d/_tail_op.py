@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _C
+from ._autocast import graph_without_casts
 from ._autograd import _convolution_backward, _is_transformed
 from ._facts import Kept, block_facts, empty_kept, is_concrete, kept_of, tensor_facts
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
@@ -444,7 +445,12 @@ def _autocast_kernel(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
         elif device_type == "cpu" or (t.skip is not None and t.skip.dtype != low):
             y, conv = composite(t, s, precise=False)
             return y, t.input.new_empty(0) if conv is None else conv
-        cast = [None if v is None else v if i == 6 else v.to(low) for i, v in enumerate(tensors)]
+        plain = s.num_groups > 0 and t.skip is None and not s.return_conv  # as of calls outside of graphs
+        if plain and graph_without_casts(tensors, low, settings):
+            cast = [t.input.float(), *tensors[1:]]
+            settings = s._replace(precision="tf32")
+        else:
+            cast = [None if v is None else v if i == 6 else v.to(low) for i, v in enumerate(tensors)]
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CUDA):
             y, conv = public_tail(cast, settings)
         if low == t.input.dtype == torch.float64:
