@@ -65,10 +65,17 @@ def _ask_for_plan(
 # float32 costs the device. An estimate: on an H200 a strided block of 2^26 takes 0.44 ms in float32 and 0.3
 # in bfloat16, and the casts of a call 0.15 to 0.45 of host time.
 _MOST_FLOAT32_VALUES = 2**25
+# The same of a compiled graph, whose casts cost the host 40 us a call and the device 6. An estimate: a block
+# of 3.5 million values takes as long in float32 as with its casts, one of 10 million 20 us longer.
+_MOST_FLOAT32_VALUES_OF_GRAPHS = 2**22
 
 
 def computes_in_float32(
-    tensors: Sequence[Tensor | None], low: torch.dtype, settings: tuple[Any, ...], recording: bool
+    tensors: Sequence[Tensor | None],
+    low: torch.dtype,
+    settings: tuple[Any, ...],
+    recording: bool,
+    most_values: int = _MOST_FLOAT32_VALUES,
 ) -> bool:
     """Whether autocast's casts, to `low`, are left out: where float32 "tf32" takes the SM90 plan.
 
@@ -88,7 +95,7 @@ def computes_in_float32(
     stride = settings[0]
     positions = input.numel() // max(input.size(-4), 1) * stride[0] * stride[1] * stride[2]  # about
     values = positions * weight.size(1) * settings[3]
-    fits = values <= _MOST_FLOAT32_VALUES or (recording and low is torch.float16)
+    fits = values <= most_values or (recording and low is torch.float16)
     return fits and _takes_our_plan(input, weight, settings, recording)
 
 
@@ -100,7 +107,7 @@ def graph_without_casts(tensors: Sequence[Tensor | None], low: torch.dtype, sett
         return False
     recording = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     known = tuple(tuple(s) if isinstance(s, Sequence) and not isinstance(s, str) else s for s in settings)
-    return computes_in_float32(tensors, low, known, recording)
+    return computes_in_float32(tensors, low, known, recording, _MOST_FLOAT32_VALUES_OF_GRAPHS)
 
 
 def three_calls(tensors: Sequence[Tensor | None], block: tuple[Any, ...]) -> Tensor:
