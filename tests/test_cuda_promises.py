@@ -126,6 +126,31 @@ def test_cuda_graph(hopper, shape, layout, kind):
         assert torch.equal(bits(y_other), bits(replace(other, input=static_other.input).ours()))
 
 
+@every_kind
+@both_layouts
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
+def test_calls_between_other_kernels(hopper, shape, layout, kind):
+    """A call reads what was written right before it, and is done with what is overwritten right behind it."""
+    block = promised_block(shape, kind, layout, hopper)
+    shared = block.map(lambda t: t.clone(memory_format=torch.preserve_format))
+    factors = (1, -2, 3, -0.5, 1.5)
+    expected = []
+    for factor in factors:
+        alone = replace(block, input=block.input * factor, weight=block.weight / factor)
+        torch.cuda.synchronize()
+        expected.append(bits(alone.ours()))
+        torch.cuda.synchronize()
+    for _ in range(4):
+        results = []
+        for factor in factors:
+            shared.input.copy_(block.input * factor)
+            shared.weight.copy_(block.weight / factor)
+            results.append(bits(shared.ours()))
+            shared.input.fill_(float("nan"))
+            shared.weight.fill_(float("nan"))
+        assert all(torch.equal(y, one) for y, one in zip(results, expected, strict=True))
+
+
 def device_work(call, runs=4) -> list[str]:
     """Names of what one call puts on the GPU: kernels, copies and fills."""
     call()

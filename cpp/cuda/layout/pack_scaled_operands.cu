@@ -26,12 +26,13 @@
 #include "cuda/layout/weight_columns.cuh"
 #include "cuda/layout/zero_region.cuh"
 #include "cuda/reserved_shared_memory.hpp"
+#include "cuda/resident_blocks.hpp"
 
 namespace upconv3d::cuda {
 namespace {
 
-/// Blocks that an SM holds: as many as its registers and its shared memory do without spills. 128 KB are on
-/// their way then, 96 with three products or a misaligned x.
+/// Blocks that Hopper's SMs hold, those of other GPUs perhaps fewer: as many as registers and shared memory
+/// do without spills. 128 KB are on their way then, 96 with three products or a misaligned x.
 template <int kVector, int kProducts>
 inline constexpr int kBlocksPerSm = kVector == 4 && kProducts == 1 ? 4 : 3;
 
@@ -226,8 +227,9 @@ void launch(const PackParams& params, ZeroRegion accumulators, cudaStream_t stre
   const auto kernel = reinterpret_cast<const void*>(pack_scaled_operands<kChannelsFirst, kVector, kProducts>);
   static ReservedSharedMemory reserved;
   reserved.ensure("pack_scaled_operands", kernel, kAwaitedBytes);
-  const auto blocks = std::min<std::int64_t>(std::max(args.input_end, args.weight_lines.tiles),
-                                             sms * kBlocksPerSm<kVector, kProducts>);
+  static ResidentBlocks resident;
+  const std::int64_t held = sms * resident.per_multiprocessor(kernel, kInputThreads, kAwaitedBytes);
+  const auto blocks = std::min<std::int64_t>(std::max(args.input_end, args.weight_lines.tiles), held);
   launch_cooperative("pack_scaled_operands", kernel, &args,
                      {static_cast<int>(blocks), kInputThreads, kAwaitedBytes}, stream, [](int) {});
 }
