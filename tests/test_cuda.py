@@ -91,7 +91,8 @@ def test_channels_around_the_tile(hopper, channels, extent, dtype):
     c, k = channels
     num_groups = 4 if k % 4 == 0 else 1
     block = make_block(2, c, k, extent, 3, num_groups=num_groups, device=hopper, dtype=dtype)
-    assert block.plan().algorithm == "sm90_implicit_gemm"
+    plan = block.plan()  # test_forced_sm90.py has what cuDNN takes here
+    assert plan.algorithm == "sm90_implicit_gemm" or "a small block" in plan.reason
     check_like_eager(block)
     check_like_eager(block.channels_last())
 

@@ -168,7 +168,7 @@ ACCEPTED = {
     "groups-of-5-inputs": {"c": 20, "groups": 4, "dtype": "float32"},
     "instance-norm": {"num_groups": 128},
     "layer-norm": {"num_groups": 1},
-    "one-sample": {"n": 1, "layout": "NCDHW"},
+    "one-sample": {"n": 1, "layout": "NCDHW", "dtype": "float32"},
     "kernel-16": {"kernel": (16, 1, 1)},
     "full-padding": {"kernel": (3, 3, 3), "padding": [2, 2, 2]},
 }
@@ -234,7 +234,6 @@ def test_sm90_refuses_and_says_why(name):
         one_launch,
         ("activation_moments", "group_norm_finalize", "group_norm_normalize"),
     )
-    assert plan.stages[1:] != one_launch or plan.conv_layout == "NDHWC"
 
 
 # Real decoder blocks: x [2,384,6^3], [2,256,8x8x4] and, with norm groups of one channel, [2,320,4^3]
@@ -257,11 +256,23 @@ def test_small_blocks_take_the_library_and_one_launch(name):
         assert small.algorithm == "cuda_library" and small.kernel is None
         assert small.stages == ("aten::convolution", "activation_group_norm_held")
         assert "a small block: cuDNN's convolution is expected to take" in small.reason
-    # cuDNN has no quick convolution for these, nor has one launch their normalization.
-    for changes in ({"dtype": "float32"}, {"layout": "NCDHW"}, {"dilation": [2, 2, 2]}):
+        # cuDNN would copy x, w and the result; two launches of ours do.
+        planes = plan(**changes, layout="NCDHW", weight_layout="NCDHW")
+        assert planes.stages == ("channels_last_copies", *small.stages)
+        assert planes.conv_layout == "NDHWC" and planes.problem["y_layout"] == "NCDHW"
+    # cuDNN has no quick convolution for these.
+    for changes in ({"dtype": "float32"}, {"dilation": [2, 2, 2]}):
         assert plan(**changes).algorithm == "sm90_implicit_gemm"
     assert plan(training=True).algorithm == "sm90_implicit_gemm" and plan(training=True).keeps_activation
     assert plan(forced_plan="sm90").algorithm == "sm90_implicit_gemm"
+
+
+def test_pointwise_blocks_in_ncdhw_need_no_copies():
+    block = {"n": 1, "c": 256, "k": 256, "extent": (64, 64, 5), "kernel": (1, 1, 1), "num_groups": 32}
+    for changes in ({"dtype": "bfloat16"}, {"dtype": "float32", "precision": "tf32"}):
+        plan = plan_of(facts(**block, layout="NCDHW", **changes))
+        assert plan.stages == ("aten::convolution", "activation_group_norm_held")
+        assert plan.conv_layout == "NCDHW" and "a small block" in plan.reason
 
 
 def test_large_blocks_keep_their_kernel():

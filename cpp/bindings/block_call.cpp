@@ -8,6 +8,7 @@
 #include "bindings/plan_query.hpp"
 #include "core/arguments.hpp"
 #include "core/errors.hpp"
+#include "core/library_plan.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 #include "core/text.hpp"
@@ -143,6 +144,30 @@ Tensor run_implicit_gemm(const PreparedCall& call, const BlockTensors& t, CallEx
   return y;
 }
 
+/// x [N,C,D,H,W] and w [C,K/groups,T,R,S] as the library plan's convolution reads them.
+struct LibraryOperands {
+  Tensor x, w;
+};
+
+LibraryOperands library_operands(const PreparedCall& call, const BlockTensors& t, void* stream) {
+  const Problem& p = call.problem;
+  if (!copies_operands(p, call.plan)) return {t.x, t.w};
+  const auto last = [](const Tensor& like) {
+    const Ints sizes = sizes_of(like);
+    return empty_strided_like(like, sizes, dense_strides(sizes, Layout::kNDHWC));
+  };
+  const Tensor x = contiguous_in(t.x, Layout::kNCDHW), x_last = last(x);
+  if (is_dense_in(t.w, Layout::kNDHWC)) {
+    cuda::copy_operands(p, x.const_data_ptr(), x_last.mutable_data_ptr(), nullptr, nullptr,
+                        static_cast<cudaStream_t>(stream));
+    return {x_last, t.w};
+  }
+  const Tensor w = contiguous_in(t.w, Layout::kNCDHW), w_last = last(w);
+  cuda::copy_operands(p, x.const_data_ptr(), x_last.mutable_data_ptr(), w.const_data_ptr(),
+                      w_last.mutable_data_ptr(), static_cast<cudaStream_t>(stream));
+  return {x_last, w_last};
+}
+
 Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExtras& extras,
                         std::int32_t index) {
   const Problem& p = call.problem;
@@ -154,8 +179,11 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
   }
   // A convolution that is returned has its bias; else our next pass adds it, which saves PyTorch's.
   const bool returned = p.tail.returns_conv;
+  const auto stream = static_cast<cudaStream_t>(current_cuda_stream(index));
+  const LibraryOperands operands = library_operands(call, t, stream);
   DenseResult conv =
-      as_dense(conv_transpose3d(t.x, t.w, returned ? t.bias : std::nullopt, p, flags), call.plan.conv_layout);
+      as_dense(conv_transpose3d(operands.x, operands.w, returned ? t.bias : std::nullopt, p, flags),
+               call.plan.conv_layout);
   if (call.saved_bytes > 0) {
     conv = {contiguous_in(conv.tensor, call.plan.conv_layout), call.plan.conv_layout};
     extras.saved = conv.tensor;
@@ -180,7 +208,7 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
   const std::optional<Tensor> skip =
       t.skip ? std::optional(contiguous_in(*t.skip, conv.layout)) : std::nullopt;
   f.skip = data_or_null(skip);
-  cuda::run_forward(p, plan, call.device, f, static_cast<cudaStream_t>(current_cuda_stream(index)));
+  cuda::run_forward(p, plan, call.device, f, stream);
   return y;
 }
 #endif

@@ -6,12 +6,13 @@
 
 #include <cstdint>
 #include <optional>
+#include <variant>
 
 #include "core/problem.hpp"
 
 namespace upconv3d {
 
-/// A block's tile is a slab of whole norm groups over some rows of one sample. A row is what `fold`
+/// Of NDHWC. A block's tile is a slab of whole norm groups over some rows of one sample. A row is what `fold`
 /// neighbouring positions have of a slab, a whole number of 16-byte vectors.
 struct HeldTiles {
   std::int64_t fold = 1;        // positions of a row; more than 1 where K channels are no whole vectors
@@ -36,12 +37,40 @@ struct HeldTiles {
   std::int64_t shared_bytes() const { return held_bytes + slots_bytes + table_bytes; }
 };
 
+/// Of NCDHW, where a norm group of a sample is contiguous but need not start on a 16-byte boundary. A tile is
+/// a stretch of one group; a block takes one tile, or some whole groups, each by a team of its threads.
+struct HeldPlanes {
+  std::int64_t tiles = 1;         // of a group; with more than one, blocks wait for each other
+  std::int64_t tile_values = 0;   // of a tile, at most; a whole number of 16-byte vectors where tiles > 1
+  std::int64_t teams = 1;         // of a block; 1 where tiles > 1
+  std::int64_t team_threads = 0;  // a power of two, at least a warp
+  std::int64_t loads = 0;         // vectors of a thread, at most
+  std::int64_t channels = 0;      // of a tile, at most
+
+  // Of a block's shared memory, in this order:
+  std::int64_t held_bytes = 0;   // [loads,threads] vectors
+  std::int64_t slots_bytes = 0;  // [threads/32] float
+  std::int64_t table_bytes = 0;  // scale, shift and bias, [teams,channels] float each
+
+  std::int64_t threads() const { return teams * team_threads; }
+  std::int64_t shared_bytes() const { return held_bytes + slots_bytes + table_bytes; }
+};
+
+using HeldCut = std::variant<HeldTiles, HeldPlanes>;
+
 /// Shared memory that a block may take on a device of this compute capability; 0 where this kernel cannot
 /// run.
 std::int64_t held_shared_limit(int compute_capability);
 
-/// The tiles of `p`'s convolution in the order `layout`, or nothing where it is too large, where its channels
-/// do not fall into vectors, or where what follows it takes the three passes: a skip, float64, NCDHW.
-std::optional<HeldTiles> held_tiles(const Problem& p, Layout layout, int compute_capability);
+/// The tiles of `p`'s convolution in NDHWC, or nothing where it is too large, where its channels do not fall
+/// into vectors (of one position, for y in NCDHW), or where what follows it takes the three passes: a skip,
+/// float64.
+std::optional<HeldTiles> held_tiles(const Problem& p, int compute_capability);
+
+/// The same in NCDHW, which y must be as well.
+std::optional<HeldPlanes> held_planes(const Problem& p, int compute_capability);
+
+/// Whichever of them a convolution in the order `layout` has.
+std::optional<HeldCut> held_cut(const Problem& p, Layout layout, int compute_capability);
 
 }  // namespace upconv3d

@@ -2,6 +2,7 @@
 #include "core/library_plan.hpp"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 
@@ -14,7 +15,7 @@ namespace upconv3d {
 namespace {
 
 // Times in us and rates of an H200 with L2 cold, fitted to 30 small convolutions and blocks (perf/NOTES.md,
-// "Small blocks in two launches").
+// "Small blocks in two launches"), those of NCDHW to 50 ("Small blocks in NCDHW").
 
 constexpr double kMegabyte = 1e6;
 
@@ -29,32 +30,69 @@ struct Traffic {
   }
 };
 
-/// What the SM90 plan takes beside its estimate: 21 to 37 us, of float32 with the packing of its operands.
+/// What the SM90 plan takes beside its estimate: 21 to 37 us, of float32 with the packing of its operands; of
+/// NCDHW with that of all operands and with the transposed result, 25 to 80 us.
 double sm90_beside_estimate(const Problem& p, const Traffic& mb) {
-  if (p.dtype != DType::kFloat32) return 25;
+  const bool is_float = p.dtype == DType::kFloat32;
+  if (p.y_layout == Layout::kNCDHW) {
+    constexpr double kWeightPerMB = 0.7, kTensorPerMB = 0.5;
+    return (is_float ? 38 : 27.5) + kWeightPerMB * mb.w + kTensorPerMB * (mb.x + mb.y);
+  }
+  if (!is_float) return 25;
   constexpr double kLaunches = 38, kPackPerMB = 1.5;
   return kLaunches + kPackPerMB * (mb.x + mb.w);
 }
 
-/// cuDNN's deterministic convolution, benchmarked. Output channels fill its tiles as they do ours.
-double library_convolution(const Problem& p, const Traffic& mb) {
-  constexpr double kLaunch = 12, kStrided = 3;
-  constexpr double kWeightPerMB = 0.6, kTensorPerMB = 0.25;
-  constexpr std::int64_t kTileChannels = 64;
-  const double per_gflop = p.dtype == DType::kFloat32 ? 3.5 : 1.6;
-  const double padded = static_cast<double>(ceil_div(p.k, kTileChannels) * kTileChannels);
-  const double gflops = p.useful_flops() * 1e-9 * padded / static_cast<double>(p.k);
-  // PyTorch brings a weight in the other order to that of x at every call.
-  constexpr double kCopyLaunch = 4, kCopyPerMB = 7;
-  const bool copies_weight = !p.w_channels_last && volume(p.kernel) > 1;
-  return kLaunch + (p.stride != Extent3{1, 1, 1} ? kStrided : 0) + per_gflop * gflops + kWeightPerMB * mb.w +
-         kTensorPerMB * (mb.x + mb.y) + (copies_weight ? kCopyLaunch + kCopyPerMB * mb.w : 0);
+/// Whether the phases of a strided convolution have different numbers of taps.
+bool has_uneven_phases(const Problem& p) {
+  bool uneven = false;
+  for (std::size_t axis = 0; axis < 3; ++axis) uneven |= p.kernel[axis] % p.stride[axis] != 0;
+  return uneven;
 }
 
-/// activation_group_norm_held.
-double held_normalization(const Traffic& mb) {
-  constexpr double kLaunch = 8.3, kPerMB = 0.6;
-  return kLaunch + kPerMB * mb.y;
+/// cuDNN's deterministic convolution of channels_last_3d, benchmarked. Output channels fill its tiles as they
+/// do ours.
+double library_convolution(const Problem& p, const Traffic& mb) {
+  constexpr double kLaunch = 12, kStrided = 3, kUneven = 7;
+  constexpr double kWeightPerMB = 0.6, kTensorPerMB = 0.25;
+  constexpr std::int64_t kTileChannels = 64;
+  const bool is_float = p.dtype == DType::kFloat32;
+  const double per_gflop = is_float ? 3.5 : 1.6;
+  const double padded = static_cast<double>(ceil_div(p.k, kTileChannels) * kTileChannels);
+  const double gflops = p.useful_flops() * 1e-9 * padded / static_cast<double>(p.k);
+  return kLaunch + (p.stride != Extent3{1, 1, 1} ? kStrided : 0) +
+         (is_float && has_uneven_phases(p) ? kUneven : 0) + per_gflop * gflops + kWeightPerMB * mb.w +
+         kTensorPerMB * (mb.x + mb.y);
+}
+
+bool is_pointwise(const Problem& p) {
+  return volume(p.kernel) == 1;
+}
+
+/// What PyTorch takes to bring a weight in the other order to that of x in NDHWC, at every call.
+double library_weight_copy(const Problem& p, const Traffic& mb) {
+  constexpr double kLaunch = 4, kPerMB = 7;
+  return p.w_channels_last || is_pointwise(p) ? 0 : kLaunch + kPerMB * mb.w;
+}
+
+/// What cuDNN's convolution of NCDHW takes longer: it copies x, w and the result, by a launch each.
+double library_copies(const Problem& p, const Traffic& mb) {
+  if (is_pointwise(p)) return 1.5;
+  constexpr double kLaunches = 9.5;
+  return kLaunches + (p.dtype == DType::kFloat32 ? 0.5 : 0.8) * (mb.x + mb.w + mb.y);
+}
+
+/// channels_last_copies.
+double operand_copies(const Problem& p, const Traffic& mb) {
+  constexpr double kLaunch = 4, kPerMB = 0.6;
+  return kLaunch + kPerMB * (mb.x + (p.w_channels_last || is_pointwise(p) ? 0 : mb.w));
+}
+
+/// activation_group_norm_held, or its form for NCDHW; transposing takes no longer.
+double held_normalization(const Problem& p, const Traffic& mb) {
+  constexpr double kLaunch = 8.3;
+  const double per_mb = p.y_layout == Layout::kNDHWC ? 0.6 : p.dtype == DType::kFloat32 ? 0.7 : 1.0;
+  return kLaunch + per_mb * mb.y;
 }
 
 /// Whether the estimates above were compared with measurements of such convolutions.
@@ -62,22 +100,38 @@ bool was_compared(const Problem& p) {
   const bool tensor_cores = p.dtype != DType::kFloat32 || p.precision == Precision::kTF32;
   const bool whole = p.c % kChannelUnit == 0 && p.k % kChannelUnit == 0 && p.c >= 32 && p.k >= 16;
   return tensor_cores && whole && p.groups == 1 && p.dilation == Extent3{1, 1, 1} && p.x_aligned &&
-         p.x_layout == Layout::kNDHWC && *std::max_element(p.stride.begin(), p.stride.end()) <= 2;
+         p.x_layout == p.y_layout && *std::max_element(p.stride.begin(), p.stride.end()) <= 2;
 }
 
 }  // namespace
 
+bool library_copies_operands(const Problem& p, const Device& device) {
+  if (p.n == 0 || p.tail.returns_conv || p.y_layout != Layout::kNCDHW || !was_compared(p)) return false;
+  if (!held_tiles(p, device.compute_capability)) return false;
+  const Traffic mb(p);
+  return operand_copies(p, mb) < library_copies(p, mb);
+}
+
 std::string library_advantage(const Problem& p, const Device& device, const Plan& sm90) {
   if (p.n == 0 || p.tail.returns_conv || !was_compared(p)) return "";
-  if (!held_tiles(p, p.y_layout, device.compute_capability)) return "";
+  const bool copies = library_copies_operands(p, device);
+  const Layout layout = copies ? Layout::kNDHWC : p.y_layout;
+  if (!held_cut(p, layout, device.compute_capability)) return "";
   constexpr double kLongest = 110;  // of the convolutions that were compared
+  // Of NCDHW: the host takes 15 us longer.
+  const double ahead = p.y_layout == Layout::kNCDHW ? 0.95 : 1;
   const Traffic mb(p);
-  const double convolution = library_convolution(p, mb), normalization = held_normalization(mb);
+  const double normalization = held_normalization(p, mb);
+  const double convolution =
+      library_convolution(p, mb) + (copies                         ? operand_copies(p, mb)
+                                    : p.y_layout == Layout::kNCDHW ? library_copies(p, mb)
+                                                                   : library_weight_copy(p, mb));
   const double estimate = 1e3 * (sm90.twice ? sm90.estimated_twice_ms : sm90.estimated_stored_ms);
   const double ours = estimate + sm90_beside_estimate(p, mb);
-  if (convolution > kLongest || convolution + normalization >= ours) return "";
+  if (convolution > kLongest || convolution + normalization >= ahead * ours) return "";
   return concat("a small block: cuDNN's convolution is expected to take ", convolution,
-                " us and one launch after it ", normalization, " us, the SM90 kernel ", ours, " us");
+                copies ? " us with copies of x and w" : " us", " and one launch after it ", normalization,
+                " us, the SM90 kernel ", ours, " us");
 }
 
 }  // namespace upconv3d

@@ -15,4 +15,14 @@ namespace upconv3d {
 /// \param sm90 the SM90 plan
 std::string library_advantage(const Problem& problem, const Device& device, const Plan& sm90);
 
+/// Whether a library plan in NCDHW is expected to be quicker with x and w copied channels last first, and the
+/// result transposed by the launch that normalizes it, than with cuDNN's own copies.
+bool library_copies_operands(const Problem& problem, const Device& device);
+
+/// Whether this plan does that.
+inline bool copies_operands(const Problem& problem, const Plan& plan) {
+  return plan.algorithm == Algorithm::kCudaLibrary && plan.conv_layout == Layout::kNDHWC &&
+         problem.y_layout == Layout::kNCDHW;
+}
+
 }  // namespace upconv3d

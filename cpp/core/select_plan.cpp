@@ -82,8 +82,13 @@ Plan cuda_library_plan(const Problem& p, const Device& device, const std::string
   plan.activation = p.dtype;
   plan.keeps_conv = for_training && keeps_library_conv(p);
   plan.activation_in_y = !p.tail.returns_conv && !plan.keeps_conv;
-  plan.stages = {"aten::convolution"};
-  if (held_tiles(p, plan.conv_layout, device.compute_capability)) {
+  if (!for_training && library_copies_operands(p, device)) plan.conv_layout = Layout::kNDHWC;
+  if (copies_operands(p, plan)) {
+    plan.stages = {"channels_last_copies"};
+    plan.activation_in_y = false;
+  }
+  plan.stages.push_back("aten::convolution");
+  if (held_cut(p, plan.conv_layout, device.compute_capability)) {
     plan.stages.push_back("activation_group_norm_held");
   } else if (p.tail.norm) {
     plan.stages.insert(plan.stages.end(),

@@ -15,6 +15,7 @@
 #include "cuda/forward_sm80.hpp"
 #include "cuda/group_norm/group_norm.hpp"
 #include "cuda/group_norm/held_norm.hpp"
+#include "cuda/layout/channels_last.hpp"
 #include "cuda/layout/unpack_rows.hpp"
 #include "cuda/packed_operands.hpp"
 #include "cuda/stage_range.hpp"
@@ -74,16 +75,15 @@ struct LibraryWorkspace {
   void* held;      // held_part_bytes
   std::int64_t bytes;
 
-  /// \param tiles held_tiles of the call
-  LibraryWorkspace(const Problem& problem, const Plan& plan, const std::optional<HeldTiles>& tiles,
-                   void* base) {
+  /// \param cut held_cut of the call
+  LibraryWorkspace(const Problem& problem, const Plan& plan, const std::optional<HeldCut>& cut, void* base) {
     Carver carver(base);
     const std::int64_t stat = problem.tail.norm ? stat_size(problem) : 0;
     part = carver.take(problem.n * plan.tiles * problem.k * 2 * stat);
     table = carver.take(3 * problem.n * problem.k * stat);
     finalize = carver.take(
         problem.tail.norm ? finalize_scratch_bytes(group_norm_shape(problem, plan), problem.dtype) : 0);
-    held = carver.take(tiles ? held_part_bytes(problem.n, problem.num_groups, *tiles) : 0);
+    held = carver.take(cut ? held_part_bytes(problem.n, problem.num_groups, *cut) : 0);
     bytes = carver.used();
   }
 };
@@ -245,11 +245,12 @@ bool has_aligned_rows(const ForwardTensors& tensors) {
 }
 
 /// Everything after PyTorch's convolution in one launch.
-void run_held(const Problem& problem, const HeldTiles& tiles, const Device& device,
+void run_held(const Problem& problem, const Plan& plan, const HeldCut& cut, const Device& device,
               const ForwardTensors& tensors, void* part, cudaStream_t stream) {
   HeldNormParams params;
   params.max_blocks = device.sm_count;  // a block that waits may be all that fits a multiprocessor
-  params.tiles = tiles;
+  params.cut = cut;
+  params.y_planes = problem.y_layout == Layout::kNCDHW && plan.conv_layout == Layout::kNDHWC;
   params.n = problem.n;
   params.k = problem.k;
   params.positions = problem.positions();
@@ -272,10 +273,10 @@ void run_held(const Problem& problem, const HeldTiles& tiles, const Device& devi
 /// in one launch where that can be.
 void run_library(const Problem& problem, const Plan& plan, const Device& device,
                  const ForwardTensors& tensors, cudaStream_t stream) {
-  const std::optional<HeldTiles> tiles = held_tiles(problem, plan.conv_layout, device.compute_capability);
-  const LibraryWorkspace workspace(problem, plan, tiles, tensors.workspace);
-  if (tiles && has_aligned_rows(tensors)) {
-    return run_held(problem, *tiles, device, tensors, workspace.held, stream);
+  const std::optional<HeldCut> cut = held_cut(problem, plan.conv_layout, device.compute_capability);
+  const LibraryWorkspace workspace(problem, plan, cut, tensors.workspace);
+  if (cut && has_aligned_rows(tensors)) {
+    return run_held(problem, plan, *cut, device, tensors, workspace.held, stream);
   }
   NormalizeParams normalize = normalize_params(problem, plan, tensors);
   normalize.before = activation_params(problem.tail, problem.tail.before(), tensors);
@@ -295,6 +296,15 @@ void run_library(const Problem& problem, const Plan& plan, const Device& device,
 
 }  // namespace
 
+void copy_operands(const Problem& problem, const void* x, void* x_to, const void* w, void* w_to,
+                   cudaStream_t stream) {
+  const ChannelsLastCopy of_x = {problem.n, problem.c, volume(problem.in), x, x_to};
+  const ChannelsLastCopy of_w = {w_to ? problem.c : 0, group_outputs(problem), volume(problem.kernel), w,
+                                 w_to};
+  const StageRange range("upconv3d::channels_last_copies");
+  launch_channels_last_copies({of_x, of_w}, problem.dtype, stream);
+}
+
 void complete_plan(const Problem& problem, const Device& device, Plan& plan) {
   if (plan.algorithm == Algorithm::kCudaLibrary && problem.n > 0 && problem.tail.norm) {
     plan.tile_positions = activation_moments_tile_positions(problem.n, problem.k, problem.positions(),
@@ -308,8 +318,8 @@ void complete_plan(const Problem& problem, const Device& device, Plan& plan) {
   } else if (plan.algorithm == Algorithm::kSm80ImplicitGemm) {
     plan.workspace_bytes = sm80_workspace_bytes(problem, plan);
   } else {
-    const auto tiles = held_tiles(problem, plan.conv_layout, device.compute_capability);
-    plan.workspace_bytes = LibraryWorkspace(problem, plan, tiles, nullptr).bytes;
+    const auto cut = held_cut(problem, plan.conv_layout, device.compute_capability);
+    plan.workspace_bytes = LibraryWorkspace(problem, plan, cut, nullptr).bytes;
   }
 }
 

@@ -35,6 +35,11 @@ struct ForwardTensors {
 void run_forward(const Problem& problem, const Plan& plan, const Device& device,
                  const ForwardTensors& tensors, cudaStream_t stream, LaunchMemo* memo = nullptr);
 
+/// Where the library plan copies its operands (core/library_plan.hpp): x [N,C,D,H,W] dtype to x_to
+/// [N,D,H,W,C], and w [C,K/groups,T,R,S] dtype to w_to [C,T,R,S,K/groups] unless that is null. Asynchronous.
+void copy_operands(const Problem& problem, const void* x, void* x_to, const void* w, void* w_to,
+                   cudaStream_t stream);
+
 /// Fills in what depends on the CUDA kernels: tile_positions and tiles of the library plan, and
 /// workspace_bytes. To be called on every plan of select_plan for a CUDA device, before run_forward.
 void complete_plan(const Problem& problem, const Device& device, Plan& plan);

@@ -3,6 +3,7 @@
 /// core/held_norm.hpp and core/library_plan.hpp: which convolutions one launch normalizes, how they are cut,
 /// and when that is worth PyTorch's convolution. Without torch or CUDA.
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -35,7 +36,7 @@ Problem of_size(std::int64_t n, std::int64_t k, std::int64_t positions, std::int
 /// tile.
 void test_tiles_of(const Problem& p, int capability) {
   const std::string what = concat("tiles on ", capability, " of ", describe(p));
-  const std::optional<HeldTiles> found = held_tiles(p, Layout::kNDHWC, capability);
+  const std::optional<HeldTiles> found = held_tiles(p, capability);
   if (!found) return;
   const HeldTiles& t = *found;
   const std::int64_t lanes = 16 / size_of(p.dtype), rows = p.positions() / t.fold;
@@ -50,8 +51,30 @@ void test_tiles_of(const Problem& p, int capability) {
   expect(t.tiles == 1 || p.n * t.slabs * t.tiles <= 128, what + ": blocks that wait run at once");
 }
 
+/// Tiles cover every value of a group once, in stretches that start on the group's own vectors.
+/// \return whether there are any
+bool test_planes_of(Problem p, int capability) {
+  p.x_layout = p.y_layout = Layout::kNCDHW;
+  const std::string what = concat("planes on ", capability, " of ", describe(p));
+  const std::optional<HeldPlanes> found = held_planes(p, capability);
+  if (!found) return false;
+  const HeldPlanes& t = *found;
+  const std::int64_t lanes = 16 / size_of(p.dtype), values = p.k / p.num_groups * p.positions();
+  expect(t.tiles * t.tile_values >= values && (t.tiles - 1) * t.tile_values < values, what + ": values");
+  expect(t.tiles == 1 || (t.tile_values % lanes == 0 && t.teams == 1), what + ": tiles");
+  expect(t.threads() <= 512 && t.team_threads >= 32 && (t.team_threads & (t.team_threads - 1)) == 0,
+         what + ": threads");
+  const std::int64_t offset = p.positions() % lanes == 0 ? 0 : lanes - 1;
+  expect(t.loads * t.team_threads * lanes >= offset + t.tile_values, what + ": loads");
+  expect(t.channels >= std::min(p.k / p.num_groups, (t.tile_values - 1) / p.positions() + 1),
+         what + ": channels");
+  expect(t.shared_bytes() <= held_shared_limit(capability), what + ": shared memory");
+  expect(t.tiles == 1 || p.n * p.num_groups * t.tiles <= 128, what + ": blocks that wait run at once");
+  return true;
+}
+
 void test_tiles() {
-  int held = 0, waiting = 0;
+  int held = 0, waiting = 0, planes = 0;
   for (const std::int64_t n : {1, 2, 64}) {
     for (const std::int64_t k : {1, 2, 8, 12, 20, 64, 128, 320, 1024, 4096}) {
       for (const std::int64_t groups : {1, 2, 4, 8, 32, 320, 1024}) {
@@ -61,7 +84,8 @@ void test_tiles() {
             for (const int capability : {80, 86, 90}) {
               const Problem p = of_size(n, k, positions, groups, dtype);
               test_tiles_of(p, capability);
-              const auto tiles = held_tiles(p, Layout::kNDHWC, capability);
+              planes += test_planes_of(p, capability);
+              const auto tiles = held_tiles(p, capability);
               held += tiles.has_value(), waiting += tiles && tiles->tiles > 1;
             }
           }
@@ -69,16 +93,27 @@ void test_tiles() {
       }
     }
   }
+  expect(planes > held / 2, concat(planes, " held in NCDHW"));
   expect(waiting > 100 && held - waiting > 100, concat(held, " held, ", waiting, " of them waiting"));
 }
 
 void test_what_is_held() {
   const auto is_held = [](const Problem& p, Layout layout = Layout::kNDHWC, int capability = 90) {
-    return held_tiles(p, layout, capability).has_value();
+    return held_cut(p, layout, capability).has_value();
+  };
+  const auto in_planes = [](Problem p) {
+    p.x_layout = p.y_layout = Layout::kNCDHW;
+    return p;
   };
   const Problem small = of_size(2, 64, 4096, 8);
   expect(is_held(small), "a small block");
-  expect(!is_held(small, Layout::kNCDHW), "NCDHW takes three passes");
+  expect(!is_held(small, Layout::kNCDHW), "a result in NCDHW that y is to have in the other order");
+  expect(is_held(in_planes(small), Layout::kNCDHW), "NCDHW");
+  expect(is_held(in_planes(small)), "NDHWC that y is to have in NCDHW");
+  expect(is_held(in_planes(of_size(2, 12, 4097, 3)), Layout::kNCDHW),
+         "channels of no whole vectors in NCDHW");
+  expect(!is_held(in_planes(of_size(2, 12, 4096, 3))),
+         "channels that end within a vector are not transposed");
   expect(!is_held(small, Layout::kNDHWC, 75), "before 8.0");
   expect(!is_held(of_size(2, 64, 4096 * 32, 8)), "33 MB");
   expect(!is_held(of_size(2, 12, 4097, 3)),
@@ -95,7 +130,7 @@ void test_what_is_held() {
   p.tail.activation = Activation::kGelu;
   p.tail.order = Order::kNormAct;
   expect(is_held(p), "gelu after the normalization");
-  const auto instance_norm = held_tiles(of_size(2, 320, 512, 320), Layout::kNDHWC, 90);
+  const auto instance_norm = held_tiles(of_size(2, 320, 512, 320), 90);
   expect(instance_norm && instance_norm->tiles == 1 && instance_norm->slabs == 20,
          "groups of one channel, in slabs whose blocks need not wait");
 }
@@ -124,7 +159,19 @@ void test_choice() {
   expect(!is_library([](Problem& p) { p.tail.returns_conv = true, p.tail.order = Order::kNormAct; }),
          "PyTorch adds a returned convolution's bias in a pass of its own");
   expect(!is_library([](Problem& p) { p.dtype = DType::kFloat32; }), "ieee has no tensor cores in cuDNN");
-  expect(!is_library([](Problem& p) { p.x_layout = p.y_layout = Layout::kNCDHW; }), "NCDHW");
+  const auto ncdhw = [](Problem& p) { p.x_layout = p.y_layout = Layout::kNCDHW; };
+  const Plan copied = plan_of(ncdhw);
+  expect(copied.algorithm == Algorithm::kCudaLibrary && copied.conv_layout == Layout::kNDHWC &&
+             copied.stages.front() == "channels_last_copies" &&
+             copied.stages.back() == "activation_group_norm_held" && has_part(copied.reason, "with copies"),
+         "NCDHW: " + copied.reason);
+  const Plan pointwise = plan_of([&](Problem& p) {
+    ncdhw(p);
+    p.c = p.k = 256, p.in = {64, 64, 5}, p.kernel = {1, 1, 1}, p.padding = {0, 0, 0};
+  });
+  expect(pointwise.algorithm == Algorithm::kCudaLibrary && pointwise.conv_layout == Layout::kNCDHW &&
+             pointwise.stages.size() == 2,
+         "pointwise convolutions of NCDHW need no copies: " + pointwise.reason);
   expect(!is_library([](Problem& p) { p.x_layout = Layout::kNCDHW; }), "x would be copied");
   expect(!is_library([](Problem& p) { p.c = 516; }), "channels in eights");
   expect(!is_library([](Problem& p) { p.c = 24; }), "fewer channels than were compared");

@@ -13,6 +13,8 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include "comparisons.hpp"
@@ -43,25 +45,36 @@ Problem problem_of(const Case& c) {
   p.in = {c.positions, 1, 1}, p.kernel = {1, 1, 1};
   p.num_groups = c.num_groups;
   p.dtype = c.dtype;
-  p.x_layout = p.y_layout = Layout::kNDHWC;
+  p.x_layout = p.y_layout = c.y_layout;
   return p;
+}
+
+/// What a failure says of the cut.
+std::string cut_text(const HeldCut& cut) {
+  if (const auto* const t = std::get_if<HeldTiles>(&cut)) {
+    return " tiles=" + std::to_string(t->tiles) + " slabs=" + std::to_string(t->slabs) +
+           " fold=" + std::to_string(t->fold);
+  }
+  const HeldPlanes& t = std::get<HeldPlanes>(cut);
+  return " tiles=" + std::to_string(t.tiles) + " of " + std::to_string(t.tile_values) +
+         " teams=" + std::to_string(t.teams) + "*" + std::to_string(t.team_threads);
 }
 
 /// What the launcher takes of a case, in device memory.
 struct CaseBuffers {
-  HeldTiles tiles;
+  HeldCut cut;
   Buffer c, y, bias, gamma, beta, slopes, part;
 
-  CaseBuffers(const Case& at, const Reference& ref, const HeldTiles& tiles_of_case)
-      : tiles(tiles_of_case),
+  CaseBuffers(const Case& at, const Reference& ref, const HeldCut& cut_of_case)
+      : cut(cut_of_case),
         c(at.n * at.k * at.positions * size_of(at.dtype)),
         y(c.bytes()),
         bias(at.k * size_of(at.dtype)),
         gamma(bias.bytes()),
         beta(bias.bytes()),
         slopes(bias.bytes()),
-        part(held_part_bytes(at.n, at.num_groups, tiles)) {
-    upload(c.data(), in_layout(at, Layout::kNDHWC, ref.c), at.dtype);
+        part(held_part_bytes(at.n, at.num_groups, cut)) {
+    upload(c.data(), in_layout(at, at.layout, ref.c), at.dtype);
     upload(bias.data(), ref.bias, at.dtype);
     upload(gamma.data(), ref.gamma, at.dtype);
     upload(beta.data(), ref.beta, at.dtype);
@@ -73,7 +86,7 @@ struct CaseBuffers {
   }
 
   HeldNormParams params(const Case& at, double eps) const {
-    return {.tiles = tiles,
+    return {.cut = cut,
             .n = at.n,
             .k = at.k,
             .positions = at.positions,
@@ -82,6 +95,7 @@ struct CaseBuffers {
             .eps = eps,
             .before = activation(at, at.before),
             .after = activation(at, at.after),
+            .y_planes = at.layout != at.y_layout,
             .c = c.data(),
             .bias = at.has_bias ? bias.data() : nullptr,
             .gamma = at.affine ? gamma.data() : nullptr,
@@ -91,14 +105,14 @@ struct CaseBuffers {
   }
 };
 
-/// Against the reference; then the same bits with as many blocks as a small device holds, and in place.
-void run_case(const Case& at, const HeldTiles& tiles) {
+/// Against the reference; then the same bits with as many blocks as a small device holds, and in place where
+/// nothing is transposed.
+void run_case(const Case& at, const HeldCut& cut) {
   const double eps = 1e-5;
   const Reference ref = make_reference(at, eps);
-  const CaseBuffers on(at, ref, tiles);
+  const CaseBuffers on(at, ref, cut);
   HeldNormParams params = on.params(at, eps);
-  const std::string what = describe(at) + " tiles=" + std::to_string(tiles.tiles) +
-                           " slabs=" + std::to_string(tiles.slabs) + " fold=" + std::to_string(tiles.fold);
+  const std::string what = describe(at) + cut_text(cut);
   launch_held_norm(params, nullptr);
   check(cudaDeviceSynchronize(), what);
   check_y(at, ref, download(on.y.data(), at.n * at.k * at.positions, at.dtype), stat_roundoff(at), eps);
@@ -111,9 +125,11 @@ void run_case(const Case& at, const HeldTiles& tiles) {
            "the same bits from " + std::to_string(blocks) + " blocks: " + what);
   }
   params.max_blocks = 0;
-  params.y = on.c.data();
-  launch_held_norm(params, nullptr);
-  expect(once == download_bytes(on.c.data(), on.c.bytes()), "in place: " + what);
+  if (!params.y_planes) {
+    params.y = on.c.data();
+    launch_held_norm(params, nullptr);
+    expect(once == download_bytes(on.c.data(), on.c.bytes()), "in place: " + what);
+  }
   check(cudaDeviceSynchronize(), "waiting for the kernel under test");
   for (const Buffer* buffer : {&on.c, &on.y, &on.part}) {
     expect(buffer->pads_intact(), "wrote outside a buffer: " + what);
@@ -125,11 +141,39 @@ struct Shape {
 };
 // Blocks that wait for each other and blocks that do not; groups of less than a vector, of one and a half and
 // of many; channels that are no whole vectors; rows that no row lane has; instance norm; one group.
-constexpr Shape kShapes[] = {{2, 16, 60, 4},     {3, 64, 264, 8},  {1, 128, 129, 1},   {2, 24, 77, 2},
-                             {2, 320, 512, 320}, {1, 64, 4913, 8}, {2, 64, 3375, 2},   {2, 2, 4096, 2},
-                             {1, 2, 65536, 2},   {1, 12, 8194, 3}, {2, 36, 4100, 3},   {1, 512, 3375, 512},
-                             {1, 512, 833, 8},   {64, 512, 64, 8}, {1, 256, 5120, 32}, {1, 2048, 65, 4},
-                             {2, 96, 2197, 96},  {1, 1, 33000, 1}, {1, 40, 20011, 5},  {5, 8, 4096, 1}};
+constexpr Shape kShapes[] = {{2, 16, 60, 4},     {3, 64, 264, 8},   {1, 128, 129, 1},   {2, 24, 77, 2},
+                             {2, 320, 512, 320}, {1, 64, 4913, 8},  {2, 64, 3375, 2},   {2, 2, 4096, 2},
+                             {1, 2, 65536, 2},   {1, 12, 8194, 3},  {2, 36, 4100, 3},   {1, 512, 3375, 512},
+                             {1, 512, 833, 8},   {64, 512, 64, 8},  {1, 256, 5120, 32}, {1, 2048, 65, 4},
+                             {2, 96, 2197, 96},  {1, 1, 33000, 1},  {1, 40, 20011, 5},  {5, 8, 4096, 1},
+                             {3, 48, 3, 4},      {2, 64, 1, 8},     {2, 640, 27, 640},  {1, 32, 49153, 8},
+                             {1, 6, 200003, 2},  {4, 320, 112, 320}};
+
+/// How many cases there were of each kind.
+struct Kinds {
+  int waiting = 0, alone = 0, folded = 0, transposed = 0, planes_waiting = 0, planes_alone = 0, teams = 0;
+
+  void count(const HeldCut& cut, bool transposes) {
+    transposed += transposes;
+    if (const auto* const t = std::get_if<HeldTiles>(&cut)) {
+      waiting += t->tiles > 1, alone += t->tiles == 1, folded += t->fold > 1;
+      return;
+    }
+    const HeldPlanes& t = std::get<HeldPlanes>(cut);
+    planes_waiting += t.tiles > 1, planes_alone += t.tiles == 1, teams += t.teams > 1;
+  }
+  void expect_all() const {
+    std::string text;
+    for (const int kind : {waiting, alone, folded, transposed, planes_waiting, planes_alone, teams}) {
+      text += " " + std::to_string(kind);
+    }
+    std::printf("cases that wait, do not, fold, transpose; planes that wait, do not, in teams:%s\n",
+                text.c_str());
+    expect(waiting > 20 && alone > 20 && folded > 5 && transposed > 40 && planes_waiting > 20 &&
+               planes_alone > 20 && teams > 5,
+           "cases of every kind:" + text);
+  }
+};
 
 void run_cases() {
   const int capability = compute_capability();
@@ -137,12 +181,17 @@ void run_cases() {
   constexpr Activation kActivations[] = {Activation::kNone,     Activation::kRelu, Activation::kLeakyRelu,
                                          Activation::kElu,      Activation::kSilu, Activation::kGelu,
                                          Activation::kGeluTanh, Activation::kPrelu};
-  int turn = 0, waiting = 0, alone = 0, folded = 0;
+  int turn = 0;
+  Kinds kinds;
   const auto run = [&](Case c) {
-    const std::optional<HeldTiles> tiles = held_tiles(problem_of(c), Layout::kNDHWC, capability);
-    if (!tiles) return;
-    waiting += tiles->tiles > 1, alone += tiles->tiles == 1, folded += tiles->fold > 1;
-    run_case(c, *tiles);
+    constexpr Layout kRows = Layout::kNDHWC, kPlanes = Layout::kNCDHW;
+    for (const auto& [from, to] : {std::pair{kRows, kRows}, {kPlanes, kPlanes}, {kRows, kPlanes}}) {
+      c.layout = from, c.y_layout = to;
+      const std::optional<HeldCut> cut = held_cut(problem_of(c), from, capability);
+      if (!cut) continue;
+      kinds.count(*cut, from != to);
+      run_case(c, *cut);
+    }
   };
   for (const Shape& s : kShapes) {
     for (const DType dtype : kDTypes) {
@@ -166,9 +215,7 @@ void run_cases() {
     special.special = value;
     run(special);
   }
-  expect(waiting > 20 && alone > 20 && folded > 5, "cases of every kind: " + std::to_string(waiting) +
-                                                       " wait, " + std::to_string(alone) + " do not, " +
-                                                       std::to_string(folded) + " fold");
+  kinds.expect_all();
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 ///
 ///   c    [N,Z,P,Q,K]  dtype  PyTorch's convolution, without bias
 ///   part [N,G,tiles]  float2 (mean, M2) of before(c + bias), where a group is in several tiles
-///   y    [N,Z,P,Q,K]  dtype  after(group_norm(before(c + bias))); may be c itself
+///   y    [N,Z,P,Q,K]  dtype  after(group_norm(before(c + bias))); may be c itself; or [N,K,Z,P,Q], and not c
 ///
 /// A block copies its tile (core/held_norm.hpp) to shared memory, all loads on the way at once, and reads it
 /// there three times: c crosses L2 once. A tile's sums are taken for its means, then for the squares about
@@ -20,34 +20,27 @@
 
 #include <cstdint>
 
-#include "cuda/group_norm/element.cuh"
+#include "cuda/group_norm/held_moments.cuh"
 #include "cuda/group_norm/pending.cuh"
 
 namespace upconv3d::cuda {
 
-inline constexpr int kMaxHeldThreads = 512;
-
-/// Elements of a 16-byte vector.
-template <class T>
-constexpr int kLanes = kAccessBytes / sizeof(T);
-
-/// Counts are 32-bit: the values are 16 MB at most.
+/// Counts are 32-bit: the values are few (core/held_norm.cpp).
 template <class T>
 struct HeldArgs {
-  const T* c;                    // [N,Z,P,Q,K] T
-  const T* bias;                 // [K] T, or null
-  const T* gamma;                // [K] T, or null
-  const T* beta;                 // [K] T, or null
-  T* y;                          // as c
-  float2* part;                  // [N,G,tiles] mean, M2
-  double eps;                    // activation units squared
-  float tile_count, last_count;  // values of a group in a tile, and in the last one
-  float tile_share, last_share;  // their inverses
-  double group_share;            // that of all values of a group
-  ActivationParams activation;   // the only one, with AnyPending alone
-  float parameter;               // activation.parameter
-  bool norm_first;               // with AnyPending: whether the normalization precedes it
-  int num_groups, slabs, tiles;
+  const T* c;      // [N,Z,P,Q,K] T
+  const T* bias;   // [K] T, or null
+  const T* gamma;  // [K] T, or null
+  const T* beta;   // [K] T, or null
+  T* y;            // as c, or in the other order
+  float2* part;    // [N,G,tiles] mean, M2
+  double eps;      // activation units squared
+  TileCounts counts;
+  ActivationParams activation;  // the only one, with AnyPending alone
+  float parameter;              // activation.parameter
+  bool norm_first;              // with AnyPending: whether the normalization precedes it
+  bool y_planes;                // whether y lies [N,K,Z,P,Q], and is transposed on the way there
+  int num_groups, slabs;
   int work;         // tiles of all samples and slabs
   int sample_rows;  // of fold positions each
   int tile_rows, columns, row_lanes;
@@ -57,6 +50,7 @@ struct HeldArgs {
   int slot_shift;     // log2 of the lanes of a slot
   int slot_rows;      // rows of a slot, which with a fold take turns
   bool shares_warps;  // whether the rows of a warp are added up before they take a slot
+  int wide;           // with y_planes: columns of a warp's stores, a power of two that divides all
   int group_lanes;    // threads that merge a group, a power of two up to 32
   int held_bytes, slots_bytes;
 };
@@ -90,8 +84,8 @@ struct HeldTile {
 
   template <class T>
   __device__ HeldTile(const HeldArgs<T>& args, unsigned work) {
-    const unsigned sample_slab = work / args.tiles, row_lane = threadIdx.x / args.columns;
-    tile = work - sample_slab * args.tiles;
+    const unsigned sample_slab = work / args.counts.tiles, row_lane = threadIdx.x / args.columns;
+    tile = work - sample_slab * args.counts.tiles;
     sample = sample_slab / args.slabs;
     slab = sample_slab - sample * args.slabs;
     row = row_lane;
@@ -204,11 +198,16 @@ struct HeldChannels {
     if (Input::kDecidesLater && !args.norm_first) activate_here(args, tile, v);
   }
 
-  __device__ __forceinline__ uint4 normalized(const HeldArgs<T>& args, const HeldTile& tile,
-                                              float (&v)[kLanes<T>]) const {
+  __device__ __forceinline__ void normalize(const HeldArgs<T>& args, const HeldTile& tile,
+                                            float (&v)[kLanes<T>]) const {
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) v[j] = (v[j] - mean[j]) * scale[j] + shift[j];
     if (Input::kDecidesLater && args.norm_first) activate_here(args, tile, v);
+  }
+
+  __device__ __forceinline__ uint4 normalized(const HeldArgs<T>& args, const HeldTile& tile,
+                                              float (&v)[kLanes<T>]) const {
+    normalize(args, tile, v);
     Vector<T, kLanes<T>> y;
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) y.at[j] = from_stat<T>(v[j]);
@@ -270,14 +269,6 @@ __device__ __forceinline__ void leave_in_slots(const HeldArgs<T>& args, const He
   });
 }
 
-/// Sum over `lanes` neighbouring threads, a power of two of them.
-template <class Value>
-__device__ __forceinline__ Value lanes_sum(Value value, int lanes) {
-#pragma unroll 1
-  for (int other = lanes / 2; other > 0; other /= 2) value += __shfl_xor_sync(0xffffffffu, value, other);
-  return value;
-}
-
 /// Calls body(group, lane) for every group of the slab, whole warps at a time: threads for which there is no
 /// group left get the number of one behind the last.
 template <class T, class Body>
@@ -290,32 +281,25 @@ __device__ __forceinline__ void for_each_group(const HeldArgs<T>& args, Body bod
   }
 }
 
-/// 1/sqrt(value) to a double's accuracy but for its last bits: a float's, then one step of Newton's.
-__device__ __forceinline__ double inverse_root(double value) {
-  const double root = rsqrtf(static_cast<float>(value));
-  return root == 0.0 ? 0.0 : root * (1.5 - 0.5 * value * root * root);  // of infinity 0, not NaN
-}
-
 /// From a group's moments to y = (v - mean)*scale + shift of its channels, as group_norm_finalize has it.
 template <class T>
 __device__ __forceinline__ void fill_table(const HeldArgs<T>& args, const HeldShared& shared, int group,
                                            int lane, double mean, double m2) {
   if (group == args.slab_groups) return;
-  const double rstd = inverse_root(fmax(m2, 0.0) * args.group_share + args.eps);
+  const double rstd = inverse_deviation(m2, args.counts, args.eps);
   const float rounded = static_cast<float>(mean);
   const int begin = group * args.group_channels;
 #pragma unroll 1
   for (int i = begin + lane; i < begin + args.group_channels; i += args.group_lanes) {
-    const double scale = shared.scale[i] * rstd;
     shared.mean[i] = rounded;
-    shared.scale[i] = static_cast<float>(scale);
-    shared.shift[i] = static_cast<float>(shared.shift[i] - (mean - static_cast<double>(rounded)) * scale);
+    finish_channel(mean, rounded, rstd, shared.scale[i], shared.shift[i]);
   }
 }
 
 template <class T>
 __device__ __forceinline__ float2* parts_of(const HeldArgs<T>& args, const HeldTile& tile, int group) {
-  return args.part + (tile.sample * args.num_groups + tile.slab * args.slab_groups + group) * args.tiles;
+  return args.part +
+         (tile.sample * args.num_groups + tile.slab * args.slab_groups + group) * args.counts.tiles;
 }
 
 /// Adds up the slots of each group: its mean, for the next round; then M2, and where the tile is all of the
@@ -333,11 +317,11 @@ __device__ __forceinline__ void merge_slots_of_groups(const HeldArgs<T>& args, c
     if (group == args.slab_groups) return;
     const int begin = group * args.group_channels;
     if (!squares) {
-      const float mean = sum * (tile.tile == args.tiles - 1 ? args.last_share : args.tile_share);
+      const float mean = sum * args.counts.share(tile.tile);
 #pragma unroll 1
       for (int i = begin + lane; i < begin + args.group_channels; i += args.group_lanes)
         shared.mean[i] = mean;
-    } else if (args.tiles == 1) {
+    } else if (args.counts.tiles == 1) {
       fill_table(args, shared, group, lane, shared.mean[begin], sum);
     } else if (lane == 0) {
       parts_of(args, tile, group)[tile.tile] = {shared.mean[begin], sum};
@@ -345,40 +329,13 @@ __device__ __forceinline__ void merge_slots_of_groups(const HeldArgs<T>& args, c
   });
 }
 
-/// Merges the tiles of each group. What is added up are distances from the first tile's mean, so that a mean
-/// far from 0 costs no digits.
 template <class T>
 __device__ __forceinline__ void merge_tiles_of_groups(const HeldArgs<T>& args, const HeldTile& tile,
                                                       const HeldShared& shared) {
   for_each_group(args, [&](int group, int lane) {
-    // In double: where the first tile is the outlier, all others' squares about its mean cancel.
-    double sum = 0, squares = 0;
-    float pivot = 0;
-    if (group < args.slab_groups) {
-      const float2* const from = parts_of(args, tile, group);
-      pivot = from->x;
-#pragma unroll 1
-      for (int first = lane; first < args.tiles; first += kLoadsInFlight * args.group_lanes) {
-        float2 part[kLoadsInFlight];
-#pragma unroll
-        for (int i = 0; i < kLoadsInFlight; ++i) {
-          part[i] = from[min(first + i * args.group_lanes, args.tiles - 1)];
-        }
-#pragma unroll
-        for (int i = 0; i < kLoadsInFlight; ++i) {
-          const int at = first + i * args.group_lanes;
-          const float count = at == args.tiles - 1 ? args.last_count : args.tile_count;
-          const double distance = static_cast<double>(part[i].x) - pivot;
-          // A part behind the last one, which was read twice, must not count, were it infinite.
-          sum += at < args.tiles ? count * distance : 0.0;
-          squares += at < args.tiles ? part[i].y + (count * distance) * distance : 0.0;
-        }
-      }
-    }
-    sum = lanes_sum(sum, args.group_lanes);
-    squares = lanes_sum(squares, args.group_lanes);
-    const double distance = sum * args.group_share;
-    fill_table(args, shared, group, lane, pivot + distance, squares - sum * distance);
+    const float2* const from = group < args.slab_groups ? parts_of(args, tile, group) : nullptr;
+    const GroupMoments moments = merge_tiles(from, args.counts, lane, args.group_lanes);
+    fill_table(args, shared, group, lane, moments.mean, moments.m2);
   });
 }
 
@@ -415,6 +372,38 @@ __device__ __forceinline__ void normalize_tile(const HeldArgs<T>& args, const He
   }
 }
 
+/// The same into y [N,K,Z,P,Q]. A warp takes `wide` columns of as many rows as it has lanes left: of its
+/// stores, one per channel, neighbouring lanes fill a sector, and it reads what other threads brought.
+template <class T, class Input>
+__device__ __forceinline__ void normalize_tile_to_planes(const HeldArgs<T>& args, const HeldTile& tile,
+                                                         const HeldShared& shared) {
+  const int wide = args.wide, warp_rows = 32 / wide, lane = threadIdx.x % 32;
+  const int blocks_across = args.columns / wide;
+  const int rows = min(args.tile_rows, args.sample_rows - tile.tile * args.tile_rows);
+  const int work = blocks_across * ((rows + warp_rows - 1) / warp_rows);
+  HeldTile mine = tile;
+#pragma unroll 1
+  for (int at = threadIdx.x / 32; at < work; at += blockDim.x / 32) {
+    const int down = at / blocks_across, row = down * warp_rows + lane / wide;
+    if (row >= rows) continue;
+    const int column = (at - down * blocks_across) * wide + lane % wide;
+    mine.channel = column * kLanes<T>;
+    mine.count = 1;
+    const HeldChannels<T, Input> channels(args, mine, shared);
+    const int load = row / args.row_lanes;
+    const uint4 word = shared.held[load * blockDim.x + (row - load * args.row_lanes) * args.columns + column];
+    float v[kLanes<T>];
+    channels.pending(args, mine, word, v);
+    channels.normalize(args, mine, v);
+    T* const to =
+        args.y +
+        ((tile.sample * args.slabs + tile.slab) * args.slab_channels + mine.channel) * args.sample_rows +
+        tile.tile * args.tile_rows + row;
+#pragma unroll
+    for (int j = 0; j < kLanes<T>; ++j) to[j * args.sample_rows] = from_stat<T>(v[j]);
+  }
+}
+
 template <class T, class Input>
 __global__ void __launch_bounds__(kMaxHeldThreads, 1) activation_group_norm_held(const HeldArgs<T> args) {
   extern __shared__ __align__(kAccessBytes) char raw_shared[];
@@ -425,7 +414,7 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1) activation_group_norm_held
   for (unsigned at = blockIdx.x; at < work; at += gridDim.x) {
     take_tile_moments<T, Input>(args, HeldTile(args, at), shared);
   }
-  if (args.tiles > 1) cooperative_groups::this_grid().sync();
+  if (args.counts.tiles > 1) cooperative_groups::this_grid().sync();
 #pragma unroll 1
   for (unsigned at = blockIdx.x; at < work; at += gridDim.x) {
     const HeldTile tile(args, at);
@@ -436,11 +425,15 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1) activation_group_norm_held
       __pipeline_wait_prior(0);
       __syncthreads();
     }
-    if (args.tiles > 1) {
+    if (args.counts.tiles > 1) {
       merge_tiles_of_groups(args, tile, shared);
       __syncthreads();
     }
-    normalize_tile<T, Input>(args, tile, shared);
+    if (args.y_planes) {
+      normalize_tile_to_planes<T, Input>(args, tile, shared);
+    } else {
+      normalize_tile<T, Input>(args, tile, shared);
+    }
   }
 }
 

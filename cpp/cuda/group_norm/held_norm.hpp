@@ -15,7 +15,7 @@ namespace upconv3d::cuda {
 
 /// y = after(group_norm(before(c + bias))), one of before and after being none at least.
 struct HeldNormParams {
-  HeldTiles tiles;
+  HeldCut cut;                    // held_cut of the layout of c
   std::int64_t n = 0;             // samples
   std::int64_t k = 0;             // channels
   std::int64_t positions = 0;     // Z*P*Q
@@ -23,17 +23,18 @@ struct HeldNormParams {
   DType dtype = DType::kFloat32;  // of all tensors; not float64
   double eps = 0.0;               // activation units squared
   ActivationParams before = {}, after = {};
-  const void* c = nullptr;      // [N,Z,P,Q,K] dtype, dense, 16-byte aligned
+  bool y_planes = false;    // HeldTiles: y lies [N,K,Z,P,Q]
+  const void* c = nullptr;  // HeldTiles: [N,Z,P,Q,K], HeldPlanes: [N,K,Z,P,Q] dtype, dense, 16-byte aligned
   const void* bias = nullptr;   // [K] dtype, or null
   const void* gamma = nullptr;  // [K] dtype, or null for 1
   const void* beta = nullptr;   // [K] dtype, or null for 0
-  void* y = nullptr;            // as c, or c itself
+  void* y = nullptr;            // as c, or c itself unless it lies in another order
   void* part = nullptr;         // held_part_bytes, 16-byte aligned
   int max_blocks = 0;           // as on a device that holds no more at once; 0: the device's own
 };
 
 /// Partial moments, [N,G,tiles,2] float, where blocks wait for each other.
-std::int64_t held_part_bytes(std::int64_t n, std::int64_t num_groups, const HeldTiles& tiles);
+std::int64_t held_part_bytes(std::int64_t n, std::int64_t num_groups, const HeldCut& cut);
 
 /// Asynchronous. The same bits whatever the number of multiprocessors.
 /// \throws std::invalid_argument for a dtype or an activation that has no kernel, std::runtime_error where

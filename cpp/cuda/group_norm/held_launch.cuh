@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// Host side that both forms of activation_group_norm_held share.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/held_norm.hpp"
+#include "cuda/conv_transpose/cooperative_launch.hpp"
+#include "cuda/group_norm/held_norm.hpp"
+#include "cuda/group_norm/pending.cuh"
+#include "cuda/reserved_shared_memory.hpp"
+
+namespace upconv3d::cuda {
+
+void launch_held_tiles(const HeldNormParams& params, const HeldTiles& tiles, cudaStream_t stream);
+void launch_held_planes(const HeldNormParams& params, const HeldPlanes& planes, cudaStream_t stream);
+
+/// Fills in what both kernels' arguments have by the same names.
+template <class Args>
+void fill_common(const HeldNormParams& params, Args& args) {
+  using T = std::remove_pointer_t<decltype(args.y)>;
+  args.c = static_cast<const T*>(params.c);
+  args.bias = static_cast<const T*>(params.bias);
+  args.gamma = static_cast<const T*>(params.gamma);
+  args.beta = static_cast<const T*>(params.beta);
+  args.y = static_cast<T*>(params.y);
+  args.part = static_cast<float2*>(params.part);
+  args.eps = params.eps;
+  args.norm_first = params.before.kind == Activation::kNone;
+  args.activation = args.norm_first ? params.after : params.before;
+  args.parameter = static_cast<float>(args.activation.parameter);
+}
+
+/// Calls visit(type_identity<T>{}, type_identity<Input>{}) with the element type and what is due of a value.
+template <class Visit>
+void with_held_kernel(const HeldNormParams& params, Visit&& visit) {
+  const auto with_input = [&](auto element) {
+    if (params.after.kind == Activation::kNone && params.before.kind == Activation::kRelu) {
+      visit(element, std::type_identity<AfterBias<ReluActivation>>{});
+    } else if (params.after.kind == Activation::kNone && params.before.kind == Activation::kNone) {
+      visit(element, std::type_identity<AfterBias<NoActivation>>{});
+    } else {
+      visit(element, std::type_identity<AnyPending>{});
+    }
+  };
+  with_element(params.dtype, [&](auto element) {
+    if constexpr (sizeof(typename decltype(element)::type) == 8) {
+      throw std::invalid_argument(
+          "upconv3d: values held by one launch are float32, bfloat16 or float16; got float64. Take the three "
+          "passes of group_norm.hpp.");
+    } else {
+      with_input(element);
+    }
+  });
+}
+
+/// How one kernel is launched.
+struct HeldShape {
+  int work;     // blocks that hold all values
+  int threads;  // of a block
+  int shared_bytes;
+  bool waits;  // whether blocks wait for each other
+};
+
+/// \param reserved static, the kernel's own
+template <class Args>
+void launch_held_kernel(const char* name, void (*kernel)(Args), Args& args, const HeldShape& shape,
+                        ReservedSharedMemory& reserved, int max_blocks, cudaStream_t stream) {
+  constexpr int kUnasked = 48 * 1024;  // bytes that kernels get
+  if (shape.shared_bytes > kUnasked) {
+    int device = 0, most = 0;
+    check(cudaGetDevice(&device), "asking for the current device");
+    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), name);
+    reserved.ensure(name, reinterpret_cast<const void*>(kernel), most);
+  }
+  if (!shape.waits) {
+    kernel<<<static_cast<unsigned>(shape.work), static_cast<unsigned>(shape.threads),
+             static_cast<unsigned>(shape.shared_bytes), stream>>>(args);
+    return check_launch(name);
+  }
+  const int blocks = max_blocks > 0 ? std::min(max_blocks, shape.work) : shape.work;
+  launch_cooperative(name, reinterpret_cast<const void*>(kernel), &args,
+                     {blocks, shape.threads, shape.shared_bytes}, stream, [](int) {});
+}
+
+}  // namespace upconv3d::cuda

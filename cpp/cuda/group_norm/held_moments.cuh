@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// What both forms of activation_group_norm_held share: sums over threads, and the merging of tiles.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/group_norm/element.cuh"
+
+namespace upconv3d::cuda {
+
+inline constexpr int kMaxHeldThreads = 512;
+
+/// Elements of a 16-byte vector.
+template <class T>
+constexpr int kLanes = kAccessBytes / sizeof(T);
+
+/// Sum over `lanes` neighbouring threads, a power of two of them.
+template <class Value>
+__device__ __forceinline__ Value lanes_sum(Value value, int lanes) {
+#pragma unroll 1
+  for (int other = lanes / 2; other > 0; other /= 2) value += __shfl_xor_sync(0xffffffffu, value, other);
+  return value;
+}
+
+/// 1/sqrt(value) to a double's accuracy but for its last bits: a float's, then one step of Newton's.
+__device__ __forceinline__ double inverse_root(double value) {
+  const double root = rsqrtf(static_cast<float>(value));
+  return root == 0.0 ? 0.0 : root * (1.5 - 0.5 * value * root * root);  // of infinity 0, not NaN
+}
+
+/// Of a channel, from gamma and beta to what (v - rounded)*scale + shift multiplies by; shift holds the part
+/// of the mean that a float cannot.
+/// \param rounded mean as a float
+__device__ __forceinline__ void finish_channel(double mean, float rounded, double rstd, float& scale,
+                                               float& shift) {
+  const double product = scale * rstd;
+  scale = static_cast<float>(product);
+  shift = static_cast<float>(shift - (mean - static_cast<double>(rounded)) * product);
+}
+
+/// What is known of a group's tiles: all but the last have the same number of values.
+struct TileCounts {
+  float tile_count, last_count;  // values of a group in a tile, and in the last one
+  float tile_share, last_share;  // their inverses
+  double group_share;            // that of all values of a group
+  int tiles;                     // of a group
+
+  /// \param values of a tile, of the last one and of a group
+  static TileCounts of(double tile, double last, double group, int tiles) {
+    const auto narrow = [](double value) { return static_cast<float>(value); };
+    return {narrow(tile), narrow(last), narrow(1 / tile), narrow(1 / last), 1 / group, tiles};
+  }
+  __device__ __forceinline__ float share(int tile) const {
+    return tile == tiles - 1 ? last_share : tile_share;
+  }
+};
+
+struct GroupMoments {
+  double mean, m2;
+};
+
+/// Merges the tiles of a group by `lanes` neighbouring threads, all of which get the result. What is added up
+/// are distances from the first tile's mean, so that a mean far from 0 costs no digits.
+/// \param from [tiles] mean, M2; or null, of threads for which there is no group
+__device__ __forceinline__ GroupMoments merge_tiles(const float2* from, const TileCounts& counts, int lane,
+                                                    int lanes) {
+  // In double: where the first tile is the outlier, all others' squares about its mean cancel.
+  double sum = 0, squares = 0;
+  float pivot = 0;
+  if (from != nullptr) {
+    pivot = from->x;
+#pragma unroll 1
+    for (int first = lane; first < counts.tiles; first += kLoadsInFlight * lanes) {
+      float2 part[kLoadsInFlight];
+#pragma unroll
+      for (int i = 0; i < kLoadsInFlight; ++i) part[i] = from[min(first + i * lanes, counts.tiles - 1)];
+#pragma unroll
+      for (int i = 0; i < kLoadsInFlight; ++i) {
+        const int at = first + i * lanes;
+        const float count = at == counts.tiles - 1 ? counts.last_count : counts.tile_count;
+        const double distance = static_cast<double>(part[i].x) - pivot;
+        // A part behind the last one, which was read twice, must not count, were it infinite.
+        sum += at < counts.tiles ? count * distance : 0.0;
+        squares += at < counts.tiles ? part[i].y + (count * distance) * distance : 0.0;
+      }
+    }
+  }
+  sum = lanes_sum(sum, lanes);
+  squares = lanes_sum(squares, lanes);
+  const double distance = sum * counts.group_share;
+  return {pivot + distance, squares - sum * distance};
+}
+
+/// 1/sqrt(variance + eps) of a group.
+__device__ __forceinline__ double inverse_deviation(double m2, const TileCounts& counts, double eps) {
+  return inverse_root(fmax(m2, 0.0) * counts.group_share + eps);
+}
+
+}  // namespace upconv3d::cuda

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// channels_last_copies: x and w in the order in which cuDNN's convolutions need no copies of their own,
+/// which take a launch each.
+///
+///   from [batch,channels,positions]  dtype
+///   to   [batch,positions,channels]  dtype
+///
+/// A block takes one tile through shared memory, all its loads on the way at once. Tiles are at most 128
+/// bytes of positions wide, and as many channels as fill kTileValues: of kernels of few taps a tile is
+/// contiguous.
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "core/index_math.hpp"
+#include "cuda/check.hpp"
+#include "cuda/layout/channels_last.hpp"
+
+namespace upconv3d::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+/// Values of a tile: eight loads of a thread on the way, and a small block's operands fill the card.
+constexpr int kTileValues = 2048;
+constexpr int kRounds = kTileValues / kThreads;
+/// Of a row of positions that one warp reads.
+constexpr std::int64_t kRowBytes = 128;
+/// Channels of a tile are a multiple, so that what a warp writes is contiguous.
+constexpr std::int64_t kChannelUnit = 32;
+
+/// Of one tensor. Extents are 32-bit, offsets are not.
+template <class T>
+struct CopyArgs {
+  const T* from;
+  T* to;
+  unsigned channels, positions;
+  unsigned tile_channels, tile_positions;
+  unsigned per_position, per_channel;  // inverses of the tile's extents (quotient)
+  unsigned across, down;               // tiles along positions and along channels
+  unsigned first, tiles;               // blocks
+};
+
+template <class T>
+struct CopiesArgs {
+  CopyArgs<T> of[2];
+};
+
+/// i / extent for i < kTileValues by the extent's inverse, rounded up. That makes it too large by less than
+/// 1/1024, which shows with no extent up to 1024.
+constexpr int kInverseBits = 21;
+constexpr std::int64_t kMostExtent = 1024;
+__device__ __forceinline__ unsigned quotient(unsigned i, unsigned inverse) {
+  return i * inverse >> kInverseBits;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) channels_last_copies(const CopiesArgs<T> args) {
+  // One more per row, so that a column's values lie in different banks.
+  __shared__ T tile[kTileValues + kTileValues];
+  // A copy, not a reference: indexed parameters would go through local memory.
+  const CopyArgs<T> copy = blockIdx.x >= args.of[1].first ? args.of[1] : args.of[0];
+  const unsigned at = blockIdx.x - copy.first, above = at / copy.across, batch = above / copy.down;
+  const unsigned position = (at - above * copy.across) * copy.tile_positions;
+  const unsigned channel = (above - batch * copy.down) * copy.tile_channels;
+  const unsigned rows = min(copy.tile_channels, copy.channels - channel);
+  const unsigned columns = min(copy.tile_positions, copy.positions - position);
+  const unsigned pitch = copy.tile_positions | 1;
+  const std::uint64_t base = std::uint64_t{batch} * copy.channels * copy.positions;
+
+  const T* const from = copy.from + base + std::uint64_t{channel} * copy.positions + position;
+  T loaded[kRounds] = {};
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const unsigned i = threadIdx.x + round * kThreads;
+    const unsigned row = quotient(i, copy.per_position), column = i - row * copy.tile_positions;
+    if (row < rows && column < columns) loaded[round] = from[std::uint64_t{row} * copy.positions + column];
+  }
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const unsigned i = threadIdx.x + round * kThreads;
+    const unsigned row = quotient(i, copy.per_position), column = i - row * copy.tile_positions;
+    if (row < rows && column < columns) tile[row * pitch + column] = loaded[round];
+  }
+  __syncthreads();
+  T* const to = copy.to + base + std::uint64_t{position} * copy.channels + channel;
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const unsigned i = threadIdx.x + round * kThreads;
+    const unsigned column = quotient(i, copy.per_channel), row = i - column * copy.tile_channels;
+    if (row < rows && column < columns) {
+      to[std::uint64_t{column} * copy.channels + row] = tile[row * pitch + column];
+    }
+  }
+}
+
+template <class T>
+CopyArgs<T> copy_args(const ChannelsLastCopy& copy, std::int64_t first) {
+  const auto inverse = [](std::int64_t extent) {
+    return static_cast<unsigned>(ceil_div(std::int64_t{1} << kInverseBits, extent));
+  };
+  CopyArgs<T> args{};
+  args.first = static_cast<unsigned>(first);
+  args.from = static_cast<const T*>(copy.from);
+  args.to = static_cast<T*>(copy.to);
+  args.channels = static_cast<unsigned>(copy.channels);
+  args.positions = static_cast<unsigned>(copy.positions);
+  const std::int64_t wide = std::min<std::int64_t>(copy.positions, kRowBytes / sizeof(T));
+  const std::int64_t most = std::min(kTileValues / wide / kChannelUnit * kChannelUnit, kMostExtent);
+  const std::int64_t deep = std::min(ceil_div(copy.channels, kChannelUnit) * kChannelUnit, most);
+  args.tile_positions = static_cast<unsigned>(wide);
+  args.tile_channels = static_cast<unsigned>(deep);
+  args.per_position = inverse(wide);
+  args.per_channel = inverse(deep);
+  const std::int64_t across = ceil_div(copy.positions, wide), down = ceil_div(copy.channels, deep);
+  const std::int64_t tiles = copy.batch * across * down;
+  if (std::max({first + tiles, copy.channels, copy.positions}) > std::numeric_limits<std::int32_t>::max()) {
+    throw std::invalid_argument(
+        "upconv3d: a kernel runs at most 2147483647 blocks, and these extents are no larger either; got " +
+        std::to_string(first + tiles) + " blocks for " + std::to_string(copy.channels) + " channels of " +
+        std::to_string(copy.positions) + " positions. Split the batch.");
+  }
+  args.across = static_cast<unsigned>(across);
+  args.down = static_cast<unsigned>(down);
+  args.tiles = static_cast<unsigned>(tiles);
+  return args;
+}
+
+template <class T>
+void launch_copies(const std::array<ChannelsLastCopy, 2>& copies, cudaStream_t stream) {
+  CopiesArgs<T> args{};
+  std::int64_t blocks = 0;
+  for (int i = 0; i < 2; ++i) {
+    args.of[i].first = static_cast<unsigned>(blocks);
+    if (copies[i].batch == 0) continue;
+    args.of[i] = copy_args<T>(copies[i], blocks);
+    blocks += args.of[i].tiles;
+  }
+  if (blocks == 0) return;
+  channels_last_copies<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
+  check_launch("channels_last_copies");
+}
+
+}  // namespace
+
+void launch_channels_last_copies(const std::array<ChannelsLastCopy, 2>& copies, DType dtype,
+                                 cudaStream_t stream) {
+  switch (size_of(dtype)) {
+    case 4:
+      return launch_copies<std::uint32_t>(copies, stream);
+    case 2:
+      return launch_copies<std::uint16_t>(copies, stream);
+    default:
+      throw std::invalid_argument(
+          std::string("upconv3d: operands are copied channels last in 32 or 16 bits; got ") + name(dtype) +
+          ". Give them to PyTorch's convolution as they lie.");
+  }
+}
+
+}  // namespace upconv3d::cuda
