@@ -86,18 +86,18 @@ def test_autocast_asks_for_a_plan_once(monkeypatch):
             return {"plan": {"algorithm": "sm90_implicit_gemm" if fits else "cuda_library"}}
 
     monkeypatch.setattr(_autocast, "_C", Module)
-    monkeypatch.setattr(_autocast, "_takes_ours", {})
+    monkeypatch.setattr(_autocast, "_takes_sm90", {})
     settings = ((2, 2, 2), (0, 0, 0), (0, 0, 0), 1, (1, 1, 1), 2, 1e-5, "ieee")
     x = torch.zeros(1, 4, 2, 2, 2, dtype=torch.bfloat16)
     for k, expected in ((2, False), (8, True)):
         weight = torch.zeros(4, k, 2, 2, 2)
         for _ in range(3):
-            assert _autocast._takes_our_plan(x, weight, settings, True) is expected
+            assert _autocast._takes_sm90_plan(x, weight, settings) is expected
     assert len(asked) == 2
     assert all(a["input"]["dtype"] == "float32" and a["precision"] == "tf32" for a in asked)
     monkeypatch.setattr(_autocast, "_MOST_KINDS", 2)
-    _autocast._takes_our_plan(x[:, :, :1], weight, settings, True)
-    assert len(_autocast._takes_ours) == 1
+    _autocast._takes_sm90_plan(x[:, :, :1], weight, settings)
+    assert len(_autocast._takes_sm90) == 1
 
 
 @every_kind

@@ -30,34 +30,30 @@ def autocast_dtype(input: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-# Whether calls of a kind take a plan of ours in float32 "tf32". Asking takes longer than the block itself.
-_takes_ours: dict[tuple[Any, ...], bool] = {}
+# Whether calls of a kind take the SM90 plan in float32 "tf32". Asking takes longer than the block itself.
+_takes_sm90: dict[tuple[Any, ...], bool] = {}
 _MOST_KINDS = 1024  # beyond which all are forgotten, as where shapes never repeat
 
 
-def _takes_our_plan(input: Tensor, weight: Tensor, settings: tuple[Any, ...], recording: bool) -> bool:
-    kind = (input.shape, input.stride(), weight.shape, weight.stride(), input.device, settings, recording)
+def _takes_sm90_plan(input: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> bool:
+    kind = (input.shape, input.stride(), weight.shape, weight.stride(), input.device, settings)
     try:
-        found = _takes_ours.get(kind)
+        found = _takes_sm90.get(kind)
     except TypeError:  # a symbolic size, which has no hash
         return False
-    return _ask_for_plan(kind, input, weight, settings, recording) if found is None else found
+    return _ask_for_plan(kind, input, weight, settings) if found is None else found
 
 
-def _ask_for_plan(
-    kind: tuple[Any, ...], input: Tensor, weight: Tensor, settings: tuple[Any, ...], recording: bool
-) -> bool:
+def _ask_for_plan(kind: tuple[Any, ...], input: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> bool:
     stride, padding, output_padding, groups, dilation, num_groups, eps = settings[:7]
     convolution = (stride, padding, output_padding, groups, dilation)
     facts = block_facts(input, weight, None, *convolution, num_groups, None, None, eps, "tf32")
     facts["input"]["dtype"] = "float32"
     # The plan that a backward pass follows is the one that is more often the library's.
     found: bool = _C.explain(facts | {"training": True})["plan"]["algorithm"] == "sm90_implicit_gemm"
-    if not found and not recording:
-        found = _C.explain(facts)["plan"]["algorithm"] == "cuda_direct"
-    if len(_takes_ours) >= _MOST_KINDS:
-        _takes_ours.clear()
-    _takes_ours[kind] = found
+    if len(_takes_sm90) >= _MOST_KINDS:
+        _takes_sm90.clear()
+    _takes_sm90[kind] = found
     return found
 
 
@@ -81,8 +77,8 @@ def computes_in_float32(
 
     That plan multiplies in 16 bit too, in float16 with scales, which is more exact than either `low`, and its
     result is the float32 that autocast wants of a group norm. Six casts with their gradients are saved. (In
-    inference a small block may be cuDNN's TF32 then, which is more exact too, and so is that of the direct
-    plan.) cuDNN's convolution of the library plan is slower in float32, and casts as PyTorch does.
+    inference a small block may be cuDNN's TF32 then, which is more exact too.)
+    cuDNN's convolution of the library plan is slower in float32, and casts as PyTorch does.
 
     settings: begins with the fields of BlockArguments. recording: of float16 any size then, see three_calls.
     """
@@ -96,7 +92,7 @@ def computes_in_float32(
     positions = input.numel() // max(input.size(-4), 1) * stride[0] * stride[1] * stride[2]  # about
     values = positions * weight.size(1) * settings[3]
     fits = values <= most_values or (recording and low is torch.float16)
-    return fits and _takes_our_plan(input, weight, settings, recording)
+    return fits and _takes_sm90_plan(input, weight, settings)
 
 
 def graph_without_casts(tensors: Sequence[Tensor | None], low: torch.dtype, settings: Sequence[Any]) -> bool:
