@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/cpu_conv_layout.hpp"
+#include "core/direct_plan.hpp"
 #include "core/errors.hpp"
 #include "core/held_norm.hpp"
 #include "core/index_math.hpp"
@@ -25,11 +26,11 @@ bool is_sm90(const std::string& forced_plan) {
 }
 
 void require_known(const std::string& forced_plan) {
-  constexpr const char* kKnown[] = {"", "sm80", "sm90", "stored", "twice", "library"};
+  constexpr const char* kKnown[] = {"", "sm80", "sm90", "stored", "twice", "direct", "library"};
   if (std::find(std::begin(kKnown), std::end(kKnown), forced_plan) != std::end(kKnown)) return;
   throw ValueViolation(concat("upconv3d: UPCONV3D_PLAN must name a plan for CUDA devices; got \"",
                               forced_plan,
-                              "\". Set it to sm80, sm90, stored, twice or library, or unset it."));
+                              "\". Set it to sm80, sm90, stored, twice, direct or library, or unset it."));
 }
 
 /// Refuses a forced plan that cannot run.
@@ -130,6 +131,20 @@ bool backward_can_count(const Problem& p, const Plan& plan) {
          saturating_product(p.n, plan.tiles) <= kEnd;
 }
 
+/// The direct plan where it is asked for, or may run and is expected to be quicker than `other`, if that is
+/// the SM90 plan, or than the library plan.
+std::optional<Plan> choose_direct(const Problem& p, const Device& device, const Plan* other) {
+  const std::string& forced = device.forced_plan;
+  if (!forced.empty() && forced != "direct") return std::nullopt;
+  const std::string obstacle = direct_obstacle(p, device);
+  if (forced == "direct") require_no_obstacle(p, forced, obstacle);
+  if (!obstacle.empty()) return std::nullopt;
+  Plan plan = direct_plan(p, device);
+  if (forced == "direct") return plan;
+  const bool quicker = other ? beats_sm90(p, plan, *other) : beats_library(p, plan);
+  return quicker ? std::optional(plan) : std::nullopt;
+}
+
 /// \param keeps_activation whether a backward pass will want before(conv), or the convolution
 Plan choose(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances,
             bool keeps_activation) {
@@ -141,6 +156,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     // Whichever plan computed it: the forward pass of such a call is that of inference.
     return cuda_library_plan(problem, device, "the backward pass begins with the returned convolution", true);
   }
+  if (forced == "direct") return *choose_direct(problem, device, nullptr);
   std::optional<ConvInstance> instance;
   std::string reason = forced.empty() ? "" : "UPCONV3D_PLAN=" + forced;
   if (forced.empty() || is_sm90(forced)) {
@@ -160,9 +176,12 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
         require_no_obstacle(problem, forced, "nothing is normalized");
       }
       std::string disadvantage = forced.empty() ? sm90_disadvantage(problem, plan) : "";
-      // A backward pass reads what the SM90 plan keeps.
-      if (forced.empty() && disadvantage.empty() && !keeps_activation) {
-        disadvantage = library_advantage(problem, device, plan);
+      // A backward pass reads what the SM90 plan keeps, or PyTorch's convolution.
+      if (forced.empty() && !keeps_activation) {
+        const Plan* const other = disadvantage.empty() ? &plan : nullptr;
+        if (disadvantage.empty()) disadvantage = library_advantage(problem, device, plan);
+        const bool is_small = other && !disadvantage.empty();
+        if (const auto direct = choose_direct(problem, device, other); direct && !is_small) return *direct;
       }
       if (disadvantage.empty()) return plan;
       return cuda_library_plan(problem, device, "not the SM90 kernel: " + disadvantage, keeps_activation);
@@ -178,6 +197,9 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     if (!forced.empty()) require_no_obstacle(problem, forced, obstacle);
     if (instance) return sm80_plan(problem, device, *instance);
     reason += concat("; not the SM80 kernel: ", obstacle);
+  }
+  if (!keeps_activation) {
+    if (const auto direct = choose_direct(problem, device, nullptr)) return *direct;
   }
   return cuda_library_plan(problem, device, reason, keeps_activation);
 }
