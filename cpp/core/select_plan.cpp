@@ -131,18 +131,47 @@ bool backward_can_count(const Problem& p, const Plan& plan) {
          saturating_product(p.n, plan.tiles) <= kEnd;
 }
 
-/// The direct plan where it is asked for, or may run and is expected to be quicker than `other`, if that is
-/// the SM90 plan, or than the library plan.
-std::optional<Plan> choose_direct(const Problem& p, const Device& device, const Plan* other) {
-  const std::string& forced = device.forced_plan;
-  if (!forced.empty() && forced != "direct") return std::nullopt;
+/// The direct plan where it is expected to be quicker than `other`, if that is the SM90 plan, or than the
+/// library plan.
+/// \param reason why another plan does not run; that of the direct plan, or why it does not either, is added
+std::optional<Plan> choose_direct(const Problem& p, const Device& device, const Plan* other,
+                                  std::string& reason) {
+  if (!device.forced_plan.empty()) return std::nullopt;
+  const std::string separator = reason.empty() ? "" : "; ";
   const std::string obstacle = direct_obstacle(p, device);
-  if (forced == "direct") require_no_obstacle(p, forced, obstacle);
-  if (!obstacle.empty()) return std::nullopt;
+  if (!obstacle.empty()) {
+    reason += concat(separator, "not the direct kernel: ", obstacle);
+    return std::nullopt;
+  }
   Plan plan = direct_plan(p, device);
-  if (forced == "direct") return plan;
   const bool quicker = other ? beats_sm90(p, plan, *other) : beats_library(p, plan);
-  return quicker ? std::optional(plan) : std::nullopt;
+  if (!quicker) return std::nullopt;
+  plan.reason = concat(reason, separator, plan.reason);
+  return plan;
+}
+
+/// The direct plan, asked for by name.
+Plan forced_direct(const Problem& p, const Device& device) {
+  require_no_obstacle(p, device.forced_plan, direct_obstacle(p, device));
+  return direct_plan(p, device);
+}
+
+/// What is expected to be quicker than the SM90 plan, if anything and none is asked for.
+std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, const Plan& sm90,
+                                    bool keeps_activation) {
+  if (!device.forced_plan.empty()) return std::nullopt;
+  std::string disadvantage = sm90_disadvantage(p, sm90);
+  const bool is_slow = !disadvantage.empty();
+  // A backward pass reads what the SM90 plan keeps, or PyTorch's convolution.
+  if (!keeps_activation) {
+    if (!is_slow) disadvantage = library_advantage(p, device, sm90);
+    if (is_slow || disadvantage.empty()) {
+      std::string reason = is_slow ? "not the SM90 kernel: " + disadvantage : "";
+      if (auto direct = choose_direct(p, device, is_slow ? nullptr : &sm90, reason)) return direct;
+    }
+  }
+  if (disadvantage.empty()) return std::nullopt;
+  return cuda_library_plan(p, device, "not the SM90 kernel: " + disadvantage, keeps_activation);
 }
 
 /// \param keeps_activation whether a backward pass will want before(conv), or the convolution
@@ -156,7 +185,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     // Whichever plan computed it: the forward pass of such a call is that of inference.
     return cuda_library_plan(problem, device, "the backward pass begins with the returned convolution", true);
   }
-  if (forced == "direct") return *choose_direct(problem, device, nullptr);
+  if (forced == "direct") return forced_direct(problem, device);
   std::optional<ConvInstance> instance;
   std::string reason = forced.empty() ? "" : "UPCONV3D_PLAN=" + forced;
   if (forced.empty() || is_sm90(forced)) {
@@ -175,16 +204,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
       } else if (forced == "twice") {
         require_no_obstacle(problem, forced, "nothing is normalized");
       }
-      std::string disadvantage = forced.empty() ? sm90_disadvantage(problem, plan) : "";
-      // A backward pass reads what the SM90 plan keeps, or PyTorch's convolution.
-      if (forced.empty() && !keeps_activation) {
-        const Plan* const other = disadvantage.empty() ? &plan : nullptr;
-        if (disadvantage.empty()) disadvantage = library_advantage(problem, device, plan);
-        const bool is_small = other && !disadvantage.empty();
-        if (const auto direct = choose_direct(problem, device, other); direct && !is_small) return *direct;
-      }
-      if (disadvantage.empty()) return plan;
-      return cuda_library_plan(problem, device, "not the SM90 kernel: " + disadvantage, keeps_activation);
+      return instead_of_sm90(problem, device, plan, keeps_activation).value_or(plan);
     }
     reason = concat("not the SM90 kernel: ", obstacle);
   }
@@ -199,7 +219,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     reason += concat("; not the SM80 kernel: ", obstacle);
   }
   if (!keeps_activation) {
-    if (const auto direct = choose_direct(problem, device, nullptr)) return *direct;
+    if (const auto direct = choose_direct(problem, device, nullptr, reason)) return *direct;
   }
   return cuda_library_plan(problem, device, reason, keeps_activation);
 }

@@ -29,11 +29,11 @@ __device__ __forceinline__ bool is_below(int index, int end) {
 }
 
 /// Blocks of a multiprocessor that registers are to allow. Of k3 a thread holds 27 weights per channel, of k5
-/// 27 inputs, of k7 64.
-template <int kTaps>
-inline constexpr int kDepthwiseBlocks = kTaps == 3   ? 4
+/// 27 inputs, of k7 64; and activations other than ReLU take some.
+template <int kTaps, int kChannels, bool kPlain>
+inline constexpr int kDepthwiseBlocks = kTaps == 7   ? 2
                                         : kTaps == 5 ? 3
-                                                     : 2;
+                                                     : (kChannels == 1 ? 5 : (kPlain ? 4 : 3));
 
 /// The weights of a block's channels: [taps/kTogether][lanes_c][kTogether][kChannels] float, zero behind the
 /// last tap.
@@ -271,7 +271,7 @@ struct CellOutputs {
 /// \param args all of them; table and y, or part and counts
 /// \tparam kPlain as of DirectChannels
 template <class T, int kTaps, int kChannels, bool kPlain, bool kMoments>
-__global__ void __launch_bounds__(kDirectThreads, kDepthwiseBlocks<kTaps>)
+__global__ void __launch_bounds__(kDirectThreads, kDepthwiseBlocks<kTaps, kChannels, kPlain>)
     conv_transpose_depthwise(const __grid_constant__ DirectArgs<T> args) {
   extern __shared__ float4 weights[];
   const DirectShare share = direct_share(args);

@@ -21,6 +21,9 @@
 
 namespace upconv3d::cuda {
 
+/// Blocks of a multiprocessor that registers are to allow: for sums of 8 channels by 4 columns, and addresses.
+inline constexpr int kAnyTapsBlocks = 3;
+
 /// The taps that reach a phase of an axis: tap begin + i*tap_step reads input cell + input + i*input_step,
 /// i < count. The steps are the axis's alone.
 struct PhaseTaps {
@@ -175,7 +178,7 @@ __device__ __forceinline__ void store_columns(T* to, int step, int channel_step,
 /// \param args all of them; table and y, or part and counts
 /// \tparam kPlain as of DirectChannels
 template <class T, int kChannels, bool kPlain, bool kMoments>
-__global__ void __launch_bounds__(kDirectThreads)
+__global__ void __launch_bounds__(kDirectThreads, kAnyTapsBlocks)
     conv_transpose_any_taps(const __grid_constant__ DirectArgs<T> args) {
   extern __shared__ float4 shared[];
   const DirectShare share = direct_share(args);

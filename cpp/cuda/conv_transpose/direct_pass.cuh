@@ -85,9 +85,13 @@ __device__ __forceinline__ int positions_of_cells(const DirectArgs<T>& args, int
 
 /// The larger of both; NaN if v is.
 __device__ __forceinline__ float at_least(float v, float low) {
+#if __CUDA_ARCH__ >= 800
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(v), "f"(low));
   return result;
+#else
+  return v < low ? low : v;
+#endif
 }
 
 /// Moments of a thread's values as sums of their distances to a pivot, the mean of the first values. With n
