@@ -5,7 +5,10 @@
 #include <bit>
 #include <limits>
 #include <map>
+#include <mutex>
 #include <stdexcept>
+#include <tuple>
+#include <utility>
 
 #include "core/index_math.hpp"
 #include "core/text.hpp"
@@ -320,14 +323,39 @@ std::string few_channels_obstacle(const Problem& p, const Device& device, FewCha
   return "";
 }
 
-FewChannelsLayout few_channels_layout(const Problem& p) {
-  FewChannelsLayout layout;
-  const std::string obstacle = few_channels_shape_obstacle(p, layout);
+namespace {
+
+/// Whether a layout of one problem is that of the other.
+bool same_layout(const Problem& a, const Problem& b) {
+  const auto key = [](const Problem& p) {
+    return std::tie(p.n, p.c, p.k, p.in, p.kernel, p.stride, p.padding, p.output_padding, p.dilation,
+                    p.groups, p.dtype, p.precision, p.x_layout, p.x_aligned, p.operation, p.tail.norm,
+                    p.tail.has_skip, p.tail.returns_conv);
+  };
+  return key(a) == key(b);
+}
+
+}  // namespace
+
+std::shared_ptr<const FewChannelsLayout> few_channels_layout(const Problem& p) {
+  using Known = std::pair<Problem, std::shared_ptr<const FewChannelsLayout>>;
+  constexpr std::size_t kRemembered = 32;  // blocks of a network
+  static std::mutex mutex;
+  static std::vector<Known> known;
+  static std::size_t next = 0;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found =
+      std::find_if(known.begin(), known.end(), [&p](const Known& k) { return same_layout(k.first, p); });
+  if (found != known.end()) return found->second;
+  const auto layout = std::make_shared<FewChannelsLayout>();
+  const std::string obstacle = few_channels_shape_obstacle(p, *layout);
   if (!obstacle.empty()) {
     throw std::logic_error(
         concat("upconv3d: conv_transpose_few_channels_sm80 must be able to run the block; got ", describe(p),
                ", but ", obstacle, ". select_plan must choose another plan."));
   }
+  if (known.size() < kRemembered) known.emplace_back();
+  known[next++ % kRemembered] = {p, layout};
   return layout;
 }
 

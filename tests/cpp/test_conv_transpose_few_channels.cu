@@ -38,7 +38,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 constexpr Extent3 kNone = {0, 0, 0}, kOnes = {1, 1, 1}, kTwos = {2, 2, 2};
 
-enum class Values { kIntegers, kFractions, kInfinity };
+enum class Values { kIntegers, kFractions, kInfinity, kFarFromZero };
 
 struct Case {
   std::int64_t n, c, k;
@@ -68,6 +68,7 @@ const Case kCases[] = {
     {2, 16, 20, {6, 7, 5}, {2, 3, 2}, {2, 1, 2}, {0, 2, 1}, {0, 0, 1}, {3, 2, 1}, 4},
     {40, 16, 8, {9, 9, 17}, kTwos, kTwos, kNone, kNone, kOnes, 4},
     {2, 33, 16, {6, 5, 8}, {3, 3, 3}, kTwos, kOnes, kOnes, kOnes, 8, Values::kFractions},
+    {1, 4, 16, {8, 8, 8}, kTwos, kTwos, kNone, kNone, kOnes, 16, Values::kFarFromZero},
     {2, 3, 16, {5, 5, 9}, {3, 3, 3}, kTwos, kOnes, kOnes, kOnes, 16, Values::kInfinity},
     {1, 8, 16, {5, 5, 9}, {3, 3, 3}, kOnes, kOnes, kNone, kOnes, 16, Values::kInfinity},
 };
@@ -118,6 +119,10 @@ struct Operands {
     if (c.values == Values::kFractions) {
       for (double& v : x) v = double(float(v + double(next_random(state) % 1000) / 997));
       for (double& v : w) v = double(float(v / 3));
+    }
+    if (c.values == Values::kFarFromZero) {
+      // Means some hundred times the deviations.
+      for (double& v : bias) v += 1024;
     }
     if (c.values == Values::kInfinity) {
       for (double& v : x) v = v < 0 ? 0 : v;
@@ -249,13 +254,13 @@ std::vector<T> run(const Case& c, const Problem& p, const Operands& from, int or
 
 /// The first disagreement, or "".
 template <class T>
-std::string compare(const Problem& p, const std::vector<T>& y, std::vector<double> reference) {
+std::string compare(const Problem& p, const std::vector<T>& y, std::vector<double> reference, double slack) {
   if (p.y_layout == Layout::kNCDHW) reference = planes(reference, p.n, p.k);
   const double roundoff = kDType<T> == DType::kFloat32 ? 0 : kDType<T> == DType::kFloat16 ? 0x1p-11 : 0x1p-8;
   for (std::size_t i = 0; i < y.size(); ++i) {
     const double got = double(float(y[i])), want = reference[i];
     if (std::isnan(got) && std::isnan(want)) continue;
-    if (std::abs(got - want) <= 3e-5 + (1.01 * roundoff + 1e-5) * std::abs(want)) continue;
+    if (std::abs(got - want) <= slack + (1.01 * roundoff + 1e-5) * std::abs(want)) continue;
     return concat("y[", i, "] is ", got, ", not ", want);
   }
   return "";
@@ -272,12 +277,13 @@ std::vector<Tail> all_tails(std::int64_t k) {
 }
 
 struct Counts {
-  int passed = 0, failed = 0, number = 0;
+  int passed = 0, failed = 0, refused = 0, number = 0;
 };
 
 template <class T>
 void check_case(const Case& c, Counts& counts) {
-  if (c.values != Values::kIntegers && kDType<T> != DType::kFloat32 && c.values != Values::kInfinity) return;
+  const bool needs_float = c.values == Values::kFractions || c.values == Values::kFarFromZero;
+  if (needs_float && kDType<T> != DType::kFloat32) return;
   std::uint64_t state = 88172645463325252u + counts.number;
   const Operands operands(c, kDType<T> == DType::kFloat32, state);
   const std::vector<Tail> tails = all_tails(c.k);
@@ -286,10 +292,17 @@ void check_case(const Case& c, Counts& counts) {
       const int number = counts.number++;
       const Tail tail = c.values == Values::kInfinity ? Tail{} : tails[number % tails.size()];
       const Problem p = problem_of(c, kDType<T>, x_layout, y_layout, tail);
+      FewChannelsLayout layout;
+      const std::string obstacle = few_channels_shape_obstacle(p, layout);
       std::string failure;
+      if (!obstacle.empty()) {
+        ++counts.refused;
+        continue;
+      }
       try {
         const std::vector<T> y = run<T>(c, p, operands, number % kWeightOrders);
-        failure = compare(p, y, expected(p, operands));
+        // One rounding of the mean counts for more where it is far from zero.
+        failure = compare(p, y, expected(p, operands), c.values == Values::kFarFromZero ? 2e-3 : 3e-5);
         const std::vector<T> again = run<T>(c, p, operands, number % kWeightOrders);
         if (failure.empty() && std::memcmp(y.data(), again.data(), y.size() * sizeof(T)) != 0) {
           failure = "a second run gives other bits";
@@ -313,6 +326,8 @@ int main() {
     check_case<__half>(c, counts);
     check_case<float>(c, counts);
   }
-  std::printf("%d passed, %d failed\n", counts.passed, counts.failed);
-  return counts.failed == 0 ? 0 : 1;
+  std::printf("%d passed, %d failed, %d do not fit into shared memory\n", counts.passed, counts.failed,
+              counts.refused);
+  // Two cases of float, whose weights take more than a block's shared memory.
+  return counts.failed == 0 && counts.refused <= 8 ? 0 : 1;
 }
