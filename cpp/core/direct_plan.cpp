@@ -55,30 +55,33 @@ struct Work {
   }
 };
 
-/// Products and all else of a value, of both passes.
-double direct_compute(const Problem& p, const DirectTiling& tiling, const Work& work) {
-  constexpr double kPerValue = 5, kDepthwisePerValue = 0.8;
-  if (tiling.depthwise) {
-    const double per_product = p.kernel[0] == 3 ? 0.13 : 0.16;
-    return work.outputs * (kDepthwisePerValue + per_product * work.products);
-  }
-  // A thread loads an input for each of the channels that it computes from it.
-  const double per_product = tiling.vector == 8   ? 0.55
-                             : tiling.vector == 4 ? 1.0
-                             : tiling.vector == 2 ? 1.6
-                                                  : 4;
-  // Its neighbours' inputs lie as far apart as an input has channels.
-  const bool apart = tiling.shared_inputs && tiling.vector == 2 && p.x_layout == Layout::kNDHWC;
-  return work.outputs * (kPerValue + per_product * work.products * (apart ? 2.5 : 1));
+/// conv_transpose_depthwise, both passes.
+double depthwise_us(const Problem& p, const Work& work) {
+  constexpr double kPerValue = 0.8;
+  const double per_product = p.kernel[0] == 3 ? 0.13 : 0.16;
+  return work.outputs * (kPerValue + per_product * work.products);
+}
+
+/// conv_transpose_any_taps, both passes. Each input that a thread loads serves the channels that it computes.
+double any_taps_us(const Problem& p, const DirectTiling& tiling, const Work& work) {
+  constexpr double kPerValue = 1.5, kSlow = 20;
+  const bool in_rows = p.x_layout == Layout::kNDHWC;
+  double per_product = 4;
+  if (tiling.vector == 8) per_product = in_rows && group_inputs(p) <= 4 ? 0.4 : 0.55;
+  if (tiling.vector == 4) per_product = 1;
+  // Neighbours' inputs lie as far apart as an input has channels.
+  if (tiling.vector == 2) per_product = in_rows ? 4 : 1.6;
+  return kSlow + work.outputs * (kPerValue + per_product * work.products);
 }
 
 double direct_us(const Problem& p, const DirectTiling& tiling) {
   constexpr double kLaunches = 20, kLaunch = 8;
   const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(p.dtype)) * kPerMs;
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype)) * kPerMs;
-  const double compute = direct_compute(p, tiling, Work(p));
-  if (!p.tail.norm) return kLaunch + std::max(compute / 2, x + y);
-  return kLaunches + std::max(compute / 2, x) + std::max(compute / 2, x + y);
+  const Work work(p);
+  const double compute = (tiling.depthwise ? depthwise_us(p, work) : any_taps_us(p, tiling, work)) / 2;
+  if (!p.tail.norm) return kLaunch + std::max(compute, x + y);
+  return kLaunches + std::max(compute, x) + std::max(compute, x + y);
 }
 
 /// cuDNN's convolution, benchmarked.
