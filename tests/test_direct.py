@@ -97,7 +97,7 @@ def direct_random(device):
         kernel = tuple(rng.randint(1, 4) for _ in range(3))
         stride = tuple(rng.randint(1, 3) for _ in range(3))
         dilation = tuple(rng.randint(1, 2) for _ in range(3))
-        padding = tuple(rng.randint(0, d * (t - 1)) for d, t in zip(dilation, kernel, strict=True))
+        padding = tuple(rng.randint(0, d * (t - 1) // 2) for d, t in zip(dilation, kernel, strict=True))
         extent = tuple(rng.randint(4, 9) for _ in range(3))
         dtype = rng.choice(DTYPES)
         block = make_block(
@@ -156,7 +156,8 @@ def direct_hostile(device):
             check_like_eager(far.channels_last() if layout == "NDHWC" else far)
             outlier = replace(far, input=far.input.clone())
             outlier.input[:, :, 0, 0, 0] = 1e6
-            check_like_eager(outlier.channels_last() if layout == "NDHWC" else outlier)
+            # An outlier among a thread's first values costs its moments some of the last bits.
+            check_like_eager(outlier.channels_last() if layout == "NDHWC" else outlier, floor_factor=4)
 
 
 def direct_tails(device):

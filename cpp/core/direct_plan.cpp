@@ -43,40 +43,72 @@ bool fits_32_bits(const Problem& p) {
   return true;
 }
 
-double outputs(const Problem& p) {
-  return static_cast<double>(p.n * p.k) * static_cast<double>(p.positions());
-}
+// Times in us of an H200 with L2 cold, fitted to 20 blocks of one to three dtypes and orders
+// (perf/NOTES.md, "Few inputs per output").
 
-/// Time of both passes and of what merges the moments in between, in ms on an H200.
-double estimated_ms(const Problem& p, const DirectTiling& tiling) {
-  // Multiplications, and what else a value takes: at 132 multiprocessors of 128 lanes, 1.7 GHz, two of three
-  // cycles used.
-  constexpr double kPerMs = 132 * 128 * 1.7e6 * 0.66, kPerValue = 5;
-  const double per_product = tiling.depthwise ? 1.3 : 1.0 + 12.0 / (1.0 + tiling.vector);
-  const double instructions = (p.useful_flops() / 2 * per_product + kPerValue * outputs(p)) / kPerMs;
-  const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(p.dtype));
-  const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype));
-  constexpr double kLaunch = 0.004;
-  const double output_pass = std::max(instructions, x + 1.2 * y) + kLaunch;
-  if (!p.tail.norm) return output_pass;
-  return std::max(instructions, x) + kLaunch + kLaunch + output_pass;
-}
+constexpr double kMillion = 1e6, kPerMs = 1e3;
 
-/// cuDNN's convolution and our passes after it, in ms on an H200.
-double library_ms(const Problem& p) {
-  constexpr double kLaunch = 0.02;
-  const double products = p.useful_flops() / 2;
-  double convolution = products / 100e6;
-  if (p.groups == 1) {
-    // Channels fill its tiles as they do ours.
-    const auto padded = [](std::int64_t channels, std::int64_t unit) {
-      return static_cast<double>(ceil_div(channels, unit) * unit) / static_cast<double>(channels);
-    };
-    const double per_ms = size_of(p.dtype) == 2 ? 100e9 : p.precision == Precision::kTF32 ? 60e9 : 15e9;
-    convolution = products * padded(p.c, 32) * padded(p.k, 64) / per_ms;
+/// The work of a convolution.
+struct Work {
+  double outputs;   // millions of values
+  double products;  // per value, those with an input
+  explicit Work(const Problem& p) {
+    outputs = static_cast<double>(p.n * p.k) * static_cast<double>(p.positions()) / kMillion;
+    products = p.useful_flops() / 2 / kMillion / outputs;
   }
-  const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype));
-  return kLaunch + convolution + y + (p.tail.norm ? 3 * y : 0);
+};
+
+/// conv_transpose_depthwise, both passes.
+double depthwise_us(const Problem& p, const Work& work) {
+  constexpr double kPerValue = 0.8;
+  const double per_product = p.kernel[0] == 3 ? 0.13 : 0.16;
+  return work.outputs * (kPerValue + per_product * work.products);
+}
+
+/// conv_transpose_any_taps, both passes. Each input that a thread loads serves the channels that it computes.
+double any_taps_us(const Problem& p, const DirectTiling& tiling, const Work& work) {
+  constexpr double kPerValue = 1.5, kSlow = 20;
+  const bool in_rows = p.x_layout == Layout::kNDHWC;
+  double per_product = 4;
+  if (tiling.vector == 8) per_product = in_rows && group_inputs(p) <= 4 ? 0.4 : 0.55;
+  if (tiling.vector == 4) per_product = 1;
+  // Neighbours' inputs lie as far apart as an input has channels.
+  if (tiling.vector == 2) per_product = in_rows ? 4 : 1.6;
+  return kSlow + work.outputs * (kPerValue + per_product * work.products);
+}
+
+double direct_us(const Problem& p, const DirectTiling& tiling) {
+  constexpr double kLaunches = 20, kLaunch = 8;
+  const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(p.dtype)) * kPerMs;
+  const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype)) * kPerMs;
+  const Work work(p);
+  const double compute = (tiling.depthwise ? depthwise_us(p, work) : any_taps_us(p, tiling, work)) / 2;
+  if (!p.tail.norm) return kLaunch + std::max(compute, x + y);
+  return kLaunches + std::max(compute, x) + std::max(compute, x + y);
+}
+
+/// cuDNN's convolution, benchmarked.
+double library_convolution_us(const Problem& p, const Work& work) {
+  const bool half_width = size_of(p.dtype) == 2;
+  if (p.groups > 1 && group_inputs(p) > 1) return work.outputs * (half_width ? 8 : 34);
+  if (p.groups > 1) {
+    if (p.stride == Extent3{1, 1, 1}) return work.outputs * 1.2 * work.products;
+    return work.outputs * (half_width ? 15 + 1.5 * work.products : 10 + 7 * work.products);
+  }
+  // Channels fill its tiles as they do ours: few of them take as long as 32.
+  const double positions = work.outputs / static_cast<double>(p.k);
+  const double per_position = !half_width ? 175 : p.x_layout == Layout::kNDHWC ? 85 : 130;
+  const double per_gflop = half_width ? 1.6 : p.precision == Precision::kTF32 ? 3.5 : 20;
+  constexpr double kTile = 64;
+  return per_position * positions * std::max(1.0, static_cast<double>(p.k) / kTile) +
+         per_gflop * p.useful_flops() * 1e-9;
+}
+
+/// That and our passes after it.
+double library_us(const Problem& p) {
+  constexpr double kConvolution = 12, kPasses = 10;
+  const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype)) * kPerMs;
+  return kConvolution + kPasses + library_convolution_us(p, Work(p)) + (p.tail.norm ? 3 : 2) * y;
 }
 
 }  // namespace
@@ -112,7 +144,7 @@ std::string cuda_cores_obstacle(const Problem& p) {
 Plan cuda_cores_plan(const Problem& p) {
   const DirectTiling tiling = direct_tiling(p);
   Plan plan;
-  plan.estimated_direct_ms = estimated_ms(p, tiling);
+  plan.estimated_direct_ms = direct_us(p, tiling) / kPerMs;
   plan.reason = "few inputs per output";
   const char* kernel = tiling.depthwise ? "conv_transpose_depthwise" : "conv_transpose_any_taps";
   if (p.tail.norm) {
@@ -164,7 +196,7 @@ Plan direct_plan(const Problem& p, const Device& device) {
 }
 
 bool beats_library(const Problem& p, const Plan& direct) {
-  return p.n > 0 && direct.estimated_direct_ms < library_ms(p);
+  return p.n > 0 && direct.estimated_direct_ms < library_us(p) / kPerMs;
 }
 
 bool beats_sm90(const Problem& p, const Plan& direct, const Plan& sm90) {

@@ -23,28 +23,30 @@ int lanes_for(std::int64_t count, int most) {
 bool is_depthwise(const Problem& p) {
   const std::int64_t taps = p.kernel[0];
   const bool cubic = p.kernel == Extent3{taps, taps, taps} && p.stride == Extent3{2, 2, 2};
-  const bool whole = p.y_layout == Layout::kNCDHW || (p.k % 2 == 0 && p.x_aligned);
-  return p.groups == p.c && p.c == p.k && p.x_layout == p.y_layout && whole && cubic &&
-         (taps == 3 || taps == 5 || taps == 7) && p.dilation == Extent3{1, 1, 1};
+  return p.groups == p.c && p.c == p.k && cubic && (taps == 3 || taps == 5 || taps == 7) &&
+         p.dilation == Extent3{1, 1, 1};
 }
 
-/// Channels of a thread, which it stores side by side. With weights from shared memory, eight values of x
-/// times one weight of each are enough to keep the multipliers busy.
+/// Channels of a thread, which it stores side by side.
 int channel_vector(const Problem& p, bool depthwise) {
-  if (depthwise) return p.y_layout == Layout::kNDHWC ? 2 : 1;
+  if (depthwise) {
+    // Of more taps than 3, a thread has registers for the inputs of one channel.
+    const bool pairs = p.x_layout == Layout::kNDHWC && p.k % 2 == 0 && p.x_aligned;
+    return p.y_layout == Layout::kNDHWC && pairs && p.kernel[2] == 3 ? 2 : 1;
+  }
   for (const int vector : {8, 4, 2}) {
     if (group_outputs(p) % vector == 0) return vector;
   }
   return 1;
 }
 
-/// Lanes along channels: rows of whole sectors where channels lie side by side. Of k5 and k7, weights are
-/// read from shared memory at every use, by as few different lanes as fill a sector of 16 bit.
+/// Lanes along channels, where these lie side by side: rows of whole sectors. Of k5 and k7 one sector of 16
+/// bit, for whose weights there is shared memory.
 int channel_lanes(const Problem& p, const DirectTiling& tiling) {
-  constexpr int kRow = 32, kSector = 8;
+  constexpr int kRow = 32, kSector = 16;
   if (p.y_layout == Layout::kNCDHW) return 1;
-  const bool in_registers = !tiling.depthwise || p.kernel[2] == 3;
-  return lanes_for(ceil_div(p.k, tiling.vector), in_registers ? kRow : kSector);
+  const bool few_taps = !tiling.depthwise || p.kernel[2] == 3;
+  return lanes_for(ceil_div(p.k, tiling.vector), few_taps ? kRow : kSector);
 }
 
 /// Bytes of the weights of a block's channels and of the taps of each phase.
@@ -89,9 +91,9 @@ DirectTiling direct_tiling(const Problem& p) {
   tiling.shared_bytes = shared_bytes(p, tiling);
   tiling.channel_blocks = ceil_div(p.k, std::int64_t{tiling.lanes_c} * tiling.vector);
   tiling.tile = {tiling.lanes_z, 0, columns * tiling.lanes_q};
-  // Rows of a tile: as many as leave an H200 16 blocks for each multiprocessor, so that the last ones do not
-  // run alone, but not so few that the rows read twice, by neighbours, weigh.
-  constexpr std::int64_t kBlocksWanted = 16 * 132, kMostRows = 32, kLeastRows = 4;
+  // Rows of a tile: as many as leave an H200 12 blocks for each multiprocessor, so that the last ones do not
+  // run alone, but not so few that weights, and rows read by neighbours too, weigh.
+  constexpr std::int64_t kBlocksWanted = 12 * 132, kMostRows = 32, kLeastRows = 4;
   for (tiling.tile[1] = kMostRows;; tiling.tile[1] /= 2) {
     for (int axis = 0; axis < 3; ++axis) {
       tiling.tiles[axis] = ceil_div(tiling.cells[axis], tiling.tile[axis]);

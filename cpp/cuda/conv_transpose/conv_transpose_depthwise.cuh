@@ -23,52 +23,75 @@ namespace upconv3d::cuda {
 
 inline constexpr int kPhases = 8;
 
+/// How conv_transpose_depthwise divides its work, by taps along an axis and channels of a thread.
+template <class T, int kTaps_, int kChannels_, bool kPlain>
+struct DepthwiseTraits {
+  static constexpr int kTaps = kTaps_, kChannels = kChannels_;
+  static constexpr int kVolume = kTaps * kTaps * kTaps;
+  static constexpr int kReach = (kTaps + 1) / 2;    // inputs along an axis that reach a cell
+  static constexpr bool kWeightsHeld = kTaps == 3;  // in registers
+  // Cells along the height at a time. Of weights in shared memory, whose bandwidth is a quarter of what the
+  // multipliers take, each is to be multiplied four times; those held are not read, but two rows on their way
+  // hide more of memory's latency than one.
+  static constexpr int kStep = kWeightsHeld ? 2 : 4;
+  static constexpr int kRows = kReach - 1 + kStep;
+  static constexpr bool kFetchesAhead = kTaps < 7;  // for k7 there are no registers to do so
+  static constexpr int kTogether = 4 / kChannels;   // taps that 16 bytes hold
+  static constexpr int kLoads = (kVolume + kTogether - 1) / kTogether;
+  // Blocks of a multiprocessor that registers are to allow.
+  static constexpr int kHeldBlocks = kChannels == 1 ? 5 : (kPlain && sizeof(T) == 2 ? 4 : 3);
+  static constexpr int kBlocks = kWeightsHeld ? kHeldBlocks : kTaps == 5 ? 3 : 2;
+};
+
 /// 0 <= index < end.
 __device__ __forceinline__ bool is_below(int index, int end) {
   return static_cast<unsigned>(index) < static_cast<unsigned>(end);
 }
 
-/// Blocks of a multiprocessor that registers are to allow. Of k3 a thread holds 27 weights per channel, of k5
-/// 27 inputs, of k7 64; and activations other than ReLU take some.
-template <int kTaps, int kChannels, bool kPlain>
-inline constexpr int kDepthwiseBlocks = kTaps == 7   ? 2
-                                        : kTaps == 5 ? 3
-                                                     : (kChannels == 1 ? 5 : (kPlain ? 4 : 3));
-
-/// The weights of a block's channels: [taps/kTogether][lanes_c][kTogether][kChannels] float, zero behind the
-/// last tap.
-template <int kTaps, int kChannels>
-struct DepthwiseWeights {
-  static constexpr int kVolume = kTaps * kTaps * kTaps;
-  static constexpr int kTogether = 4 / kChannels;  // taps that 16 bytes hold
-  static constexpr int kLoads = (kVolume + kTogether - 1) / kTogether;
-
-  /// To shared memory. The caller synchronizes.
-  template <class T>
-  static __device__ __forceinline__ void stage(const DirectArgs<T>& args, int lane_begin, float* shared) {
-    const int row = args.lanes_c * 4;
-    for (int i = static_cast<int>(threadIdx.x); i < kLoads * row; i += kDirectThreads) {
-      const int tap = i / row * kTogether + i % 4 / kChannels;
-      const int channel = (lane_begin + i % row / 4) * kChannels + i % kChannels;
-      const bool valid = tap < kVolume && channel < args.k;
-      const std::int64_t at = channel * args.w_strides[0] + tap / (kTaps * kTaps) * args.w_strides[2] +
-                              tap / kTaps % kTaps * args.w_strides[3] + tap % kTaps * args.w_strides[4];
-      shared[i] = valid ? to_stat(args.w[at]) : 0.f;
+/// The weights of a block's channels to shared memory, [kLoads][lanes_c][kTogether][kChannels] float, zero
+/// behind the last tap. The caller synchronizes.
+template <class Traits, class T>
+__device__ __forceinline__ void stage_depthwise_weights(const DirectArgs<T>& args, int lane_begin,
+                                                        float* shared) {
+  constexpr int kTaps = Traits::kTaps, kChannels = Traits::kChannels, kLast = Traits::kVolume - 1;
+  // Rows are parts of the block's threads, so that a thread stays with its channel.
+  const int row_shift = args.lanes_c_shift + 2, thread = static_cast<int>(threadIdx.x);
+  const int lane = (thread & ((1 << row_shift) - 1)) >> 2;
+  const int channel = (lane_begin + lane) * kChannels + thread % kChannels;
+  const T* const from = args.w + min(channel, args.k - 1) * args.w_strides[0];
+  const int loads = kDirectThreads >> row_shift;  // at a time
+  constexpr int kInFlight = 8;
+  for (int begin = thread >> row_shift; begin < Traits::kLoads; begin += kInFlight * loads) {
+    T values[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      // Behind the last one it is read again, which waits for nothing.
+      const int tap = min((begin + i * loads) * Traits::kTogether + thread % 4 / kChannels, kLast);
+      values[i] = from[tap / (kTaps * kTaps) * args.w_strides[2] + tap / kTaps % kTaps * args.w_strides[3] +
+                       tap % kTaps * args.w_strides[4]];
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int load = begin + i * loads;
+      const bool valid = load * Traits::kTogether + thread % 4 / kChannels <= kLast && channel < args.k;
+      if (load < Traits::kLoads) {
+        shared[(load << row_shift) + (thread & ((1 << row_shift) - 1))] = valid ? to_stat(values[i]) : 0.f;
+      }
     }
   }
-};
+}
 
-/// The inputs of a cell: kReach rows of kReach columns of as many planes, the newest of each first.
-template <class T, int kTaps, int kChannels>
+/// The inputs of kStep cells along the height.
+template <class T, class Traits>
 struct InputWindow {
-  static constexpr int kReach = (kTaps + 1) / 2;
-  const T* row;                 // of the next input row, at the cell's own column and plane
-  int next;                     // that row's index
-  bool inside[kReach][kReach];  // [plane][column] whether inputs of any row exist there
-  // The next row, on its way: as machine words, which are not touched before they are needed.
+  static constexpr int kReach = Traits::kReach, kChannels = Traits::kChannels;
+  // As machine words, which are not touched before they are needed.
   using Waiting = Word<kChannels * sizeof(T)>;
-  Waiting waiting[kReach][kReach];
-  float x[kReach][kReach][kReach][kChannels] = {};  // [plane][row][column][channel]
+  const T* row;                 // of the input row `next`, at the cell's own column and plane
+  int next;                     // the first row that is not in x
+  bool inside[kReach][kReach];  // [plane][column] whether inputs of any row exist there
+  Waiting waiting[Traits::kStep][kReach][kReach];          // the next rows, on their way
+  float x[kReach][Traits::kRows][kReach][kChannels] = {};  // plane and column less m, rows upwards
 
   __device__ __forceinline__ InputWindow(const DirectArgs<T>& args, const DirectShare& share, int channel,
                                          bool active) {
@@ -83,46 +106,55 @@ struct InputWindow {
       const int z = share.cell_z - m / kReach, q = share.cell_q - m % kReach;
       inside[m / kReach][m % kReach] = active && is_below(z, args.in[0]) && is_below(q, args.in[2]);
     }
-    fetch(args);
-#pragma unroll
-    for (int m = 0; m < kReach - 1; ++m) advance(args);
+    fetch<kReach - 1>(args);
+    take<kReach - 1>();
+    if constexpr (Traits::kFetchesAhead) fetch<Traits::kStep>(args);
   }
 
-  /// Begins to load the row `next`.
-  __device__ __forceinline__ void fetch(const DirectArgs<T>& args) {
-    const bool exists = is_below(next, args.in[1]);
-#pragma unroll
-    for (int z = 0; z < kReach; ++z) {
-#pragma unroll
-      for (int q = 0; q < kReach; ++q) {
-        const T* from = row - (z * args.x_axis[0] + q * args.x_axis[2]);
-        waiting[z][q] = exists && inside[z][q] ? *reinterpret_cast<const Waiting*>(from) : Waiting{};
-      }
-    }
-  }
-
-  /// Takes in the row that was fetched, and fetches the one after it.
+  /// To the next kStep cells.
   __device__ __forceinline__ void advance(const DirectArgs<T>& args) {
-#pragma unroll
-    for (int z = 0; z < kReach; ++z) {
-#pragma unroll
-      for (int q = 0; q < kReach; ++q) {
-        float arrived[kChannels];
-        unpack(waiting[z][q], arrived);
-#pragma unroll
-        for (int l = 0; l < kChannels; ++l) {
-#pragma unroll
-          for (int m = kReach - 1; m > 0; --m) x[z][m][q][l] = x[z][m - 1][q][l];
-          x[z][0][q][l] = arrived[l];
-        }
-      }
-    }
-    ++next;
-    row += args.x_axis[1];
-    fetch(args);
+    if constexpr (!Traits::kFetchesAhead) fetch<Traits::kStep>(args);
+    take<Traits::kStep>();
+    if constexpr (Traits::kFetchesAhead) fetch<Traits::kStep>(args);
   }
 
  private:
+  /// Begins to load the next kCount rows.
+  template <int kCount>
+  __device__ __forceinline__ void fetch(const DirectArgs<T>& args) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i, ++next, row += args.x_axis[1]) {
+      const bool exists = is_below(next, args.in[1]);
+#pragma unroll
+      for (int z = 0; z < kReach; ++z) {
+#pragma unroll
+        for (int q = 0; q < kReach; ++q) {
+          const T* from = row - (z * args.x_axis[0] + q * args.x_axis[2]);
+          waiting[i][z][q] = exists && inside[z][q] ? *reinterpret_cast<const Waiting*>(from) : Waiting{};
+        }
+      }
+    }
+  }
+
+  /// Moves the last kReach - 1 rows to the front, and those fetched behind them; or, of fewer, to the front.
+  template <int kCount>
+  __device__ __forceinline__ void take() {
+    constexpr int kTo = kCount == Traits::kStep ? kReach - 1 : 0;
+#pragma unroll
+    for (int z = 0; z < kReach; ++z) {
+#pragma unroll
+      for (int q = 0; q < kReach; ++q) {
+#pragma unroll
+        for (int i = 0; i < kTo; ++i) {
+#pragma unroll
+          for (int l = 0; l < kChannels; ++l) x[z][i][q][l] = x[z][i + Traits::kStep][q][l];
+        }
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) unpack(waiting[i][z][q], x[z][kTo + i][q]);
+      }
+    }
+  }
+
   static __device__ __forceinline__ void unpack(const Waiting& from, float (&to)[kChannels]) {
     if constexpr (std::is_same_v<T, __nv_bfloat16> && kChannels == 2) {
       // One instruction each: a bfloat16 is a float's upper half.
@@ -137,64 +169,72 @@ struct InputWindow {
   }
 };
 
-/// The phases of a cell, v[phase*kChannels + channel], by weights in registers or, as they are needed, from
-/// shared memory.
-template <class T, int kTaps, int kChannels>
+/// Adds up the phases of kStep cells, v[cell][phase*kChannels + channel], by weights in registers or, as they
+/// are needed, from shared memory.
+template <class T, class Traits>
 struct CellProducts {
-  using Weights = DepthwiseWeights<kTaps, kChannels>;
-  static constexpr bool kInRegisters = kTaps == 3;
-  float4 held[kInRegisters ? Weights::kLoads : 1];
+  static constexpr int kChannels = Traits::kChannels, kTaps = Traits::kTaps;
+  float4 held[Traits::kWeightsHeld ? Traits::kLoads : 1];
   const float4* shared;  // of this thread's lane
   int step;              // from one load to the next
 
   __device__ __forceinline__ CellProducts(const float4* weights, int lanes_c, int lane)
       : shared(weights + lane), step(lanes_c) {
-    if constexpr (kInRegisters) {
+    if constexpr (Traits::kWeightsHeld) {
 #pragma unroll
-      for (int i = 0; i < Weights::kLoads; ++i) held[i] = shared[i * step];
+      for (int i = 0; i < Traits::kLoads; ++i) held[i] = shared[i * step];
     }
   }
 
-  __device__ __forceinline__ void add(const InputWindow<T, kTaps, kChannels>& window,
-                                      float (&v)[kPhases * kChannels]) const {
+  __device__ __forceinline__ void add(const InputWindow<T, Traits>& window,
+                                      float (&v)[Traits::kStep][kPhases * kChannels]) const {
     int begin = 0;
     // Hidden from the compiler, which else loads all weights once and has no registers for them.
-    if constexpr (!kInRegisters) asm volatile("" : "+r"(begin));
+    if constexpr (!Traits::kWeightsHeld) asm volatile("" : "+r"(begin));
 #pragma unroll
-    for (int i = 0; i < Weights::kLoads; ++i) {
-      const float4 loaded = kInRegisters ? held[i] : shared[begin + i * step];
+    for (int i = 0; i < Traits::kLoads; ++i) {
+      const float4 loaded = Traits::kWeightsHeld ? held[i] : shared[begin + i * step];
       const float weight[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int tap = i * Weights::kTogether + j / kChannels, l = j % kChannels;
-        if (tap >= Weights::kVolume) break;
+        const int tap = i * Traits::kTogether + j / kChannels, l = j % kChannels;
+        if (tap >= Traits::kVolume) break;
         const int t = tap / (kTaps * kTaps), r = tap / kTaps % kTaps, s = tap % kTaps;
-        const int phase = (t % 2 * 2 + r % 2) * 2 + s % 2;
-        v[phase * kChannels + l] =
-            fmaf(window.x[t / 2][r / 2][s / 2][l], weight[j], v[phase * kChannels + l]);
+        const int at = ((t % 2 * 2 + r % 2) * 2 + s % 2) * kChannels + l;
+#pragma unroll
+        for (int cell = 0; cell < Traits::kStep; ++cell) {
+          const int row = Traits::kReach - 1 + cell - r / 2;
+          v[cell][at] = fmaf(window.x[t / 2][row][s / 2][l], weight[j], v[cell][at]);
+        }
       }
     }
   }
 };
 
-/// Where a thread's cell lies in y.
+/// Where a thread's cells lie in y.
 template <class T, int kChannels>
 struct CellOutputs {
+  static constexpr unsigned kAll = (1u << kPhases) - 1;
   unsigned columns = 0;  // bit of each phase whose depth and width lie in y
   T* cell;               // y at phase 0 of cell 0 along the height, which may lie outside
+  // Of NCDHW, four bits each for the four rows of a cell: two values of a lane make a word where that lies on
+  // its boundary, else, "shifted", the second one and the next lane's first do.
+  static constexpr int kPairs = 4, kLows = 8, kHighs = 12;  // first bits of pairs and single values to store
+  unsigned stores = 0;                                      // and of shifted, 0
 
   __device__ __forceinline__ CellOutputs(const DirectArgs<T>& args, const DirectShare& share, int channel,
                                          bool active) {
     const int z = 2 * share.cell_z - args.padding[0], q = 2 * share.cell_q - args.padding[2];
 #pragma unroll
     for (int phase = 0; phase < kPhases; ++phase) {
-      const int at_z = z + phase / 4, at_q = q + phase % 2;
-      const bool valid = at_z >= 0 && at_z < args.out[0] && at_q >= 0 && at_q < args.out[2];
+      const bool valid = is_below(z + phase / 4, args.out[0]) && is_below(q + phase % 2, args.out[2]);
       if (active && valid) columns |= 1u << phase;
     }
     cell = args.y + share.sample * args.y_sample +
            (static_cast<std::int64_t>(channel) * args.y_channel +
-            static_cast<std::int64_t>(z) * args.y_axis[0] + static_cast<std::int64_t>(q) * args.y_axis[2]);
+            static_cast<std::int64_t>(z) * args.y_axis[0] + static_cast<std::int64_t>(q) * args.y_axis[2]) -
+           static_cast<std::int64_t>(args.padding[1]) * args.y_axis[1];
+    if (kChannels == 1 && args.channels_first) pair_up(args, share);
   }
 
   /// Bit of each phase that lies in y.
@@ -206,9 +246,9 @@ struct CellOutputs {
   }
 
   /// Rows of channels.
-  __device__ __forceinline__ void store_channels(const DirectArgs<T>& args, int cell_p, unsigned bits,
+  __device__ __forceinline__ void store_channels(const DirectArgs<T>& args, int cell_p,
                                                  const float (&v)[kPhases * kChannels]) const {
-    T* const at = cell + static_cast<std::int64_t>(2 * cell_p - args.padding[1]) * args.y_axis[1];
+    T* const at = cell + static_cast<std::int64_t>(2 * cell_p) * args.y_axis[1];
     const auto store = [&](int phase) {
       Vector<T, kChannels> values;
 #pragma unroll
@@ -217,7 +257,8 @@ struct CellOutputs {
           at + phase / 4 * args.y_axis[0] + phase / 2 % 2 * args.y_axis[1] + phase % 2 * args.y_axis[2],
           values);
     };
-    if (bits == (1u << kPhases) - 1) {
+    const unsigned bits = mask(args, cell_p);
+    if (bits == kAll) {
 #pragma unroll
       for (int phase = 0; phase < kPhases; ++phase) store(phase);
       return;
@@ -228,102 +269,105 @@ struct CellOutputs {
     }
   }
 
-  /// Rows of positions: neighbouring lanes hold neighbouring pairs. Where a pair would lie across words, a
-  /// lane stores its second value with the next lane's first. Every thread of the warp must call this.
-  __device__ __forceinline__ void store_pairs(const DirectArgs<T>& args, const DirectShare& share, int cell_p,
-                                              unsigned bits, const float (&v)[kPhases]) const {
-    T* const at = cell + static_cast<std::int64_t>(2 * cell_p - args.padding[1]) * args.y_axis[1];
-    const int column = share.slot % args.lanes_q, lane = static_cast<int>(threadIdx.x) % 32;
-    const bool has_next = column != args.lanes_q - 1 && lane != 31;
-    const bool has_last = column != 0 && lane != 0;
+  /// Rows of positions. Every thread of the warp must call this.
+  __device__ __forceinline__ void store_pairs(const DirectArgs<T>& args, int cell_p,
+                                              const float (&v)[kPhases]) const {
+    T* const at = cell + static_cast<std::int64_t>(2 * cell_p) * args.y_axis[1];
+    const int p = 2 * cell_p - args.padding[1];
+    constexpr unsigned kFirstRow = 0x5550, kSecondRow = 0xaaa0;
+    const unsigned due = stores & ((is_below(p, args.out[1]) ? kFirstRow : 0) |
+                                   (is_below(p + 1, args.out[1]) ? kSecondRow : 0));
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-      T* const to = at + pair / 2 * args.y_axis[0] + pair % 2 * args.y_axis[1];
-      const bool shifted = reinterpret_cast<std::uintptr_t>(to) % (2 * sizeof(T)) != 0;
-      const unsigned mine = bits >> (2 * pair) & 3;
-      const float next = __shfl_down_sync(0xffffffffu, v[2 * pair], 1);
-      const unsigned next_mine = __shfl_down_sync(0xffffffffu, mine, 1);
-      const bool low = (mine & 1) != 0, high = (mine & 2) != 0;
-      const bool with_next = shifted && high && has_next && (next_mine & 1) != 0;
-      if (with_next || (!shifted && low && high)) {
+    for (int row = 0; row < kPhases / 2; ++row) {
+      T* const to = at + row / 2 * args.y_axis[0] + row % 2 * args.y_axis[1];
+      const float low = v[2 * row], high = v[2 * row + 1];
+      const float next = __shfl_down_sync(0xffffffffu, low, 1);
+      const bool moves = (stores >> row & 1) != 0;
+      if (due >> (kPairs + row) & 1) {
         Vector<T, 2> values;
-        values.at[0] = from_stat<T>(shifted ? v[2 * pair + 1] : v[2 * pair]);
-        values.at[1] = from_stat<T>(shifted ? next : v[2 * pair + 1]);
-        store_once(to + (shifted ? 1 : 0), values);
-      } else if (high) {
-        to[1] = from_stat<T>(v[2 * pair + 1]);
+        values.at[0] = from_stat<T>(moves ? high : low);
+        values.at[1] = from_stat<T>(moves ? next : high);
+        store_once(to + (moves ? 1 : 0), values);
       }
-      // A shifted first value is stored by the lane before, where that has its second value in y.
-      const bool taken = shifted ? has_last && column_before_is_whole(args, share) : high;
-      if (low && !taken) to[0] = from_stat<T>(v[2 * pair]);
+      if ((due >> (kLows + row) & 0x11) != 0) {
+        if (due >> (kLows + row) & 1) to[0] = from_stat<T>(low);
+        if (due >> (kHighs + row) & 1) to[1] = from_stat<T>(high);
+      }
     }
   }
 
  private:
-  /// Whether the second value of the cell before along the width lies in y.
-  __device__ __forceinline__ bool column_before_is_whole(const DirectArgs<T>& args,
-                                                         const DirectShare& share) const {
-    const int q = 2 * share.cell_q - 1 - args.padding[2];
-    return share.cell_q > args.first[2] && q >= 0;
+  /// Finds who stores what. Two rows on along the height, or a cell, nothing has changed.
+  __device__ __forceinline__ void pair_up(const DirectArgs<T>& args, const DirectShare& share) {
+    const unsigned before = __shfl_up_sync(0xffffffffu, columns, 1);
+    const unsigned behind = __shfl_down_sync(0xffffffffu, columns, 1);
+    const int column = share.slot & (args.lanes_q - 1), lane = static_cast<int>(threadIdx.x) % 32;
+    const bool has_last = column != 0 && lane != 0;
+    const bool has_next = column != args.lanes_q - 1 && lane != 31;
+#pragma unroll
+    for (int row = 0; row < kPhases / 2; ++row) {
+      const T* to = cell + row / 2 * args.y_axis[0] + row % 2 * args.y_axis[1];
+      const bool moves = reinterpret_cast<std::uintptr_t>(to) % (2 * sizeof(T)) != 0;
+      const bool low = (columns >> (2 * row) & 1) != 0, high = (columns >> (2 * row + 1) & 1) != 0;
+      const bool taken = has_last && (before >> (2 * row + 1) & 1) != 0;
+      const bool takes = has_next && (behind >> (2 * row) & 1) != 0;
+      const bool pair = high && (moves ? takes : low);
+      if (moves) stores |= 1u << row;
+      if (pair) stores |= 1u << (kPairs + row);
+      if (low && (moves ? !taken : !pair)) stores |= 1u << (kLows + row);
+      if (high && !pair) stores |= 1u << (kHighs + row);
+    }
   }
 };
 
 /// \param args all of them; table and y, or part and counts
 /// \tparam kPlain as of DirectChannels
 template <class T, int kTaps, int kChannels, bool kPlain, bool kMoments>
-__global__ void __launch_bounds__(kDirectThreads, kDepthwiseBlocks<kTaps, kChannels, kPlain>)
+__global__ void __launch_bounds__(kDirectThreads, (DepthwiseTraits<T, kTaps, kChannels, kPlain>::kBlocks))
     conv_transpose_depthwise(const __grid_constant__ DirectArgs<T> args) {
+  using Traits = DepthwiseTraits<T, kTaps, kChannels, kPlain>;
   extern __shared__ float4 weights[];
   const DirectShare share = direct_share(args);
   const int channel = (share.lane_begin + share.lane) * kChannels;
   const bool active = channel < args.k && share.cell_z < args.end[0] && share.cell_q < args.end[2];
-  DepthwiseWeights<kTaps, kChannels>::stage(args, share.lane_begin, reinterpret_cast<float*>(weights));
+  stage_depthwise_weights<Traits>(args, share.lane_begin, reinterpret_cast<float*>(weights));
   __syncthreads();
 
   DirectChannels<T, kChannels, kPlain> channels(args, share.sample, channel, !kMoments);
-  const CellProducts<T, kTaps, kChannels> products(weights, args.lanes_c, share.lane);
+  const CellProducts<T, Traits> products(weights, args.lanes_c, share.lane);
   const CellOutputs<T, kChannels> outputs(args, share, channel, active);
-  InputWindow<T, kTaps, kChannels> window(args, share, channel, active);
-  const auto convolve = [&](float (&v)[kPhases* kChannels]) {
+  InputWindow<T, Traits> window(args, share, channel, active);
+  PivotMoments<kChannels> moments;
+  for (int begin = share.run_begin; begin < share.run_end; begin += Traits::kStep) {
     window.advance(args);
-    channels.begin(v);
+    float v[Traits::kStep][kPhases * kChannels];
+#pragma unroll
+    for (int i = 0; i < Traits::kStep; ++i) channels.begin(v[i]);
     products.add(window, v);
-  };
-  // Unrolled, the window's rows need not be moved.
-  constexpr int kUnrolled = kTaps == 3 && kPlain ? 2 : 1;
-  if constexpr (kMoments) {
-    PivotMoments<kChannels> moments;
-    if (active) {
-      float v[kPhases * kChannels];
-      convolve(v);
-      channels.before(args, v);
-      moments.template take<kPhases>(v, outputs.mask(args, share.run_begin));
-      if constexpr (kPlain) channels.move_origin(moments.pivot);
-#pragma unroll kUnrolled
-      for (int cell_p = share.run_begin + 1; cell_p < share.run_end; ++cell_p) {
-        convolve(v);
-        channels.before(args, v);
-        if constexpr (kPlain) {
-          moments.template take_distances<kPhases>(v, outputs.mask(args, cell_p));
+#pragma unroll
+    for (int i = 0; i < Traits::kStep; ++i) {
+      const int cell_p = begin + i;
+      if (cell_p >= share.run_end) break;
+      if constexpr (kMoments) {
+        channels.before(args, v[i]);
+        const unsigned mask = outputs.mask(args, cell_p);
+        if (!kPlain || begin == share.run_begin) {
+          moments.template take<kPhases>(v[i], mask);
         } else {
-          moments.template take<kPhases>(v, outputs.mask(args, cell_p));
+          moments.template take_distances<kPhases>(v[i], mask);
+        }
+      } else {
+        channels.finish(args, v[i]);
+        if (kChannels == 1 && args.channels_first) {
+          if constexpr (kChannels == 1) outputs.store_pairs(args, cell_p, v[i]);
+        } else {
+          outputs.store_channels(args, cell_p, v[i]);
         }
       }
     }
-    write_moments(args, share, channel, moments);
-  } else {
-#pragma unroll kUnrolled
-    for (int cell_p = share.run_begin; cell_p < share.run_end; ++cell_p) {
-      float v[kPhases * kChannels];
-      convolve(v);
-      channels.finish(args, v);
-      if constexpr (kChannels == 1) {
-        outputs.store_pairs(args, share, cell_p, outputs.mask(args, cell_p), v);
-      } else {
-        outputs.store_channels(args, cell_p, outputs.mask(args, cell_p), v);
-      }
-    }
+    if (kMoments && kPlain && begin == share.run_begin) channels.move_origin(moments.pivot);
   }
+  if constexpr (kMoments) write_moments(args, share, channel, moments);
 }
 
 }  // namespace upconv3d::cuda

@@ -23,8 +23,10 @@ void launch_depthwise_pass(const ConvTransposeDirectParams& params, const Direct
 template <class T, int kTaps>
 void launch_depthwise_taps(const ConvTransposeDirectParams& params, const DirectTiling& tiling,
                            cudaStream_t stream) {
-  if (tiling.vector == 1) return launch_depthwise_pass<T, kTaps, 1>(params, tiling, stream);
-  return launch_depthwise_pass<T, kTaps, 2>(params, tiling, stream);
+  if constexpr (kTaps == 3) {
+    if (tiling.vector == 2) return launch_depthwise_pass<T, kTaps, 2>(params, tiling, stream);
+  }
+  return launch_depthwise_pass<T, kTaps, 1>(params, tiling, stream);
 }
 
 template <class T>

@@ -3,6 +3,7 @@
 /// Launches of conv_transpose_direct's kernels, one instantiation of each launcher per file.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
@@ -83,6 +84,10 @@ DirectArgs<T> direct_args(const ConvTransposeDirectParams& params, const DirectT
   args.lanes_c = tiling.lanes_c;
   args.lanes_q = tiling.lanes_q;
   args.lanes_z = tiling.lanes_z;
+  const auto shift = [](int lanes) { return std::countr_zero(static_cast<unsigned>(lanes)); };
+  args.lanes_c_shift = shift(tiling.lanes_c);
+  args.lanes_q_shift = shift(tiling.lanes_q);
+  args.lanes_z_shift = shift(tiling.lanes_z);
   for (int axis = 0; axis < 3; ++axis) {
     args.first[axis] = static_cast<int>(tiling.first[axis]);
     args.end[axis] = static_cast<int>(tiling.first[axis] + tiling.cells[axis]);
@@ -105,7 +110,8 @@ template <class T>
 void launch_direct_kernel(const char* name, void (*kernel)(DirectArgs<T>),
                           const ConvTransposeDirectParams& params, const DirectTiling& tiling,
                           cudaStream_t stream) {
-  constexpr std::int64_t kSharedByDefault = 48 * 1024;
+  // Less what the kernels exchange moments through.
+  constexpr std::int64_t kSharedByDefault = 24 * 1024;
   if (tiling.shared_bytes > kSharedByDefault) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(tiling.shared_bytes)),

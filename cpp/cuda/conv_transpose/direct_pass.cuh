@@ -34,9 +34,10 @@ struct DirectArgs {
   int x_channel, x_axis[3];         // elements from one to the next
   int y_channel, y_axis[3];
   std::int64_t w_strides[5];
-  bool channels_first;  // of y, and so of the threads: neighbours lie along the width
-  int lanes_c, lanes_q, lanes_z;
-  int first[3], end[3], tile[3], tiles[3];  // cells; end is behind the last
+  bool channels_first;            // of y, and so of the threads: neighbours lie along the width
+  int lanes_c, lanes_q, lanes_z;  // powers of two
+  int lanes_c_shift, lanes_q_shift, lanes_z_shift;  // of what
+  int first[3], end[3], tile[3], tiles[3];          // cells; end is behind the last
   int tile_count, channel_blocks;
 };
 
@@ -56,20 +57,23 @@ __device__ __forceinline__ DirectShare direct_share(const DirectArgs<T>& args) {
   DirectShare share;
   const unsigned tiles = static_cast<unsigned>(args.tile_count);
   const unsigned channel_blocks = static_cast<unsigned>(args.channel_blocks);
-  const unsigned in_sample = blockIdx.x % (tiles * channel_blocks);
-  share.sample = blockIdx.x / (tiles * channel_blocks);
+  const unsigned sample = blockIdx.x / (tiles * channel_blocks);
+  const unsigned in_sample = blockIdx.x - sample * tiles * channel_blocks;
+  share.sample = sample;
   const bool first = args.channels_first;
-  share.tile = static_cast<int>(first ? in_sample % tiles : in_sample / channel_blocks);
-  share.lane_begin = static_cast<int>(first ? in_sample / tiles : in_sample % channel_blocks) * args.lanes_c;
+  const unsigned inner = first ? tiles : channel_blocks;
+  const unsigned slow = in_sample / inner, quick = in_sample - slow * inner;
+  share.tile = static_cast<int>(first ? quick : slow);
+  share.lane_begin = static_cast<int>(first ? slow : quick) * args.lanes_c;
 
   const int thread = static_cast<int>(threadIdx.x);
-  const int slots = args.lanes_q * args.lanes_z;
-  share.lane = first ? thread / slots : thread % args.lanes_c;
-  share.slot = first ? thread % slots : thread / args.lanes_c;
+  const int slot_shift = args.lanes_q_shift + args.lanes_z_shift;
+  share.lane = first ? thread >> slot_shift : thread & (args.lanes_c - 1);
+  share.slot = first ? thread & ((1 << slot_shift) - 1) : thread >> args.lanes_c_shift;
   const int tile_q = share.tile % args.tiles[2];
   const int tile_zp = share.tile / args.tiles[2];
-  share.cell_q = args.first[2] + tile_q * args.tile[2] + share.slot % args.lanes_q;
-  share.cell_z = args.first[0] + tile_zp / args.tiles[1] * args.tile[0] + share.slot / args.lanes_q;
+  share.cell_q = args.first[2] + tile_q * args.tile[2] + (share.slot & (args.lanes_q - 1));
+  share.cell_z = args.first[0] + tile_zp / args.tiles[1] * args.tile[0] + (share.slot >> args.lanes_q_shift);
   share.run_begin = args.first[1] + tile_zp % args.tiles[1] * args.tile[1];
   share.run_end = min(share.run_begin + args.tile[1], args.end[1]);
   return share;
@@ -100,7 +104,7 @@ __device__ __forceinline__ float at_least(float v, float low) {
 template <int kChannels>
 struct PivotMoments {
   float count = 0.f;
-  float pivot[kChannels], sum[kChannels] = {}, square[kChannels] = {};
+  float pivot[kChannels] = {}, sum[kChannels] = {}, square[kChannels] = {};
 
   /// \param v kRows values of each channel, that of row and channel at [row*kChannels + channel]
   /// \param mask bit of each row that counts
