@@ -200,10 +200,12 @@ bool beats_library(const Problem& p, const Plan& direct) {
 }
 
 bool beats_sm90(const Problem& p, const Plan& direct, const Plan& sm90) {
-  // What the SM90 plan takes beside its estimate, in ms.
-  constexpr double kBeside = 0.025;
+  // What the SM90 plan takes beside its estimate, in ms. Not counted against
+  // conv_transpose_few_channels_sm80: where only that decided (4, 32 > 16, 56x56x40, k2 s2), it took 165 us
+  // and the SM90 plan 128.
+  const double beside = direct.few_channels ? 0.0 : 0.025;
   const double ours = sm90.twice ? sm90.estimated_twice_ms : sm90.estimated_stored_ms;
-  return p.n > 0 && direct.estimated_direct_ms < ours + kBeside;
+  return p.n > 0 && direct.estimated_direct_ms < ours + beside;
 }
 
 }  // namespace upconv3d

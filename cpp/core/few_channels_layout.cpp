@@ -23,11 +23,7 @@ constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max();
 
 // What an H200 has, and what the estimate counts with: the tiles of a block must not depend on the device.
 constexpr std::int64_t kMultiprocessors = 132;
-constexpr std::int64_t kSharedPerBlock = 227 * 1024, kSharedPerMultiprocessor = 228 * 1024;
-constexpr std::int64_t kReservedPerBlock = 1024;
-constexpr std::int64_t kMaxBlocks = 2;  // by registers
-constexpr double kCyclesPerMs = 1.7e6;
-constexpr double kBytesPerMs = 4.2e9;
+constexpr std::int64_t kSharedPerBlock = 227 * 1024;
 
 /// A tap along one axis: the phase that it belongs to and the input that it reads there.
 struct AxisTap {
@@ -150,58 +146,47 @@ void set_steps(const Problem& p, FewChannelsLayout& layout) {
   layout.groups = std::move(groups);
 }
 
-/// Steps times phases of all groups; of the warps that get most of them.
-struct GroupWork {
-  int all = 0, steps = 0, longest = 0;
-};
-GroupWork group_work(const FewChannelsLayout& layout) {
-  GroupWork work;
-  const int shares = kFewWarps / layout.row_warps;
-  std::vector<int> shared(static_cast<std::size_t>(shares));
-  for (std::size_t i = 0; i < layout.groups.size(); ++i) {
-    const FewGroup& group = layout.groups[i];
-    const int steps = group.steps[kFewBoth] + group.steps[kFewFirst] + group.steps[kFewSecond];
-    const int round = static_cast<int>(i) / shares, at = static_cast<int>(i) % shares;
-    shared[round % 2 == 0 ? at : shares - 1 - at] += steps + group.steps[kFewBoth];
-    work.all += steps + group.steps[kFewBoth];
-    work.steps += steps;
-  }
-  work.longest = *std::max_element(shared.begin(), shared.end());
-  return work;
-}
+/// What a tile takes, in counts.
+struct TileWork {
+  double products = 0;  // instructions of the tensor cores
+  double values = 0;
+  double chunks = 0;  // of x, loaded
 
-/// Estimated times of both passes.
+  explicit TileWork(const FewChannelsLayout& layout) {
+    for (const FewGroup& group : layout.groups) {
+      products += 2 * group.steps[kFewBoth] + group.steps[kFewFirst] + group.steps[kFewSecond];
+    }
+    products *= static_cast<double>(layout.column_tiles * layout.row_tiles * layout.row_warps);
+    values = static_cast<double>(layout.rows() * layout.column_tiles * kColumnTile * layout.paired) *
+             static_cast<double>(layout.groups.size());
+    chunks = static_cast<double>(layout.box_positions() * layout.chunks);
+  }
+};
+
+/// Estimated times of both passes: us of an H200 with L2 cold, fitted to 14 blocks in two dtypes and both
+/// orders, and to other tiles of some of them; off by 20 % at most (perf/NOTES.md, "Few channels").
 void set_estimate(const Problem& p, FewChannelsLayout& layout) {
-  const double sectors = static_cast<double>(size_of(p.dtype));
-  const GroupWork work = group_work(layout);
-  // Cycles that a multiprocessor's four tensor cores take per instruction: 16 x 8 x 32 bytes.
-  constexpr double kMmaCycles = 1.9, kSharedBytesPerCycle = 128;
-  const double row_tiles = static_cast<double>(layout.row_tiles * layout.row_warps);
-  const double mma = row_tiles * work.all * layout.column_tiles * kMmaCycles;
-  const double alone = 2.0 * 4 * kMmaCycles * layout.row_tiles * layout.column_tiles * work.longest;
-  const double shared =
-      (row_tiles * work.steps * 512 + 256.0 * layout.row_warps * work.all * layout.column_tiles) /
-      kSharedBytesPerCycle;
-  const double values = static_cast<double>(layout.rows()) * static_cast<double>(layout.groups.size()) *
-                        layout.paired * kColumnTile * layout.column_tiles;
-  constexpr double kValuesPerCycle = 128;
-  const double moments = 7 * values / kValuesPerCycle, output = 8 * values / kValuesPerCycle;
+  constexpr double kPerMs = 1e3;
+  const bool is_float = p.dtype == DType::kFloat32;
   const bool copies = p.x_layout == Layout::kNDHWC && p.c % chunk_elements(p) == 0 && p.x_aligned;
-  const double chunks = static_cast<double>(layout.box_positions() * layout.chunks);
-  const double load = chunks * ((copies ? 25.0 : 45.0) / kValuesPerCycle + kChunkBytes / 40.0);
-  const std::int64_t blocks =
-      std::min(kMaxBlocks, kSharedPerMultiprocessor / (layout.shared_bytes + kReservedPerBlock));
-  // What of loading a tile is not hidden: by other blocks, or by the tile before.
-  const double exposed = blocks > 1 ? 0.3 * load : layout.buffers == 2 ? 300 + 0.3 * load : 2000 + load;
-  const double tile = std::max({mma, alone, shared}) + exposed;
-  const double per_processor =
+  const TileWork tile(layout);
+  // Tiles of the multiprocessor that gets most.
+  const double tiles =
       static_cast<double>(ceil_div(p.n * layout.tile_count() * layout.channel_blocks, kMultiprocessors));
-  const double weights = 3000 + static_cast<double>(layout.fragments) * layout.column_tiles * 2.0;
-  const double x = static_cast<double>(p.n * p.c * volume(p.in)) * sectors / kBytesPerMs;
-  const double y = static_cast<double>(p.n * p.k * p.positions()) * sectors / kBytesPerMs;
-  layout.moments_ms = (weights + per_processor * (tile + moments)) / kCyclesPerMs + 0.3 * x;
-  const double compute = (weights + per_processor * (tile + output)) / kCyclesPerMs;
-  layout.output_ms = std::max(compute, x + y) + 0.25 * std::min(compute, x + y);
+  const double units = static_cast<double>(layout.fragments * layout.column_tiles);  // of weights
+  layout.moments_ms = (2 + 0.088 * units +
+                       tiles * (1.4 + 1.81e-3 * tile.products + 0.058e-3 * tile.values +
+                                (copies ? 0.65e-3 : 1.86e-3) * tile.chunks)) /
+                      kPerMs;
+  // Odd rows of y are written in pieces that share sectors.
+  constexpr double kInPieces = 4.5e-6;
+  const bool in_pieces = p.y_layout == Layout::kNCDHW && p.out()[2] % 2 != 0;
+  const double pieces =
+      in_pieces ? kInPieces * static_cast<double>(p.n * p.k) * static_cast<double>(p.positions()) : 0;
+  layout.output_ms = (19 + 0.025 * units + pieces +
+                      tiles * (0.65 + 1.85e-3 * tile.products + (is_float ? 0.1e-3 : 0.055e-3) * tile.values +
+                               (copies ? 0.2e-3 : 1.6e-3) * tile.chunks)) /
+                     kPerMs;
 }
 
 }  // namespace
@@ -360,8 +345,8 @@ std::shared_ptr<const FewChannelsLayout> few_channels_layout(const Problem& p) {
 }
 
 double few_channels_ms(const Problem&, const FewChannelsLayout& layout) {
-  constexpr double kLaunchesMs = 0.012;  // three launches and the moments merged between them
-  return layout.moments_ms + layout.output_ms + kLaunchesMs;
+  constexpr double kBetweenMs = 0.008;  // group_norm_finalize
+  return layout.moments_ms + layout.output_ms + kBetweenMs;
 }
 
 }  // namespace upconv3d

@@ -11,6 +11,7 @@
 #include "core/direct_plan.hpp"
 #include "core/direct_tiling.hpp"
 #include "core/errors.hpp"
+#include "core/few_channels_layout.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 #include "core/text.hpp"
@@ -87,7 +88,10 @@ void test_choice() {
       expect(plan.algorithm == Algorithm::kCudaDirect, "chosen for " + describe(p) + ": " + plan.reason);
       expect(has_part(plan.reason, "not the SM90 kernel") && has_part(plan.reason, "direct kernel"),
              "reason: " + plan.reason);
-      expect(plan.stages.size() == 3 && plan.tiles == direct_tiling(p).tile_count(), "three launches");
+      const std::int64_t tiles =
+          plan.few_channels ? few_channels_layout(p)->tile_count() : direct_tiling(p).tile_count();
+      expect(plan.stages.size() == 3 && plan.tiles == tiles, "three launches");
+      expect(plan.few_channels == (p.groups == 1), "tensor cores wherever channels are not apart");
       expect(select_training_plan(p, hopper(), all_compiled()).algorithm == Algorithm::kCudaLibrary,
              "training keeps the library plan: " + describe(p));
     }
