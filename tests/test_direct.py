@@ -18,6 +18,8 @@ from oracles import (
 from tails import COMBINATIONS, make_call
 from test_sm80 import _run_child
 
+FEW_CHANNELS_KERNEL = "conv_transpose_few_channels_sm80"
+
 # Numbers of make_block: samples, C, K, extent, kernel; and what differs from a plain block.
 DEPTHWISE = {
     "k3": ((2, 64, 64, (3, 9, 5), 3), {"stride": 2, "padding": 1}),
@@ -53,6 +55,15 @@ ANY_TAPS = {
     ),
     "k4": ((1, 24, 24, 4, 4), {"stride": 2, "padding": 1, "groups": 24}),
 }
+# On tensor cores, in 16 bit and under "tf32".
+FEW_CHANNELS = {
+    "up-block": ((2, 32, 16, (16, 17, 18), 3), {"stride": 2, "padding": 1, "output_padding": 1}),
+    "kernel-is-stride": ((1, 64, 32, (12, 12, 20), 2), {"stride": 2}),
+    "stride-1": ((1, 16, 24, (20, 21, 22), 3), {"padding": 1}),
+    "k4": ((2, 12, 8, (16, 24, 20), 4), {"stride": 2, "padding": 1}),
+    "two-blocks-of-channels": ((1, 48, 40, (10, 12, 14), 3), {"stride": 2, "padding": 1}),
+    "no-whole-vectors": ((2, 33, 7, (12, 13, 31), 3), {"stride": 2, "padding": 1}),
+}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -75,9 +86,28 @@ def direct_cases(device, shapes):
         plan = case.plan()
         assert plan.algorithm == "cuda_direct", plan
         kernel = "conv_transpose_depthwise" if shapes is DEPTHWISE else "conv_transpose_any_taps"
+        if shapes is ANY_TAPS and case.groups == 1 and plan.stages[0] == FEW_CHANNELS_KERNEL:
+            kernel = FEW_CHANNELS_KERNEL
         assert plan.stages == (kernel, "group_norm_finalize", kernel), (name, plan)
         check_like_eager(case)
         assert torch.equal(case.ours(), case.ours()), f"{name} differs from run to run"
+
+
+def direct_few_channels(device):
+    """Run by the child: in every order of x and w, twice the same bits."""
+    for name, block in _blocks(device, FEW_CHANNELS):
+        case = replace(block, precision="tf32") if block.input.dtype == torch.float32 else block
+        plan = case.plan()
+
+        fits = case.input.dtype != torch.float32 or name.split()[0] not in (
+            "kernel-is-stride",
+            "two-blocks-of-channels",
+        )
+        assert (plan.stages[0] == FEW_CHANNELS_KERNEL) == fits, (name, plan)
+        last = case.channels_last()
+        for mixed in (case, replace(case, weight=last.weight), replace(last, weight=case.weight)):
+            check_like_eager(mixed)
+            assert torch.equal(mixed.ours(), mixed.ours()), f"{name} differs from run to run"
 
 
 def direct_depthwise(device):
@@ -184,7 +214,7 @@ def direct_tails(device):
 
 @pytest.mark.parametrize(
     "cases",
-    ["depthwise", "any_taps", "random", "exact", "mixed_layouts", "hostile", "tails"],
+    ["depthwise", "any_taps", "few_channels", "random", "exact", "mixed_layouts", "hostile", "tails"],
 )
 def test_forced_direct_plan(cuda, cases):
     result = _run_child(f"import test_direct; test_direct.direct_{cases}('cuda')", plan="direct")
