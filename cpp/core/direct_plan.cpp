@@ -74,12 +74,22 @@ double any_taps_us(const Problem& p, const DirectTiling& tiling, const Work& wor
   return kSlow + work.outputs * (kPerValue + per_product * work.products);
 }
 
+/// What one thread alone takes for a pass: no card is quicker than that, however few outputs there are.
+double serial_us(const Problem& p, const DirectTiling& tiling, const Work& work) {
+  constexpr double kCyclesPerUs = 1700, kCyclesPerProduct = 120;
+  const double cells = static_cast<double>(std::min(tiling.tile[1], tiling.cells[1]));
+  // All phases of a cell, side by side.
+  if (tiling.depthwise) return cells * (200 + 2 * static_cast<double>(volume(p.kernel))) / kCyclesPerUs;
+  return cells * static_cast<double>(volume(p.stride)) * work.products * kCyclesPerProduct / kCyclesPerUs;
+}
+
 double direct_us(const Problem& p, const DirectTiling& tiling) {
   constexpr double kLaunches = 20, kLaunch = 8;
   const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(p.dtype)) * kPerMs;
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype)) * kPerMs;
   const Work work(p);
-  const double compute = (tiling.depthwise ? depthwise_us(p, work) : any_taps_us(p, tiling, work)) / 2;
+  const double both = tiling.depthwise ? depthwise_us(p, work) : any_taps_us(p, tiling, work);
+  const double compute = std::max(both / 2, serial_us(p, tiling, work));
   if (!p.tail.norm) return kLaunch + std::max(compute, x + y);
   return kLaunches + std::max(compute, x) + std::max(compute, x + y);
 }
@@ -106,6 +116,13 @@ double library_us(const Problem& p) {
   constexpr double kConvolution = 12, kPasses = 10;
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype)) * kPerMs;
   return kConvolution + kPasses + library_convolution_us(p, Work(p)) + (p.tail.norm ? 3 : 2) * y;
+}
+
+/// Whether the estimates were compared with such convolutions: of 4 inputs and fewer per tap the direct
+/// kernels were quicker, of 16 and 32 slower by far.
+bool has_few_inputs(const Problem& p) {
+  constexpr std::int64_t kMostInputs = 4;
+  return group_inputs(p) <= kMostInputs;
 }
 
 }  // namespace
@@ -156,14 +173,14 @@ Plan direct_plan(const Problem& p, const Device& device) {
 }
 
 bool beats_library(const Problem& p, const Plan& direct) {
-  return p.n > 0 && direct.estimated_direct_ms < library_us(p) / kPerMs;
+  return p.n > 0 && has_few_inputs(p) && direct.estimated_direct_ms < library_us(p) / kPerMs;
 }
 
 bool beats_sm90(const Problem& p, const Plan& direct, const Plan& sm90) {
-  // What the SM90 plan takes beside its estimate, in ms.
-  constexpr double kBeside = 0.025;
+  // What the SM90 plan takes beside its estimate, in ms, and by how much this one is to be ahead.
+  constexpr double kBeside = 0.025, kAhead = 1.25;
   const double ours = sm90.twice ? sm90.estimated_twice_ms : sm90.estimated_stored_ms;
-  return p.n > 0 && direct.estimated_direct_ms < ours + kBeside;
+  return p.n > 0 && has_few_inputs(p) && kAhead * direct.estimated_direct_ms < ours + kBeside;
 }
 
 }  // namespace upconv3d

@@ -35,11 +35,12 @@ struct DepthwiseTraits {
   // hide more of memory's latency than one.
   static constexpr int kStep = kWeightsHeld ? 2 : 4;
   static constexpr int kRows = kReach - 1 + kStep;
-  static constexpr bool kFetchesAhead = kTaps < 7;  // for k7 there are no registers to do so
-  static constexpr int kTogether = 4 / kChannels;   // taps that 16 bytes hold
+  // Where there are registers to do so.
+  static constexpr bool kFetchesAhead = kTaps == 3 || (kTaps == 5 && sizeof(T) == 2);
+  static constexpr int kTogether = 4 / kChannels;  // taps that 16 bytes hold
   static constexpr int kLoads = (kVolume + kTogether - 1) / kTogether;
   // Blocks of a multiprocessor that registers are to allow.
-  static constexpr int kHeldBlocks = kChannels == 1 ? 5 : (kPlain && sizeof(T) == 2 ? 4 : 3);
+  static constexpr int kHeldBlocks = kChannels == 1 ? (kPlain ? 5 : 4) : (kPlain && sizeof(T) == 2 ? 4 : 3);
   static constexpr int kBlocks = kWeightsHeld ? kHeldBlocks : kTaps == 5 ? 3 : 2;
 };
 
