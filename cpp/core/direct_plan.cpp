@@ -77,12 +77,22 @@ double any_taps_us(const Problem& p, const DirectTiling& tiling, const Work& wor
   return kSlow + work.outputs * (kPerValue + per_product * work.products);
 }
 
+/// What one thread alone takes for a pass: no card is quicker than that, however few outputs there are.
+double serial_us(const Problem& p, const DirectTiling& tiling, const Work& work) {
+  constexpr double kCyclesPerUs = 1700, kCyclesPerProduct = 120;
+  const double cells = static_cast<double>(std::min(tiling.tile[1], tiling.cells[1]));
+  // All phases of a cell, side by side.
+  if (tiling.depthwise) return cells * (200 + 2 * static_cast<double>(volume(p.kernel))) / kCyclesPerUs;
+  return cells * static_cast<double>(volume(p.stride)) * work.products * kCyclesPerProduct / kCyclesPerUs;
+}
+
 double direct_us(const Problem& p, const DirectTiling& tiling) {
   constexpr double kLaunches = 20, kLaunch = 8;
   const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(p.dtype)) * kPerMs;
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype)) * kPerMs;
   const Work work(p);
-  const double compute = (tiling.depthwise ? depthwise_us(p, work) : any_taps_us(p, tiling, work)) / 2;
+  const double both = tiling.depthwise ? depthwise_us(p, work) : any_taps_us(p, tiling, work);
+  const double compute = std::max(both / 2, serial_us(p, tiling, work));
   if (!p.tail.norm) return kLaunch + std::max(compute, x + y);
   return kLaunches + std::max(compute, x) + std::max(compute, x + y);
 }
@@ -111,9 +121,12 @@ double library_us(const Problem& p) {
   return kConvolution + kPasses + library_convolution_us(p, Work(p)) + (p.tail.norm ? 3 : 2) * y;
 }
 
-}  // namespace
-
-namespace {
+/// Whether the estimates were compared with such convolutions: of 4 inputs and fewer per tap the direct
+/// kernels were quicker, of 16 and 32 slower by far.
+bool has_few_inputs(const Problem& p) {
+  constexpr std::int64_t kMostInputs = 4;
+  return group_inputs(p) <= kMostInputs;
+}
 
 /// Why the kernels on CUDA cores cannot run, or "".
 std::string cuda_cores_obstacle(const Problem& p) {
@@ -196,16 +209,18 @@ Plan direct_plan(const Problem& p, const Device& device) {
 }
 
 bool beats_library(const Problem& p, const Plan& direct) {
-  return p.n > 0 && direct.estimated_direct_ms < library_us(p) / kPerMs;
+  const bool compared = direct.few_channels || has_few_inputs(p);
+  return p.n > 0 && compared && direct.estimated_direct_ms < library_us(p) / kPerMs;
 }
 
 bool beats_sm90(const Problem& p, const Plan& direct, const Plan& sm90) {
-  // What the SM90 plan takes beside its estimate, in ms. Not counted against
-  // conv_transpose_few_channels_sm80: where only that decided (4, 32 > 16, 56x56x40, k2 s2), it took 165 us
-  // and the SM90 plan 128.
-  const double beside = direct.few_channels ? 0.0 : 0.025;
   const double ours = sm90.twice ? sm90.estimated_twice_ms : sm90.estimated_stored_ms;
-  return p.n > 0 && direct.estimated_direct_ms < ours + beside;
+  // What the SM90 plan takes beside its estimate is not counted against the kernel on tensor cores: where
+  // only that decided (4, 32 > 16, 56x56x40, k2 s2), it took 165 us and the SM90 plan 128.
+  if (direct.few_channels) return p.n > 0 && direct.estimated_direct_ms < ours;
+  // That, in ms, and by how much this one is to be ahead.
+  constexpr double kBeside = 0.025, kAhead = 1.25;
+  return p.n > 0 && has_few_inputs(p) && kAhead * direct.estimated_direct_ms < ours + kBeside;
 }
 
 }  // namespace upconv3d

@@ -35,11 +35,12 @@ struct DepthwiseTraits {
   // hide more of memory's latency than one.
   static constexpr int kStep = kWeightsHeld ? 2 : 4;
   static constexpr int kRows = kReach - 1 + kStep;
-  static constexpr bool kFetchesAhead = kTaps < 7;  // for k7 there are no registers to do so
-  static constexpr int kTogether = 4 / kChannels;   // taps that 16 bytes hold
+  // Where there are registers to do so.
+  static constexpr bool kFetchesAhead = kTaps == 3 || (kTaps == 5 && sizeof(T) == 2);
+  static constexpr int kTogether = 4 / kChannels;  // taps that 16 bytes hold
   static constexpr int kLoads = (kVolume + kTogether - 1) / kTogether;
   // Blocks of a multiprocessor that registers are to allow.
-  static constexpr int kHeldBlocks = kChannels == 1 ? 5 : (kPlain && sizeof(T) == 2 ? 4 : 3);
+  static constexpr int kHeldBlocks = kChannels == 1 ? (kPlain ? 5 : 4) : (kPlain && sizeof(T) == 2 ? 4 : 3);
   static constexpr int kBlocks = kWeightsHeld ? kHeldBlocks : kTaps == 5 ? 3 : 2;
 };
 
@@ -136,16 +137,18 @@ struct InputWindow {
     }
   }
 
-  /// Moves the last kReach - 1 rows to the front, and those fetched behind them; or, of fewer, to the front.
+  /// Moves the last kReach - 1 rows to the front, and those fetched behind them; the rows before the first
+  /// cell to where the next time finds the last ones.
   template <int kCount>
   __device__ __forceinline__ void take() {
-    constexpr int kTo = kCount == Traits::kStep ? kReach - 1 : 0;
+    constexpr bool kMoves = kCount == Traits::kStep;
+    constexpr int kTo = kMoves ? kReach - 1 : Traits::kStep;
 #pragma unroll
     for (int z = 0; z < kReach; ++z) {
 #pragma unroll
       for (int q = 0; q < kReach; ++q) {
 #pragma unroll
-        for (int i = 0; i < kTo; ++i) {
+        for (int i = 0; kMoves && i < kReach - 1; ++i) {
 #pragma unroll
           for (int l = 0; l < kChannels; ++l) x[z][i][q][l] = x[z][i + Traits::kStep][q][l];
         }
@@ -337,7 +340,7 @@ __global__ void __launch_bounds__(kDirectThreads, (DepthwiseTraits<T, kTaps, kCh
   const CellProducts<T, Traits> products(weights, args.lanes_c, share.lane);
   const CellOutputs<T, kChannels> outputs(args, share, channel, active);
   InputWindow<T, Traits> window(args, share, channel, active);
-  PivotMoments<kChannels> moments;
+  ChunkedMoments<kChannels> moments;
   for (int begin = share.run_begin; begin < share.run_end; begin += Traits::kStep) {
     window.advance(args);
     float v[Traits::kStep][kPhases * kChannels];
@@ -365,7 +368,10 @@ __global__ void __launch_bounds__(kDirectThreads, (DepthwiseTraits<T, kTaps, kCh
         }
       }
     }
-    if (kMoments && kPlain && begin == share.run_begin) channels.move_origin(moments.pivot);
+    if constexpr (kMoments) {
+      moments.fold();
+      if constexpr (kPlain) channels.move_origin(moments.mean);
+    }
   }
   if constexpr (kMoments) write_moments(args, share, channel, moments);
 }

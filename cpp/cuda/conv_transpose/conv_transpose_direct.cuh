@@ -21,7 +21,8 @@
 
 namespace upconv3d::cuda {
 
-/// Blocks of a multiprocessor that registers are to allow: for sums of 8 channels by 4 columns, and addresses.
+/// Blocks of a multiprocessor that registers are to allow: for sums of 8 channels by 4 columns, and
+/// addresses.
 inline constexpr int kAnyTapsBlocks = 3;
 
 /// The taps that reach a phase of an axis: tap begin + i*tap_step reads input cell + input + i*input_step,
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(kDirectThreads, kAnyTapsBlocks)
       args.x + share.sample * args.x_sample + input * args.x_channel, weights + share.lane * kChannels, lists,
       args.lanes_c * kChannels};
   T* const y = args.y + share.sample * args.y_sample + static_cast<std::int64_t>(channel) * args.y_channel;
-  PivotMoments<kChannels> moments;
+  ChunkedMoments<kChannels> moments;
   const int phases = args.stride[0] * args.stride[1] * args.stride[2];
   for (int cell_p = share.run_begin; active && cell_p < share.run_end; ++cell_p) {
     const int cell[3] = {share.cell_z, cell_p, share.cell_q};
@@ -223,6 +224,7 @@ __global__ void __launch_bounds__(kDirectThreads, kAnyTapsBlocks)
       if constexpr (kMoments) {
         channels.before(args, v);
         moments.template take<kDirectColumns>(v, mask);
+        moments.fold();
       } else {
         channels.finish(args, v);
         store_columns<T, kChannels>(

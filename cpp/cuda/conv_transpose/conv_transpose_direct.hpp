@@ -23,8 +23,8 @@ struct ConvTransposeDirectParams {
   std::int64_t w_strides[5] = {};  // in elements
   const void* bias = nullptr;      // [K] problem.dtype, or null
   ActivationParams before = {}, after = {};
-  const void* table = nullptr;     // output pass: [3,N,K] float, as group_norm_finalize writes it, or null
-  float* part = nullptr;           // moments pass: [N,tiles,K,2] mean and M2, written; null in the output pass
+  const void* table = nullptr;  // output pass: [3,N,K] float, as group_norm_finalize writes it, or null
+  float* part = nullptr;        // moments pass: [N,tiles,K,2] mean and M2, written; null in the output pass
   std::int32_t* counts = nullptr;  // moments pass: [tiles] positions of each tile, written
   void* y = nullptr;               // output pass: [N,K,Z,P,Q] or [N,Z,P,Q,K] problem.dtype, written;
                                    // null in the moments pass

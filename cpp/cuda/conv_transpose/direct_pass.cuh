@@ -98,56 +98,74 @@ __device__ __forceinline__ float at_least(float v, float low) {
 #endif
 }
 
-/// Moments of a thread's values as sums of their distances to a pivot, the mean of the first values. With n
-/// values, the first f of them as far from the others as can be, cancellation costs M2 a factor of n/f in
-/// float's rounding at most: those few are part of M2 themselves.
+/// Moments of a thread's values, taken in chunks: as sums of a chunk's distances to the mean of all before
+/// it, or, of the first chunk, to that of its first values. What cancels when a chunk's sums become moments
+/// is then no more than what the merge adds: its mean's distance to the others'.
 template <int kChannels>
-struct PivotMoments {
+struct ChunkedMoments {
   float count = 0.f;
-  float pivot[kChannels] = {}, sum[kChannels] = {}, square[kChannels] = {};
+  float mean[kChannels] = {}, m2[kChannels] = {};
 
+  /// Into the chunk.
   /// \param v kRows values of each channel, that of row and channel at [row*kChannels + channel]
   /// \param mask bit of each row that counts
   template <int kRows>
   __device__ __forceinline__ void take(float (&v)[kRows * kChannels], unsigned mask) {
-    if (mask == 0) return;
-    if (count == 0.f) begin<kRows>(v, mask);
+    if (count == 0.f && chunk == 0.f) begin<kRows>(v, mask);
 #pragma unroll
-    for (int j = 0; j < kRows * kChannels; ++j) v[j] -= pivot[j % kChannels];
+    for (int j = 0; j < kRows * kChannels; ++j) v[j] -= mean[j % kChannels];
     take_distances<kRows>(v, mask);
   }
 
-  /// \param v what take's values are, less the pivot
+  /// \param v what take's values are, less the mean
   template <int kRows>
   __device__ __forceinline__ void take_distances(const float (&v)[kRows * kChannels], unsigned mask) {
     if (mask == (1u << kRows) - 1) {
-      count += static_cast<float>(kRows);
+      chunk += static_cast<float>(kRows);
 #pragma unroll
       for (int j = 0; j < kRows * kChannels; ++j) add(j % kChannels, v[j]);
       return;
     }
-    count += static_cast<float>(__popc(mask));
+    chunk += static_cast<float>(__popc(mask));
 #pragma unroll
     for (int j = 0; j < kRows * kChannels; ++j) {
       if ((mask >> (j / kChannels) & 1) != 0) add(j % kChannels, v[j]);
     }
   }
 
+  /// Ends the chunk: merges it with what was before, by Chan, Golub & LeVeque (1979).
+  __device__ __forceinline__ void fold() {
+    if (chunk == 0.f) return;
+    // A division exact to its last bit calls a function, which costs registers.
+    const float total = count + chunk, each = __fdividef(1.f, chunk), share = __fdividef(chunk, total);
+    const float weight = count * share;
+#pragma unroll
+    for (int channel = 0; channel < kChannels; ++channel) {
+      const float delta = sum[channel] * each;
+      // In this order a weight of 0 silences a delta whose square would overflow.
+      m2[channel] += (square[channel] - sum[channel] * delta) + (delta * weight) * delta;
+      mean[channel] += delta * share;
+      sum[channel] = square[channel] = 0.f;
+    }
+    count = total;
+    chunk = 0.f;
+  }
+
   __device__ __forceinline__ Moments<float, kChannels> moments() const {
     Moments<float, kChannels> result;
-    if (count == 0.f) return result;
     result.count = count;
 #pragma unroll
     for (int channel = 0; channel < kChannels; ++channel) {
-      const float drift = sum[channel] / count;
-      result.mean[channel] = pivot[channel] + drift;
-      const float m2 = square[channel] - sum[channel] * drift;
-      result.m2[channel] = m2 < 0.f ? 0.f : m2;
+      result.mean[channel] = mean[channel];
+      result.m2[channel] = m2[channel] < 0.f ? 0.f : m2[channel];
     }
     return result;
   }
 
  private:
+  float chunk = 0.f;
+  float sum[kChannels] = {}, square[kChannels] = {};
+
   __device__ __forceinline__ void add(int channel, float distance) {
     sum[channel] += distance;
     square[channel] = fmaf(distance, distance, square[channel]);
@@ -155,7 +173,8 @@ struct PivotMoments {
 
   template <int kRows>
   __device__ __forceinline__ void begin(const float (&v)[kRows * kChannels], unsigned mask) {
-    const float share = 1.f / static_cast<float>(__popc(mask));
+    if (mask == 0) return;
+    const float share = __fdividef(1.f, static_cast<float>(__popc(mask)));
 #pragma unroll
     for (int channel = 0; channel < kChannels; ++channel) {
       float total = 0.f;
@@ -163,19 +182,18 @@ struct PivotMoments {
       for (int row = 0; row < kRows; ++row) {
         if ((mask >> row & 1) != 0) total += v[row * kChannels + channel] * share;
       }
-      pivot[channel] = total;
+      mean[channel] = total;
     }
   }
 };
 
 /// The channels of a thread: what their sums begin with, and what becomes of these.
 /// \tparam kPlain there is no activation but ReLU. The code of all others costs registers where it does not
-/// run. Without it, sums begin with bias - origin, which spares subtracting the mean, or the pivot of
-/// moments.
+/// run. Without it, sums begin with bias - origin, which spares subtracting the mean.
 template <class T, int kChannels, bool kPlain>
 struct DirectChannels {
-  int channel;              // the first one; all of them are below K, or none
-  float start[kChannels];   // bias - origin
+  int channel;  // the first one; all of them are below K, or none
+  float bias[kChannels];
   float origin[kChannels];  // the mean; not kPlain: 0
   float mean[kChannels];    // not kPlain
   float scale[kChannels], shift[kChannels];
@@ -193,23 +211,19 @@ struct DirectChannels {
       scale[l] = has_table ? row[plane] : 1.f;
       shift[l] = has_table ? row[2 * plane] : 0.f;
       origin[l] = kPlain ? mean[l] : 0.f;
-      start[l] = (valid && args.bias != nullptr ? to_stat(args.bias[first + l]) : 0.f) - origin[l];
+      bias[l] = valid && args.bias != nullptr ? to_stat(args.bias[first + l]) : 0.f;
     }
   }
 
-  /// Lets sums begin lower by as much.
-  __device__ __forceinline__ void move_origin(const float (&distance)[kChannels]) {
+  __device__ __forceinline__ void move_origin(const float (&to)[kChannels]) {
 #pragma unroll
-    for (int l = 0; l < kChannels; ++l) {
-      origin[l] += distance[l];
-      start[l] -= distance[l];
-    }
+    for (int l = 0; l < kChannels; ++l) origin[l] = to[l];
   }
 
   template <int kCount>
   __device__ __forceinline__ void begin(float (&v)[kCount]) const {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) v[j] = start[j % kChannels];
+    for (int j = 0; j < kCount; ++j) v[j] = bias[j % kChannels] - origin[j % kChannels];
   }
 
   /// From sums to what the moments are taken of, less the origin.
@@ -258,7 +272,7 @@ struct DirectChannels {
 /// of. Every thread of the block must call this.
 template <class T, int kChannels>
 __device__ __forceinline__ void write_moments(const DirectArgs<T>& args, const DirectShare& share,
-                                              int channel, const PivotMoments<kChannels>& own) {
+                                              int channel, const ChunkedMoments<kChannels>& own) {
   Moments<float, kChannels> merged = own.moments();
   const int thread = static_cast<int>(threadIdx.x);
   merge_slots(merged, thread, share.slot, args.lanes_q * args.lanes_z,
