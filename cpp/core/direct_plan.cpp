@@ -128,6 +128,14 @@ bool has_few_inputs(const Problem& p) {
   return group_inputs(p) <= kMostInputs;
 }
 
+/// Whether the estimates of the direct plan's kernel were compared with such convolutions.
+bool was_compared(const Problem& p, const Plan& direct) {
+  if (!direct.few_channels) return has_few_inputs(p);
+  constexpr std::int64_t kInputs = 64, kOutputs = 32, kTaps = 4, kStride = 2;
+  return p.c <= kInputs && p.k <= kOutputs && *std::max_element(p.kernel.begin(), p.kernel.end()) <= kTaps &&
+         *std::max_element(p.stride.begin(), p.stride.end()) <= kStride;
+}
+
 /// Why the kernels on CUDA cores cannot run, or "".
 std::string cuda_cores_obstacle(const Problem& p) {
   if (p.dtype == DType::kFloat64) return "float64 is not computed in float32";
@@ -196,7 +204,8 @@ Plan direct_plan(const Problem& p, const Device& device) {
   FewChannelsLayout layout;
   if (few_channels_obstacle(p, device, layout).empty()) {
     const Plan few = few_channels_plan(p, layout);
-    if (!plan || few.estimated_direct_ms < plan->estimated_direct_ms) plan = few;
+    const bool eligible = !device.forced_plan.empty() || was_compared(p, few);
+    if (!plan || (eligible && few.estimated_direct_ms < plan->estimated_direct_ms)) plan = few;
   }
   if (!plan) throw std::logic_error("upconv3d: the direct plan has an obstacle, and was asked for");
   plan->algorithm = Algorithm::kCudaDirect;
@@ -209,18 +218,18 @@ Plan direct_plan(const Problem& p, const Device& device) {
 }
 
 bool beats_library(const Problem& p, const Plan& direct) {
-  const bool compared = direct.few_channels || has_few_inputs(p);
-  return p.n > 0 && compared && direct.estimated_direct_ms < library_us(p) / kPerMs;
+  return p.n > 0 && was_compared(p, direct) && direct.estimated_direct_ms < library_us(p) / kPerMs;
 }
 
 bool beats_sm90(const Problem& p, const Plan& direct, const Plan& sm90) {
   const double ours = sm90.twice ? sm90.estimated_twice_ms : sm90.estimated_stored_ms;
   // What the SM90 plan takes beside its estimate is not counted against the kernel on tensor cores: where
   // only that decided (4, 32 > 16, 56x56x40, k2 s2), it took 165 us and the SM90 plan 128.
-  if (direct.few_channels) return p.n > 0 && direct.estimated_direct_ms < ours;
+  if (p.n == 0 || !was_compared(p, direct)) return false;
+  if (direct.few_channels) return direct.estimated_direct_ms < ours;
   // That, in ms, and by how much this one is to be ahead.
   constexpr double kBeside = 0.025, kAhead = 1.25;
-  return p.n > 0 && has_few_inputs(p) && kAhead * direct.estimated_direct_ms < ours + kBeside;
+  return kAhead * direct.estimated_direct_ms < ours + kBeside;
 }
 
 }  // namespace upconv3d
