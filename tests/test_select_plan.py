@@ -236,6 +236,42 @@ def test_sm90_refuses_and_says_why(name):
     )
 
 
+# Few inputs per output: up-blocks of MedNeXt, a group of two outputs per input, and KernelBench level 2, 60.
+STRIDE_2 = {"stride": [2, 2, 2], "padding": [1, 1, 1]}
+DIRECT = {
+    "mednext-64": {"n": 1, "c": 64, "k": 64, "groups": 64, "extent": (64, 64, 64), **STRIDE_2},
+    "mednext-512": {"n": 1, "c": 512, "k": 512, "groups": 512, "extent": (8, 8, 8), **STRIDE_2},
+    "kernel-5": {
+        "n": 1,
+        "c": 64,
+        "k": 64,
+        "groups": 64,
+        "kernel": (5, 5, 5),
+        "stride": [2, 2, 2],
+        "padding": [2, 2, 2],
+    },
+    "two-per-input": {"n": 1, "c": 32, "k": 64, "groups": 32, **STRIDE_2},
+    "kernelbench-60": {"n": 128, "c": 3, "k": 16, "extent": (16, 32, 32), "num_groups": 4, **STRIDE_2},
+}
+
+
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", DIRECT)
+def test_few_inputs_take_the_direct_plan(name, dtype, layout):
+    arguments = facts(**DIRECT[name], dtype=dtype, layout=layout)
+    plan = plan_of(arguments)
+    assert plan.algorithm == "cuda_direct" and plan.kernel is None, plan.reason
+    assert "not the SM90 kernel" in plan.reason and plan.estimated_direct_ms > 0
+    own = any(fragment in name for fragment in ("mednext", "kernel-5"))
+    kernel = "conv_transpose_depthwise" if own else "conv_transpose_any_taps"
+    assert plan.stages == (kernel, "group_norm_finalize", kernel)
+    assert "computed for its moments, and once more" in str(plan)
+    assert plan_of(arguments | {"training": True}).algorithm == "cuda_library"
+    assert plan_of(arguments, forced_plan="library").algorithm == "cuda_library"
+    assert plan_of(facts(), forced_plan="direct").reason == "UPCONV3D_PLAN=direct"
+
+
 # Real decoder blocks: x [2,384,6^3], [2,256,8x8x4] and, with norm groups of one channel, [2,320,4^3]
 SMALL_BLOCKS = {
     "unet-384": {"n": 2, "c": 384, "k": 64, "extent": (6, 6, 6), "num_groups": 2},

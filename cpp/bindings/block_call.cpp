@@ -122,8 +122,9 @@ cuda::ForwardTensors forward_tensors(const BlockTensors& t, const Tensor& y, con
   return f;
 }
 
-Tensor run_implicit_gemm(const PreparedCall& call, const BlockTensors& t, CallExtras& extras,
-                         std::int32_t index) {
+/// A plan whose convolution is ours.
+Tensor run_own_convolution(const PreparedCall& call, const BlockTensors& t, CallExtras& extras,
+                           std::int32_t index) {
   const Tensor x = contiguous_in(t.x, call.problem.x_layout);
   const Tensor y = empty_strided_like(x, call.y_sizes, call.y_strides);
   const DeviceScratch workspace(x, call.plan.workspace_bytes);
@@ -219,7 +220,7 @@ Tensor run_plan(const PreparedCall& call, const BlockTensors& t, bool for_traini
     const std::int32_t index = t.x.get_device_index();
     const OnDevice current(index);
     return call.plan.algorithm == Algorithm::kCudaLibrary ? run_cuda_library(call, t, extras, index)
-                                                          : run_implicit_gemm(call, t, extras, index);
+                                                          : run_own_convolution(call, t, extras, index);
   }
 #endif
   return run_cpu(call, t, for_training ? &extras.saved : nullptr);

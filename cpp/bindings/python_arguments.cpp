@@ -146,6 +146,7 @@ py::dict to_dict(const Plan& plan) {
   dict["twice"] = plan.twice;
   dict["estimated_stored_ms"] = plan.estimated_stored_ms;
   dict["estimated_twice_ms"] = plan.estimated_twice_ms;
+  dict["estimated_direct_ms"] = plan.estimated_direct_ms;
   dict["tiles"] = plan.tiles;
   dict["stages"] = plan.stages;
   dict["workspace_bytes"] = plan.workspace_bytes;

@@ -14,6 +14,8 @@ const char* name(Algorithm algorithm) {
       return "sm90_implicit_gemm";
     case Algorithm::kSm80ImplicitGemm:
       return "sm80_implicit_gemm";
+    case Algorithm::kCudaDirect:
+      return "cuda_direct";
     case Algorithm::kCudaLibrary:
       return "cuda_library";
     case Algorithm::kCpuLibrary:
@@ -41,7 +43,7 @@ std::string describe(const Plan& plan) {
     text += concat("\n  kernel: ", plan.instance->name, ", tile ", plan.instance->block_channels,
                    " channels x ", plan.instance->block_positions, " positions");
   }
-  if (plan.twice) {
+  if (plan.twice || plan.algorithm == Algorithm::kCudaDirect) {
     text += "\n  convolution: computed for its moments, and once more to be normalized and stored";
   } else {
     text += concat("\n  convolution: stores ", name(plan.activation), steps_text(plan), ' ',

@@ -21,6 +21,7 @@ namespace upconv3d {
 enum class Algorithm : std::uint8_t {
   kSm90ImplicitGemm,  // our TMA + wgmma convolution, whose epilogue applies before() and takes moments
   kSm80ImplicitGemm,  // our cp.async + mma.sync convolution with ReLU + moments, then our normalize kernels
+  kCudaDirect,        // our convolution of few inputs per output, computed for its moments, and normalized
   kCudaLibrary,       // PyTorch's convolution, then our moments and normalize kernels
   kCpuLibrary,        // PyTorch's convolution, then our fused ReLU + GroupNorm on the host
 };
@@ -80,8 +81,8 @@ struct Device {
   int compute_capability = 0;  // major*10 + minor
   int sm_count = 0;
   int max_threads = 1;  // host threads, for the CPU plan
-  // On CUDA, a plan that must run: "sm80", "sm90", one of the latter's two kernels "stored" or "twice", or
-  // "library"; "" leaves the choice to select_plan.
+  // On CUDA, a plan that must run: "sm80", "sm90", one of the latter's two kernels "stored" or "twice",
+  // "direct" or "library"; "" leaves the choice to select_plan.
   std::string forced_plan = "";
 };
 
@@ -107,6 +108,8 @@ struct Plan {
   bool twice = false;                    // SM90: the convolution is computed for its moments, and once more
   double estimated_stored_ms = 0.0;      // SM90: without packing, before(conv) stored in between
   double estimated_twice_ms = 0.0;       // the same, computed twice; 0 where that cannot run
+  bool few_channels = false;             // direct: on tensor cores, not on CUDA cores
+  double estimated_direct_ms = 0.0;      // direct: all launches
   std::int64_t tiles = 0;                // partial moments per sample and channel (SM90: and granule of them)
   std::string channels;                  // how channels are padded or grouped, "" where they lie as they are
   std::vector<std::string> stages;       // kernels in launch order, by name

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/cpu_conv_layout.hpp"
+#include "core/direct_plan.hpp"
 #include "core/errors.hpp"
 #include "core/held_norm.hpp"
 #include "core/index_math.hpp"
@@ -25,11 +26,11 @@ bool is_sm90(const std::string& forced_plan) {
 }
 
 void require_known(const std::string& forced_plan) {
-  constexpr const char* kKnown[] = {"", "sm80", "sm90", "stored", "twice", "library"};
+  constexpr const char* kKnown[] = {"", "sm80", "sm90", "stored", "twice", "direct", "library"};
   if (std::find(std::begin(kKnown), std::end(kKnown), forced_plan) != std::end(kKnown)) return;
   throw ValueViolation(concat("upconv3d: UPCONV3D_PLAN must name a plan for CUDA devices; got \"",
                               forced_plan,
-                              "\". Set it to sm80, sm90, stored, twice or library, or unset it."));
+                              "\". Set it to sm80, sm90, stored, twice, direct or library, or unset it."));
 }
 
 /// Refuses a forced plan that cannot run.
@@ -135,6 +136,49 @@ bool backward_can_count(const Problem& p, const Plan& plan) {
          saturating_product(p.n, plan.tiles) <= kEnd;
 }
 
+/// The direct plan where it is expected to be quicker than `other`, if that is the SM90 plan, or than the
+/// library plan.
+/// \param reason why another plan does not run; that of the direct plan, or why it does not either, is added
+std::optional<Plan> choose_direct(const Problem& p, const Device& device, const Plan* other,
+                                  std::string& reason) {
+  if (!device.forced_plan.empty()) return std::nullopt;
+  const std::string separator = reason.empty() ? "" : "; ";
+  const std::string obstacle = direct_obstacle(p, device);
+  if (!obstacle.empty()) {
+    reason += concat(separator, "not the direct kernel: ", obstacle);
+    return std::nullopt;
+  }
+  Plan plan = direct_plan(p, device);
+  const bool quicker = other ? beats_sm90(p, plan, *other) : beats_library(p, plan);
+  if (!quicker) return std::nullopt;
+  plan.reason = concat(reason, separator, plan.reason);
+  return plan;
+}
+
+/// The direct plan, asked for by name.
+Plan forced_direct(const Problem& p, const Device& device) {
+  require_no_obstacle(p, device.forced_plan, direct_obstacle(p, device));
+  return direct_plan(p, device);
+}
+
+/// What is expected to be quicker than the SM90 plan, if anything and none is asked for.
+std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, const Plan& sm90,
+                                    bool keeps_activation) {
+  if (!device.forced_plan.empty()) return std::nullopt;
+  std::string disadvantage = sm90_disadvantage(p, sm90);
+  const bool is_slow = !disadvantage.empty();
+  // A backward pass reads what the SM90 plan keeps, or PyTorch's convolution.
+  if (!keeps_activation) {
+    if (!is_slow) disadvantage = library_advantage(p, device, sm90);
+    if (is_slow || disadvantage.empty()) {
+      std::string reason = is_slow ? "not the SM90 kernel: " + disadvantage : "";
+      if (auto direct = choose_direct(p, device, is_slow ? nullptr : &sm90, reason)) return direct;
+    }
+  }
+  if (disadvantage.empty()) return std::nullopt;
+  return cuda_library_plan(p, device, "not the SM90 kernel: " + disadvantage, keeps_activation);
+}
+
 /// \param keeps_activation whether a backward pass will want before(conv), or the convolution
 Plan choose(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances,
             bool keeps_activation) {
@@ -146,6 +190,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     // Whichever plan computed it: the forward pass of such a call is that of inference.
     return cuda_library_plan(problem, device, "the backward pass begins with the returned convolution", true);
   }
+  if (forced == "direct") return forced_direct(problem, device);
   std::optional<ConvInstance> instance;
   std::string reason = forced.empty() ? "" : "UPCONV3D_PLAN=" + forced;
   if (forced.empty() || is_sm90(forced)) {
@@ -164,13 +209,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
       } else if (forced == "twice") {
         require_no_obstacle(problem, forced, "nothing is normalized");
       }
-      std::string disadvantage = forced.empty() ? sm90_disadvantage(problem, plan) : "";
-      // A backward pass reads what the SM90 plan keeps.
-      if (forced.empty() && disadvantage.empty() && !keeps_activation) {
-        disadvantage = library_advantage(problem, device, plan);
-      }
-      if (disadvantage.empty()) return plan;
-      return cuda_library_plan(problem, device, "not the SM90 kernel: " + disadvantage, keeps_activation);
+      return instead_of_sm90(problem, device, plan, keeps_activation).value_or(plan);
     }
     reason = concat("not the SM90 kernel: ", obstacle);
   }
@@ -183,6 +222,9 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     if (!forced.empty()) require_no_obstacle(problem, forced, obstacle);
     if (instance) return sm80_plan(problem, device, *instance);
     reason += concat("; not the SM80 kernel: ", obstacle);
+  }
+  if (!keeps_activation) {
+    if (const auto direct = choose_direct(problem, device, nullptr, reason)) return *direct;
   }
   return cuda_library_plan(problem, device, reason, keeps_activation);
 }

@@ -12,6 +12,7 @@
 #include "core/twice_layout.hpp"
 #include "cuda/activation_memory.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
+#include "cuda/forward_direct.hpp"
 #include "cuda/forward_sm80.hpp"
 #include "cuda/group_norm/group_norm.hpp"
 #include "cuda/group_norm/held_norm.hpp"
@@ -317,6 +318,8 @@ void complete_plan(const Problem& problem, const Device& device, Plan& plan) {
     plan.workspace_bytes = Sm90Workspace(problem, plan, nullptr).bytes;
   } else if (plan.algorithm == Algorithm::kSm80ImplicitGemm) {
     plan.workspace_bytes = sm80_workspace_bytes(problem, plan);
+  } else if (plan.algorithm == Algorithm::kCudaDirect) {
+    plan.workspace_bytes = direct_workspace_bytes(problem, plan);
   } else {
     const auto cut = held_cut(problem, plan.conv_layout, device.compute_capability);
     plan.workspace_bytes = LibraryWorkspace(problem, plan, cut, nullptr).bytes;
@@ -331,6 +334,8 @@ void run_forward(const Problem& problem, const Plan& plan, const Device& device,
       run_sm90(problem, plan, device, tensors, stream, memo);
     } else if (plan.algorithm == Algorithm::kSm80ImplicitGemm) {
       run_sm80(problem, plan, tensors, stream);
+    } else if (plan.algorithm == Algorithm::kCudaDirect) {
+      run_direct(problem, plan, tensors, stream);
     } else {
       run_library(problem, plan, device, tensors, stream);
     }

@@ -20,7 +20,7 @@ class Plan:
 
     Attributes:
         algorithm: which of the plans; `reason` says why this one and not a quicker one.
-        kernel: name of the compiled variant, None for the library plans.
+        kernel: name of the compiled variant, None for the direct and the library plans.
         tile: output channels and output positions of one tile of that kernel.
         conv_layout: memory order in which the convolution runs and stores.
         activation: dtype of what is normalized, relu(conv) or conv, between convolution and normalize. Under
@@ -40,6 +40,7 @@ class Plan:
         twice: whether the convolution is computed for its moments and then once more instead of being stored.
         estimated_stored_ms, estimated_twice_ms: what that choice rests on, without packing; 0 where a plan
             cannot run.
+        estimated_direct_ms: of the direct plan, what it is expected to take; else 0.
         tile_positions, tiles: positions that one partial moment covers, and how many there are per sample and
             channel.
         stages: in launch order.
@@ -70,6 +71,7 @@ class Plan:
     twice: bool
     estimated_stored_ms: float
     estimated_twice_ms: float
+    estimated_direct_ms: float
     tiles: int
     stages: tuple[str, ...]
     workspace_bytes: int
@@ -105,6 +107,7 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         twice=plan["twice"],
         estimated_stored_ms=plan["estimated_stored_ms"],
         estimated_twice_ms=plan["estimated_twice_ms"],
+        estimated_direct_ms=plan["estimated_direct_ms"],
         tiles=plan["tiles"],
         stages=tuple(plan["stages"]),
         workspace_bytes=plan["workspace_bytes"],

@@ -67,7 +67,9 @@ void test_library_training() {
   expect(plan.algorithm == Algorithm::kCudaLibrary && plan.keeps_conv && !plan.keeps_activation &&
              !plan.activation_in_y,
          "the convolution is kept beside y: " + describe(plan));
-  const Plan without = select_plan(small, hopper(), all_compiled());
+  Device library = hopper();
+  library.forced_plan = "library";
+  const Plan without = select_plan(small, library, all_compiled());
   expect(without.activation_in_y && !without.keeps_conv, "nothing is kept where nothing follows");
   const auto keeps = [](const Problem& p) {
     return select_training_plan(p, hopper(), all_compiled()).keeps_conv;

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/direct_plan.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+
+#include "core/channels.hpp"
+#include "core/direct_tiling.hpp"
+#include "core/few_channels_layout.hpp"
+#include "core/index_math.hpp"
+#include "core/sm90_plan.hpp"
+#include "core/text.hpp"
+
+namespace upconv3d {
+namespace {
+
+constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max();
+
+/// What follows the convolution that is not in these kernels, or "".
+std::string tail_obstacle(const Tail& tail) {
+  if (tail.has_skip) return "a skip is added to the convolution";
+  if (tail.returns_conv) return "the convolution is wanted beside what follows it";
+  return "";
+}
+
+/// Whether all that the kernels keep in 32 bits fits: a sample's offsets, and coordinates that may lie
+/// outside of the volume by as much as a kernel reaches.
+bool fits_32_bits(const Problem& p) {
+  if (p.n > kMaxCount || saturating_product(p.c, volume(p.in)) > kMaxCount ||
+      saturating_product(p.k, p.positions()) > kMaxCount) {
+    return false;
+  }
+  const Extent3 out = p.out();
+  for (int axis = 0; axis < 3; ++axis) {
+    const std::int64_t reach = saturating_product(p.kernel[axis], p.dilation[axis]);
+    if (std::max({reach, p.padding[axis], out[axis], p.stride[axis], p.dilation[axis]}) > kMaxCount / 8) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Times in us of an H200 with L2 cold, fitted to 20 blocks of one to three dtypes and orders
+// (perf/NOTES.md, "Few inputs per output").
+
+constexpr double kMillion = 1e6, kPerMs = 1e3;
+
+/// The work of a convolution.
+struct Work {
+  double outputs;   // millions of values
+  double products;  // per value, those with an input
+  explicit Work(const Problem& p) {
+    outputs = static_cast<double>(p.n * p.k) * static_cast<double>(p.positions()) / kMillion;
+    products = p.useful_flops() / 2 / kMillion / outputs;
+  }
+};
+
+/// conv_transpose_depthwise, both passes.
+double depthwise_us(const Problem& p, const Work& work) {
+  constexpr double kPerValue = 0.8;
+  const double per_product = p.kernel[0] == 3 ? 0.13 : 0.16;
+  return work.outputs * (kPerValue + per_product * work.products);
+}
+
+/// conv_transpose_any_taps, both passes. Each input that a thread loads serves the channels that it computes.
+double any_taps_us(const Problem& p, const DirectTiling& tiling, const Work& work) {
+  constexpr double kPerValue = 1.5, kSlow = 20;
+  const bool in_rows = p.x_layout == Layout::kNDHWC;
+  double per_product = 4;
+  if (tiling.vector == 8) per_product = in_rows && group_inputs(p) <= 4 ? 0.4 : 0.55;
+  if (tiling.vector == 4) per_product = 1;
+  // Neighbours' inputs lie as far apart as an input has channels.
+  if (tiling.vector == 2) per_product = in_rows ? 4 : 1.6;
+  return kSlow + work.outputs * (kPerValue + per_product * work.products);
+}
+
+/// What one thread alone takes for a pass: no card is quicker than that, however few outputs there are.
+double serial_us(const Problem& p, const DirectTiling& tiling, const Work& work) {
+  constexpr double kCyclesPerUs = 1700, kCyclesPerProduct = 120;
+  const double cells = static_cast<double>(std::min(tiling.tile[1], tiling.cells[1]));
+  // All phases of a cell, side by side.
+  if (tiling.depthwise) return cells * (200 + 2 * static_cast<double>(volume(p.kernel))) / kCyclesPerUs;
+  return cells * static_cast<double>(volume(p.stride)) * work.products * kCyclesPerProduct / kCyclesPerUs;
+}
+
+double direct_us(const Problem& p, const DirectTiling& tiling) {
+  constexpr double kLaunches = 20, kLaunch = 8;
+  const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(p.dtype)) * kPerMs;
+  const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype)) * kPerMs;
+  const Work work(p);
+  const double both = tiling.depthwise ? depthwise_us(p, work) : any_taps_us(p, tiling, work);
+  const double compute = std::max(both / 2, serial_us(p, tiling, work));
+  if (!p.tail.norm) return kLaunch + std::max(compute, x + y);
+  return kLaunches + std::max(compute, x) + std::max(compute, x + y);
+}
+
+/// cuDNN's convolution, benchmarked.
+double library_convolution_us(const Problem& p, const Work& work) {
+  const bool half_width = size_of(p.dtype) == 2;
+  if (p.groups > 1 && group_inputs(p) > 1) return work.outputs * (half_width ? 8 : 34);
+  if (p.groups > 1) {
+    if (p.stride == Extent3{1, 1, 1}) return work.outputs * 1.2 * work.products;
+    return work.outputs * (half_width ? 15 + 1.5 * work.products : 10 + 7 * work.products);
+  }
+  // Channels fill its tiles as they do ours: few of them take as long as 32.
+  const double positions = work.outputs / static_cast<double>(p.k);
+  const double per_position = !half_width ? 175 : p.x_layout == Layout::kNDHWC ? 85 : 130;
+  const double per_gflop = half_width ? 1.6 : p.precision == Precision::kTF32 ? 3.5 : 20;
+  constexpr double kTile = 64;
+  return per_position * positions * std::max(1.0, static_cast<double>(p.k) / kTile) +
+         per_gflop * p.useful_flops() * 1e-9;
+}
+
+/// That and our passes after it.
+double library_us(const Problem& p) {
+  constexpr double kConvolution = 12, kPasses = 10;
+  const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype)) * kPerMs;
+  return kConvolution + kPasses + library_convolution_us(p, Work(p)) + (p.tail.norm ? 3 : 2) * y;
+}
+
+/// Whether the estimates were compared with such convolutions: of 4 inputs and fewer per tap the direct
+/// kernels were quicker, of 16 and 32 slower by far.
+bool has_few_inputs(const Problem& p) {
+  constexpr std::int64_t kMostInputs = 4;
+  return group_inputs(p) <= kMostInputs;
+}
+
+/// Whether the estimates of the direct plan's kernel were compared with such convolutions.
+bool was_compared(const Problem& p, const Plan& direct) {
+  if (!direct.few_channels) return has_few_inputs(p);
+  constexpr std::int64_t kInputs = 64, kOutputs = 32, kTaps = 4, kStride = 2;
+  return p.c <= kInputs && p.k <= kOutputs && *std::max_element(p.kernel.begin(), p.kernel.end()) <= kTaps &&
+         *std::max_element(p.stride.begin(), p.stride.end()) <= kStride;
+}
+
+/// Why the kernels on CUDA cores cannot run, or "".
+std::string cuda_cores_obstacle(const Problem& p) {
+  if (p.dtype == DType::kFloat64) return "float64 is not computed in float32";
+  const std::string tail = tail_obstacle(p.tail);
+  if (!tail.empty()) return tail;
+  if (!fits_32_bits(p)) {
+    return "an extent or the values of a sample exceed the direct kernel's 32-bit coordinates";
+  }
+  constexpr std::int64_t kMaxStride = 64;
+  if (*std::max_element(p.stride.begin(), p.stride.end()) > kMaxStride) {
+    return concat("stride ", triple_text(p.stride), " exceeds the direct kernel's ", kMaxStride);
+  }
+  // Weights of one thread's channels at least, beside the moments' exchange. Half a multiprocessor's.
+  constexpr std::int64_t kMaxShared = 100 * 1024;
+  const DirectTiling tiling = direct_tiling(p);
+  if (tiling.shared_bytes > kMaxShared) {
+    return concat("the weights of ", tiling.vector, " output channels take ", tiling.shared_bytes,
+                  " bytes, more than the ", kMaxShared, " of shared memory that the direct kernel has");
+  }
+  if (saturating_product(p.n, tiling.tile_count(), tiling.channel_blocks) > kMaxCount) {
+    return "tiles exceed the direct kernel's 32-bit counters";
+  }
+  return "";
+}
+
+/// The plan of the kernels on CUDA cores.
+Plan cuda_cores_plan(const Problem& p) {
+  const DirectTiling tiling = direct_tiling(p);
+  Plan plan;
+  plan.estimated_direct_ms = direct_us(p, tiling) / kPerMs;
+  plan.reason = "few inputs per output";
+  const char* kernel = tiling.depthwise ? "conv_transpose_depthwise" : "conv_transpose_any_taps";
+  if (p.tail.norm) {
+    plan.tile_positions = direct_tile_positions(p, tiling);
+    plan.tiles = tiling.tile_count();
+    plan.stages = {kernel, "group_norm_finalize"};
+  }
+  plan.stages.emplace_back(kernel);
+  return plan;
+}
+
+/// The plan of conv_transpose_few_channels_sm80.
+Plan few_channels_plan(const Problem& p, const FewChannelsLayout& layout) {
+  constexpr const char* kKernel = "conv_transpose_few_channels_sm80";
+  Plan plan;
+  plan.few_channels = true;
+  plan.estimated_direct_ms = few_channels_ms(p, layout);
+  plan.reason = "few channels";
+  plan.tile_positions = volume(layout.tile) * volume(p.stride);
+  plan.tiles = layout.tile_count();
+  plan.stages = {kKernel, "group_norm_finalize", kKernel};
+  return plan;
+}
+
+}  // namespace
+
+std::string direct_obstacle(const Problem& p, const Device& device) {
+  FewChannelsLayout layout;
+  const std::string obstacle = cuda_cores_obstacle(p);
+  return obstacle.empty() || few_channels_obstacle(p, device, layout).empty() ? "" : obstacle;
+}
+
+Plan direct_plan(const Problem& p, const Device& device) {
+  std::optional<Plan> plan;
+  if (cuda_cores_obstacle(p).empty()) plan = cuda_cores_plan(p);
+  FewChannelsLayout layout;
+  if (few_channels_obstacle(p, device, layout).empty()) {
+    const Plan few = few_channels_plan(p, layout);
+    const bool eligible = !device.forced_plan.empty() || was_compared(p, few);
+    if (!plan || (eligible && few.estimated_direct_ms < plan->estimated_direct_ms)) plan = few;
+  }
+  if (!plan) throw std::logic_error("upconv3d: the direct plan has an obstacle, and was asked for");
+  plan->algorithm = Algorithm::kCudaDirect;
+  plan->reason = device.forced_plan.empty() ? concat(plan->reason, ": the direct kernel is expected to take ",
+                                                     plan->estimated_direct_ms, " ms")
+                                            : "UPCONV3D_PLAN=" + device.forced_plan;
+  plan->conv_layout = p.y_layout;
+  plan->activation = DType::kFloat32;
+  return *plan;
+}
+
+bool beats_library(const Problem& p, const Plan& direct) {
+  return p.n > 0 && was_compared(p, direct) && direct.estimated_direct_ms < library_us(p) / kPerMs;
+}
+
+bool beats_sm90(const Problem& p, const Plan& direct, const Plan& sm90) {
+  const double ours = sm90.twice ? sm90.estimated_twice_ms : sm90.estimated_stored_ms;
+  // What the SM90 plan takes beside its estimate is not counted against the kernel on tensor cores: where
+  // only that decided (4, 32 > 16, 56x56x40, k2 s2), it took 165 us and the SM90 plan 128.
+  if (p.n == 0 || !was_compared(p, direct)) return false;
+  if (direct.few_channels) return direct.estimated_direct_ms < ours;
+  // That, in ms, and by how much this one is to be ahead.
+  constexpr double kBeside = 0.025, kAhead = 1.25;
+  return kAhead * direct.estimated_direct_ms < ours + kBeside;
+}
+
+}  // namespace upconv3d

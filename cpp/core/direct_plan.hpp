@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// The part of select_plan that knows the direct plan: convolutions of so few inputs per output that they are
+/// computed twice by a kernel that packs nothing (cuda/conv_transpose/conv_transpose_direct.hpp).
+#pragma once
+
+#include <string>
+
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+
+namespace upconv3d {
+
+/// Why the kernels of this plan cannot run, or "".
+std::string direct_obstacle(const Problem& problem, const Device& device);
+
+/// The plan, where there is no obstacle. Its estimated_direct_ms is for an H200.
+Plan direct_plan(const Problem& problem, const Device& device);
+
+/// Whether the direct plan is expected to be quicker than PyTorch's convolution with our passes after it.
+bool beats_library(const Problem& problem, const Plan& direct);
+
+/// Whether it is expected to be quicker than the SM90 plan `sm90`.
+bool beats_sm90(const Problem& problem, const Plan& direct, const Plan& sm90);
+
+}  // namespace upconv3d

@@ -1,0 +1,352 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/few_channels_layout.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+#include "core/index_math.hpp"
+#include "core/text.hpp"
+
+namespace upconv3d {
+namespace {
+
+constexpr std::int64_t kChunkBytes = 16;
+constexpr std::int64_t kColumnTile = 8, kRowTile = 16;  // of an instruction's result
+constexpr std::int64_t kMaxColumnTiles = 4;  // of two phases and 32 positions: 64 accumulators of a thread
+constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max();
+
+// What an H200 has, and what the estimate counts with: the tiles of a block must not depend on the device.
+constexpr std::int64_t kMultiprocessors = 132;
+constexpr std::int64_t kSharedPerBlock = 227 * 1024;
+
+/// A tap along one axis: the phase that it belongs to and the input that it reads there.
+struct AxisTap {
+  std::int64_t phase, offset;
+};
+
+AxisTap axis_tap(const Problem& p, int axis, std::int64_t tap) {
+  const std::int64_t s = p.stride[axis];
+  const std::int64_t at = tap * p.dilation[axis] - p.padding[axis];
+  const std::int64_t phase = ((at % s) + s) % s;
+  return {phase, (phase - at) / s};
+}
+
+std::int64_t chunk_elements(const Problem& p) {
+  return kChunkBytes / size_of(p.dtype);
+}
+
+/// What does not depend on the tile.
+FewChannelsLayout fixed_part(const Problem& p) {
+  FewChannelsLayout layout;
+  layout.paired = p.stride[2] % 2 == 0 ? 2 : 1;
+  const std::int64_t columns = std::min(std::bit_ceil(static_cast<std::uint64_t>(ceil_div(p.k, kColumnTile))),
+                                        static_cast<std::uint64_t>(kMaxColumnTiles));
+  // Single phases with eight channels go with those of sixteen: a variant less to compile.
+  layout.column_tiles = static_cast<int>(std::max<std::int64_t>(columns, layout.paired == 1 ? 2 : 1));
+  layout.row_tiles = layout.column_tiles * layout.paired >= 8 ? 2 : 4;
+  layout.channel_blocks = static_cast<int>(ceil_div(p.k, kColumnTile * layout.column_tiles));
+  layout.chunks = static_cast<int>(ceil_div(p.c, chunk_elements(p)));
+  layout.pitch = (layout.chunks + 1) | 1;
+  Extent3 upper{};
+  for (int axis = 0; axis < 3; ++axis) {
+    layout.lower[axis] = std::numeric_limits<std::int64_t>::max();
+    upper[axis] = std::numeric_limits<std::int64_t>::min();
+    for (std::int64_t tap = 0; tap < p.kernel[axis]; ++tap) {
+      const std::int64_t offset = axis_tap(p, axis, tap).offset;
+      layout.lower[axis] = std::min(layout.lower[axis], offset);
+      upper[axis] = std::max(upper[axis], offset);
+    }
+    layout.box[axis] = upper[axis] - layout.lower[axis];  // beyond the tile
+  }
+  return layout;
+}
+
+/// Taps of a list of chunks, by the offset along depth, height and width that they read.
+using ListTaps = std::map<std::array<std::int64_t, 3>, std::vector<std::int64_t>>;
+
+/// The taps of each group and list: of kFewBoth two per offset, the first phase's first.
+std::vector<std::array<ListTaps, kFewLists>> tap_lists(const Problem& p, int paired,
+                                                       std::vector<FewGroup>& groups) {
+  const std::int64_t pairs = p.stride[2] / paired;
+  std::vector<std::array<ListTaps, 2>> phases(static_cast<std::size_t>(p.stride[0] * p.stride[1] * pairs));
+  for (std::int64_t t = 0, tap = 0; t < p.kernel[0]; ++t) {
+    for (std::int64_t r = 0; r < p.kernel[1]; ++r) {
+      for (std::int64_t s = 0; s < p.kernel[2]; ++s, ++tap) {
+        const AxisTap z = axis_tap(p, 0, t), h = axis_tap(p, 1, r), w = axis_tap(p, 2, s);
+        const std::int64_t group = (z.phase * p.stride[1] + h.phase) * pairs + w.phase / paired;
+        phases[group][w.phase % paired][{z.offset, h.offset, w.offset}].push_back(tap);
+      }
+    }
+  }
+  std::vector<std::array<ListTaps, kFewLists>> lists(phases.size());
+  for (std::size_t i = 0; i < phases.size(); ++i) {
+    const auto index = static_cast<std::int64_t>(i);
+    groups.emplace_back().phase = {static_cast<int>(index / pairs / p.stride[1]),
+                                   static_cast<int>(index / pairs % p.stride[1]),
+                                   static_cast<int>(index % pairs * paired)};
+    for (const auto& [offset, taps] : phases[i][0]) {
+      const auto other = phases[i][1].find(offset);
+      const bool both = other != phases[i][1].end();
+      auto& to = lists[i][both ? kFewBoth : kFewFirst][offset] = taps;
+      if (both) to.push_back(other->second.front());
+    }
+    for (const auto& [offset, taps] : phases[i][1]) {
+      if (!phases[i][0].contains(offset)) lists[i][kFewSecond][offset] = taps;
+    }
+  }
+  return lists;
+}
+
+/// Steps, taps and groups for the box that the layout has.
+void set_steps(const Problem& p, FewChannelsLayout& layout) {
+  std::vector<FewGroup> groups;
+  const auto lists = tap_lists(p, layout.paired, groups);
+  layout.taps.assign(static_cast<std::size_t>(volume(p.kernel)), {});
+  layout.steps.clear();
+  int fragment = 0;
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    groups[i].first_step = static_cast<int>(layout.steps.size());
+    groups[i].first_fragment = fragment;
+    for (int list = 0; list < kFewLists; ++list) {
+      const int stride = list == kFewBoth ? 2 : 1;
+      std::vector<std::uint32_t> places;
+      for (const auto& [offset, taps] : lists[i][list]) {
+        std::int64_t at = 0;
+        for (int axis = 0; axis < 3; ++axis) at = at * layout.box[axis] + offset[axis] - layout.lower[axis];
+        for (std::size_t slot = 0; slot < taps.size(); ++slot) {
+          layout.taps[taps[slot]] = {static_cast<std::uint16_t>(fragment + static_cast<int>(slot)),
+                                     static_cast<std::uint16_t>(places.size()),
+                                     static_cast<std::uint16_t>(stride)};
+        }
+        for (int chunk = 0; chunk < layout.chunks; ++chunk) {
+          places.push_back(static_cast<std::uint32_t>(at * layout.pitch + chunk));
+        }
+      }
+      // The chunk of zeros behind the channels of the position itself.
+      if (places.size() % 2 != 0) places.push_back(static_cast<std::uint32_t>(layout.chunks));
+      groups[i].steps[list] = static_cast<int>(places.size() / 2);
+      for (std::size_t at = 0; at < places.size(); at += 2) {
+        layout.steps.push_back(places[at] | places[at + 1] << kFewOffsetBits);
+      }
+      fragment += groups[i].steps[list] * stride;
+    }
+  }
+  layout.fragments = fragment;
+  const auto work = [](const FewGroup& group) {
+    return 2 * group.steps[kFewBoth] + group.steps[kFewFirst] + group.steps[kFewSecond];
+  };
+  std::stable_sort(groups.begin(), groups.end(),
+                   [&work](const FewGroup& a, const FewGroup& b) { return work(a) > work(b); });
+  layout.groups = std::move(groups);
+}
+
+/// What a tile takes, in counts.
+struct TileWork {
+  double products = 0;  // instructions of the tensor cores
+  double values = 0;
+  double chunks = 0;  // of x, loaded
+
+  explicit TileWork(const FewChannelsLayout& layout) {
+    for (const FewGroup& group : layout.groups) {
+      products += 2 * group.steps[kFewBoth] + group.steps[kFewFirst] + group.steps[kFewSecond];
+    }
+    products *= static_cast<double>(layout.column_tiles * layout.row_tiles * layout.row_warps);
+    values = static_cast<double>(layout.rows() * layout.column_tiles * kColumnTile * layout.paired) *
+             static_cast<double>(layout.groups.size());
+    chunks = static_cast<double>(layout.box_positions() * layout.chunks);
+  }
+};
+
+/// Estimated times of both passes: us of an H200 with L2 cold, fitted to 14 blocks in two dtypes and both
+/// orders, and to other tiles of some of them; off by 20 % at most (perf/NOTES.md, "Few channels").
+void set_estimate(const Problem& p, FewChannelsLayout& layout) {
+  constexpr double kPerMs = 1e3;
+  const bool is_float = p.dtype == DType::kFloat32;
+  const bool copies = p.x_layout == Layout::kNDHWC && p.c % chunk_elements(p) == 0 && p.x_aligned;
+  const TileWork tile(layout);
+  // Tiles of the multiprocessor that gets most.
+  const double tiles =
+      static_cast<double>(ceil_div(p.n * layout.tile_count() * layout.channel_blocks, kMultiprocessors));
+  const double units = static_cast<double>(layout.fragments * layout.column_tiles);  // of weights
+  layout.moments_ms = (2 + 0.088 * units +
+                       tiles * (1.4 + 1.81e-3 * tile.products + 0.058e-3 * tile.values +
+                                (copies ? 0.65e-3 : 1.86e-3) * tile.chunks)) /
+                      kPerMs;
+  // Odd rows of y are written in pieces that share sectors.
+  constexpr double kInPieces = 4.5e-6;
+  const bool in_pieces = p.y_layout == Layout::kNCDHW && p.out()[2] % 2 != 0;
+  const double pieces =
+      in_pieces ? kInPieces * static_cast<double>(p.n * p.k) * static_cast<double>(p.positions()) : 0;
+  layout.output_ms = (19 + 0.025 * units + pieces +
+                      tiles * (0.65 + 1.85e-3 * tile.products + (is_float ? 0.1e-3 : 0.055e-3) * tile.values +
+                               (copies ? 0.2e-3 : 1.6e-3) * tile.chunks)) /
+                     kPerMs;
+}
+
+}  // namespace
+
+FewSharedBytes few_shared_bytes(const FewChannelsLayout& layout) {
+  FewSharedBytes bytes;
+  const std::int64_t columns = kColumnTile * layout.column_tiles;
+  bytes.weights = layout.fragments * columns * 32;
+  bytes.x = layout.buffers * layout.box_positions() * layout.pitch * kChunkBytes;
+  bytes.rows = layout.rows() * 8;
+  bytes.channels = 5 * columns * 4;
+  bytes.moments = kFewWarps * (columns + 1) * 8;
+  bytes.steps = ceil_div(static_cast<std::int64_t>(layout.steps.size()), 4) * 16;
+  return bytes;
+}
+
+namespace {
+
+/// The layout with another tile, all but its steps: those of a tile and its halo depend on the box.
+void set_tile(const Problem& p, const Extent3& halo, const Extent3& tile, int buffers,
+              FewChannelsLayout& layout) {
+  const Extent3 out = p.out();
+  layout.tile = tile;
+  for (int axis = 0; axis < 3; ++axis) {
+    layout.box[axis] = halo[axis] + tile[axis];
+    layout.tiles[axis] = ceil_div(ceil_div(out[axis], p.stride[axis]), tile[axis]);
+  }
+  const std::int64_t row_tiles = ceil_div(volume(tile), kRowTile * layout.row_tiles);
+  layout.row_warps = static_cast<int>(std::bit_ceil(static_cast<std::uint64_t>(row_tiles)));
+  layout.buffers = buffers;
+  layout.shared_bytes = few_shared_bytes(layout).total();
+}
+
+/// Sets the tile that is estimated quickest; false where none fits.
+bool set_best_tile(const Problem& p, FewChannelsLayout& layout) {
+  constexpr std::int64_t kDepths[] = {1, 2, 4, 8}, kHeights[] = {1, 2, 4, 8, 16};
+  constexpr std::int64_t kWidths[] = {1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64};
+  constexpr std::int64_t kLeast = 64;  // smaller ones read mostly halo
+  const Extent3 halo = layout.box;
+  const std::int64_t most = kRowTile * layout.row_tiles * kFewWarps;
+  double best_ms = std::numeric_limits<double>::infinity();
+  Extent3 best{};
+  int best_buffers = 0;
+  for (const std::int64_t depth : kDepths) {
+    for (const std::int64_t height : kHeights) {
+      for (const std::int64_t width : kWidths) {
+        const std::int64_t positions = depth * height * width;
+        if (positions > most || positions < kLeast) continue;
+        for (int buffers = 1; buffers <= 2; ++buffers) {
+          set_tile(p, halo, {depth, height, width}, buffers, layout);
+          if (layout.shared_bytes > kSharedPerBlock) break;
+          if (layout.box_positions() * layout.pitch >= (1 << kFewOffsetBits)) break;
+          set_estimate(p, layout);
+          const double ms = layout.moments_ms + layout.output_ms;
+          if (ms >= best_ms) continue;
+          best_ms = ms, best = layout.tile, best_buffers = buffers;
+        }
+      }
+    }
+  }
+  if (best_buffers == 0) return false;
+  set_tile(p, halo, best, best_buffers, layout);
+  set_estimate(p, layout);
+  return true;
+}
+
+}  // namespace
+
+std::string few_channels_shape_obstacle(const Problem& p, FewChannelsLayout& layout) {
+  if (p.operation != Operation::kConvTranspose) return "it is a plain convolution";
+  if (p.groups != 1) return concat("groups ", p.groups, " is not 1");
+  if (p.dtype == DType::kFloat64) return "tensor cores have no float64 of this kind";
+  if (p.dtype == DType::kFloat32 && p.precision != Precision::kTF32) {
+    return "float32's accuracy takes more than TF32's products";
+  }
+  if (!p.tail.norm) return "nothing is normalized";
+  if (p.tail.has_skip) return "a skip is added to the convolution";
+  if (p.tail.returns_conv) return "the convolution is to be stored";
+  if (volume(p.kernel) > kFewMaxTaps)
+    return concat("the kernel's ", volume(p.kernel), " taps are more than ", kFewMaxTaps);
+  FewChannelsLayout fixed = fixed_part(p);
+  const Extent3 out = p.out();
+  if (saturating_product(p.k, p.positions()) > kMaxCount / 2 ||
+      saturating_product(p.c, volume(p.in)) > kMaxCount / 2 ||
+      saturating_product(p.n, p.positions()) > kMaxCount / 2 ||
+      *std::max_element(out.begin(), out.end()) > kMaxCount / 4) {
+    return "its positions or a sample's elements exceed 32-bit counters";
+  }
+  const std::int64_t groups = volume(p.stride) / fixed.paired;
+  if (groups > kFewMaxGroups)
+    return concat("the stride has ", groups, " groups of phases, more than ", kFewMaxGroups);
+  if (saturating_product(volume(p.kernel) + groups * kFewLists, fixed.chunks) > 2 * kFewMaxSteps) {
+    return concat("its taps and channels, ", volume(p.kernel), " and ", p.c, ", take more than ",
+                  kFewMaxSteps, " steps");
+  }
+  layout = std::move(fixed);
+  set_steps(p, layout);  // for their number
+  if (!set_best_tile(p, layout)) return "its weights and a box of x do not fit into a block's shared memory";
+  set_steps(p, layout);
+  return "";
+}
+
+std::string few_channels_obstacle(const Problem& p, const Device& device, FewChannelsLayout& layout) {
+  constexpr int kAmpere = 80;
+  if (device.compute_capability < kAmpere) {
+    return concat("compute capability ", device.compute_capability / 10, '.', device.compute_capability % 10,
+                  " is below 8.0");
+  }
+  const std::string obstacle = few_channels_shape_obstacle(p, layout);
+  if (!obstacle.empty()) return obstacle;
+  // Of a block: 8.0 and 8.7, then 8.6, 8.9 and 12.x, then 9.0 and 10.x.
+  const int capability = device.compute_capability;
+  const bool small = capability == 86 || capability == 89 || capability >= 120;
+  const std::int64_t available = (small ? 99 : capability < 90 ? 163 : 227) * 1024;
+  if (layout.shared_bytes > available) {
+    return concat("its tiles take ", layout.shared_bytes, " bytes of shared memory, of which a block has ",
+                  available);
+  }
+  return "";
+}
+
+namespace {
+
+/// Whether a layout of one problem is that of the other.
+bool same_layout(const Problem& a, const Problem& b) {
+  const auto key = [](const Problem& p) {
+    return std::tie(p.n, p.c, p.k, p.in, p.kernel, p.stride, p.padding, p.output_padding, p.dilation,
+                    p.groups, p.dtype, p.precision, p.x_layout, p.x_aligned, p.operation, p.tail.norm,
+                    p.tail.has_skip, p.tail.returns_conv);
+  };
+  return key(a) == key(b);
+}
+
+}  // namespace
+
+std::shared_ptr<const FewChannelsLayout> few_channels_layout(const Problem& p) {
+  using Known = std::pair<Problem, std::shared_ptr<const FewChannelsLayout>>;
+  constexpr std::size_t kRemembered = 32;  // blocks of a network
+  static std::mutex mutex;
+  static std::vector<Known> known;
+  static std::size_t next = 0;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found =
+      std::find_if(known.begin(), known.end(), [&p](const Known& k) { return same_layout(k.first, p); });
+  if (found != known.end()) return found->second;
+  const auto layout = std::make_shared<FewChannelsLayout>();
+  const std::string obstacle = few_channels_shape_obstacle(p, *layout);
+  if (!obstacle.empty()) {
+    throw std::logic_error(
+        concat("upconv3d: conv_transpose_few_channels_sm80 must be able to run the block; got ", describe(p),
+               ", but ", obstacle, ". select_plan must choose another plan."));
+  }
+  if (known.size() < kRemembered) known.emplace_back();
+  known[next++ % kRemembered] = {p, layout};
+  return layout;
+}
+
+double few_channels_ms(const Problem&, const FewChannelsLayout& layout) {
+  constexpr double kBetweenMs = 0.008;  // group_norm_finalize
+  return layout.moments_ms + layout.output_ms + kBetweenMs;
+}
+
+}  // namespace upconv3d

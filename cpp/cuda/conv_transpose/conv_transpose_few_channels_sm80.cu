@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/conv_transpose/conv_transpose_few_channels_sm80.hpp"
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+
+#include "core/few_channels_layout.hpp"
+#include "cuda/conv_transpose/few_channels_params_sm80.cuh"
+#include "cuda/conv_transpose/few_channels_variants_sm80.hpp"
+
+namespace upconv3d::cuda {
+namespace {
+
+cutlass::FastDivmod divmod(std::int64_t divisor) {
+  return cutlass::FastDivmod(static_cast<int>(divisor));
+}
+
+void set_tensors(const ConvTransposeDirectParams& from, FewParams& params) {
+  const Problem& p = from.problem;
+  params.x = from.x, params.w = from.w, params.bias = from.bias;
+  params.table = static_cast<const float*>(from.table);
+  params.part = from.part, params.counts = from.counts, params.y = from.y;
+  params.before = from.before, params.after = from.after;
+  std::copy_n(from.w_strides, 5, params.w_strides);
+  const bool x_rows = p.x_layout == Layout::kNDHWC, y_rows = p.y_layout == Layout::kNDHWC;
+  params.x_sample = p.c * volume(p.in), params.y_sample = p.k * p.positions();
+  params.x_channel = static_cast<int>(x_rows ? 1 : volume(p.in));
+  params.x_position = static_cast<int>(x_rows ? p.c : 1);
+  params.y_channel = static_cast<int>(y_rows ? 1 : p.positions());
+  params.y_position = static_cast<int>(y_rows ? p.k : 1);
+  params.samples = static_cast<int>(p.n);
+  params.channels = static_cast<int>(p.c), params.k = static_cast<int>(p.k);
+  const Extent3 out = p.out();
+  for (int axis = 0; axis < 3; ++axis) {
+    params.in[axis] = static_cast<int>(p.in[axis]), params.out[axis] = static_cast<int>(out[axis]);
+    params.stride[axis] = static_cast<int>(p.stride[axis]);
+    params.kernel[axis] = static_cast<int>(p.kernel[axis]);
+  }
+  const std::int64_t chunk = 16 / size_of(p.dtype);
+  const bool aligned = reinterpret_cast<std::uintptr_t>(from.x) % 16 == 0;
+  params.copies = x_rows && p.c % chunk == 0 && aligned;
+  params.channels_first = !y_rows;
+  const std::int64_t* const w = from.w_strides;
+  params.taps_first = std::max({w[2], w[3], w[4]}) < w[1];
+}
+
+void set_layout(const Problem& p, const FewChannelsLayout& layout, FewParams& params) {
+  for (int axis = 0; axis < 3; ++axis) {
+    params.lower[axis] = static_cast<int>(layout.lower[axis]);
+    params.tile[axis] = static_cast<int>(layout.tile[axis]);
+  }
+  params.items = static_cast<int>(p.n * layout.tile_count());
+  params.tiles = divmod(layout.tile_count());
+  params.tiles_height = divmod(layout.tiles[1]), params.tiles_width = divmod(layout.tiles[2]);
+  params.tile_height = divmod(layout.tile[1]), params.tile_width = divmod(layout.tile[2]);
+  params.box_height = divmod(layout.box[1]), params.box_width = divmod(layout.box[2]);
+  params.chunks = divmod(layout.chunks), params.box = divmod(layout.box_positions());
+  params.pitch_bytes = layout.pitch * 16;
+  params.row_warps = layout.row_warps, params.groups = static_cast<int>(layout.groups.size());
+  params.taps = static_cast<int>(layout.taps.size()), params.steps = static_cast<int>(layout.steps.size());
+  params.fragments = layout.fragments, params.buffers = layout.buffers;
+  const FewSharedBytes bytes = few_shared_bytes(layout);
+  params.x_bytes = static_cast<int>(bytes.x / layout.buffers);
+  params.x_at = static_cast<int>(bytes.weights);
+  params.rows_at = params.x_at + static_cast<int>(bytes.x);
+  params.channels_at = params.rows_at + static_cast<int>(bytes.rows);
+  params.moments_at = params.channels_at + static_cast<int>(bytes.channels);
+  params.steps_at = params.moments_at + static_cast<int>(bytes.moments);
+  for (std::size_t i = 0; i < layout.groups.size(); ++i) {
+    const FewGroup& group = layout.groups[i];
+    FewGroupParams& to = params.group[i];
+    for (int axis = 0; axis < 3; ++axis) to.phase[axis] = static_cast<std::int16_t>(group.phase[axis]);
+    for (int list = 0; list < kFewLists; ++list)
+      to.steps[list] = static_cast<std::uint16_t>(group.steps[list]);
+    to.first_step = static_cast<std::uint16_t>(group.first_step);
+    to.first_fragment = static_cast<std::uint16_t>(group.first_fragment);
+  }
+  std::copy(layout.taps.begin(), layout.taps.end(), params.tap);
+  std::copy(layout.steps.begin(), layout.steps.end(), params.step);
+}
+
+/// Whether a thread's stores are vectors: runs of channels, or pairs of neighbouring positions.
+bool has_whole_runs(const Problem& p, const FewChannelsLayout& layout, const void* y) {
+  const std::int64_t run = 2 * layout.column_tiles;
+  const std::int64_t elements = p.y_layout == Layout::kNDHWC ? run : layout.paired;
+  const std::int64_t of = p.y_layout == Layout::kNDHWC ? p.k : p.out()[2];
+  const std::int64_t bytes = std::min<std::int64_t>(16, elements * size_of(p.dtype));
+  return of % elements == 0 && reinterpret_cast<std::uintptr_t>(y) % static_cast<std::uintptr_t>(bytes) == 0;
+}
+
+}  // namespace
+
+std::int64_t few_channels_tiles(const Problem& problem) {
+  return few_channels_layout(problem)->tile_count();
+}
+
+void launch_few_channels(const ConvTransposeDirectParams& from, cudaStream_t stream) {
+  if (from.problem.n == 0) return;
+  const std::shared_ptr<const FewChannelsLayout> remembered = few_channels_layout(from.problem);
+  const FewChannelsLayout& layout = *remembered;
+  FewParams params{};
+  set_tensors(from, params);
+  set_layout(from.problem, layout, params);
+  const bool output = from.y != nullptr;
+  params.whole_runs = output && has_whole_runs(from.problem, layout, from.y);
+  switch (from.problem.dtype) {
+    case DType::kBFloat16:
+      return launch_few_channels_bf16(params, layout, output, stream);
+    case DType::kFloat16:
+      return launch_few_channels_f16(params, layout, output, stream);
+    case DType::kFloat32:
+      return launch_few_channels_f32(params, layout, output, stream);
+    default:
+      throw std::logic_error("upconv3d: conv_transpose_few_channels_sm80 has no kernel for " +
+                             describe(from.problem));
+  }
+}
+
+}  // namespace upconv3d::cuda

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+/// conv_transpose_few_channels_sm80: the forward pass of blocks whose arithmetic is small against their
+/// output, on any GPU from compute capability 8.0 on, for groups 1.
+///
+///   x       [N,C,D,H,W] or [N,D,H,W,C]  T      a box of it is brought into shared memory per tile
+///   w       [C,K,T,R,S], any strides    T      stays in shared memory
+///   part    [N,tiles,K,2]               float  (mean, M2) of before(conv + bias), unrounded
+///   counts  [tiles]                     int32  positions of each tile
+///   table   [3,N,K]                     float  mean, scale and shift, as group_norm_finalize writes them
+///   y       [N,K,Z,P,Q] or [N,Z,P,Q,K]  T      written once
+///
+/// The convolution is computed twice, for part and counts, and again for y; nothing else goes to memory, and
+/// nothing is packed before. An implicit GEMM whose rows are positions j of core/few_channels_layout.hpp,
+/// whose columns are output channels, by mma.sync m16n8k16, of float as TF32 by m16n8k8. From one box of x, a
+/// block computes all phases of the stride, so that they are written next to each other.
+///
+/// Blocks take tiles in turn, each its own, and keep their weights. A tile's moments are its own, so part
+/// needs no atomics and results repeat bit for bit.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "core/few_channels_layout.hpp"
+#include "core/index_math.hpp"
+#include "cuda/check.hpp"
+#include "cuda/conv_transpose/conv_transpose_direct.hpp"
+#include "cuda/conv_transpose/few_channels_epilogue_sm80.cuh"
+
+namespace upconv3d::cuda {
+
+/// What a block keeps: weights, steps, and zeros behind the channels of its boxes.
+template <class Traits>
+__device__ __forceinline__ void prepare_few_channels(const FewParams& params, int first_channel,
+                                                     char* shared) {
+  for (int i = threadIdx.x; i < params.fragments * (Traits::FRAGMENT_BYTES / 16); i += kFewThreads) {
+    reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
+  }
+  clear_padding(params, shared + params.x_at);
+  std::uint32_t* const steps = reinterpret_cast<std::uint32_t*>(shared + params.steps_at);
+  for (int i = threadIdx.x; i < params.steps; i += kFewThreads) steps[i] = params.step[i];
+  __syncthreads();
+  load_weights<Traits>(params, first_channel, shared);
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(kFewThreads, 2)
+    conv_transpose_few_channels_sm80(__grid_constant__ const FewParams params) {
+  extern __shared__ __align__(128) char shared[];
+  const int first_channel = int(blockIdx.y) * Traits::COLUMNS;
+  const int warp = int(threadIdx.x) / 32;
+  const int share = warp / params.row_warps, shares = kFewWarps / params.row_warps;
+  const int first_row = warp % params.row_warps * 16 * Traits::ROW_TILES;
+  // The second pass begins with what the first left in L2.
+  const auto item_of = [&](int number) {
+    return few_item(params, Traits::OUTPUT ? params.items - 1 - number : number);
+  };
+  char* const x = shared + params.x_at;
+  const bool ahead = params.buffers == 2;
+  int number = int(blockIdx.x);
+  if (ahead && number < params.items) load_box<Traits>(params, item_of(number), x);
+  prepare_few_channels<Traits>(params, first_channel, shared);
+  const FewMultiplier<Traits> multiplier(params, shared, first_row);
+  FewEpilogue<Traits> epilogue(params, shared, first_channel, first_row);
+  int buffer = 0;
+  for (; number < params.items; number += int(gridDim.x)) {
+    const FewItem item = item_of(number);
+    if (!ahead) load_box<Traits>(params, item, x);
+    epilogue.begin(item);
+    wait_for_copies();
+    __syncthreads();
+    const int next = number + int(gridDim.x);
+    if (ahead && next < params.items)
+      load_box<Traits>(params, item_of(next), x + (buffer ^ 1) * params.x_bytes);
+    const std::uint32_t box = shared_address(x + buffer * params.x_bytes);
+    // Groups fall in work: to and fro, warps get about equal shares.
+    for (int round = 0; round * shares < params.groups; ++round) {
+      const int index = round * shares + (round % 2 == 0 ? share : shares - 1 - share);
+      if (index >= params.groups) continue;
+      FewAccumulators<Traits> acc;
+      multiplier.multiply(params.group[index], box, acc);
+      epilogue.finish(params.group[index], acc);
+    }
+    if constexpr (!Traits::OUTPUT) epilogue.end();
+    __syncthreads();
+    if constexpr (!Traits::OUTPUT) epilogue.write_moments(item);
+    if (ahead) buffer ^= 1;
+  }
+}
+
+/// Launches a variant.
+template <class Traits>
+void launch_few_variant(const FewParams& params, int channel_blocks, int shared_bytes, cudaStream_t stream) {
+  const auto kernel = conv_transpose_few_channels_sm80<Traits>;
+  const char* const name = "conv_transpose_few_channels_sm80";
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name);
+  int device = 0, processors = 0, blocks = 0;
+  check(cudaGetDevice(&device), name);
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), name);
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kFewThreads, shared_bytes), name);
+  const int resident = std::max(1, processors * blocks / channel_blocks);
+  const dim3 grid(unsigned(std::min(params.items, resident)), unsigned(channel_blocks));
+  kernel<<<grid, dim3(kFewThreads), std::size_t(shared_bytes), stream>>>(params);
+  check_launch(name);
+}
+
+/// The variant of the layout's columns and pairs.
+template <class T, bool kOutput>
+void launch_few_columns(const FewParams& params, const FewChannelsLayout& layout, cudaStream_t stream) {
+  const int blocks = layout.channel_blocks, bytes = int(layout.shared_bytes);
+  const int variant = 10 * layout.paired + layout.column_tiles;
+  switch (variant) {
+    case 12:
+      return launch_few_variant<FewTraits<T, 2, 1, kOutput>>(params, blocks, bytes, stream);
+    case 14:
+      return launch_few_variant<FewTraits<T, 4, 1, kOutput>>(params, blocks, bytes, stream);
+    case 21:
+      return launch_few_variant<FewTraits<T, 1, 2, kOutput>>(params, blocks, bytes, stream);
+    case 22:
+      return launch_few_variant<FewTraits<T, 2, 2, kOutput>>(params, blocks, bytes, stream);
+    case 24:
+      return launch_few_variant<FewTraits<T, 4, 2, kOutput>>(params, blocks, bytes, stream);
+    default:
+      throw std::logic_error("upconv3d: conv_transpose_few_channels_sm80 has no variant " +
+                             std::to_string(variant));
+  }
+}
+
+}  // namespace upconv3d::cuda

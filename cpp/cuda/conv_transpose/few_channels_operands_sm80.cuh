@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// conv_transpose_few_channels_sm80: how x and w come into shared memory.
+///
+/// x: a box of positions, `pitch` chunks of 16 bytes each: the position's channels, then zeros.
+/// w: in the order in which the tensor cores take it. A unit is 32 bytes of gemm_k by COLUMNS output
+/// channels, of one step and phase: [1 or 2][32 lanes][2 or 4] words, a lane's words of up to two column
+/// tiles together. Column c of tile i is output channel c/2*RUN + 2*i + c%2, so that a thread's results are
+/// neighbours.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "cuda/conv_transpose/few_channels_params_sm80.cuh"
+
+namespace upconv3d::cuda {
+
+/// A float as TF32, rounded to nearest.
+__device__ __forceinline__ std::uint32_t to_tf32(float v) {
+  std::uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
+  return bits;
+}
+
+/// A chunk's elements as words.
+template <class T, int kChunk>
+__device__ __forceinline__ uint4 chunk_words(const T (&elements)[kChunk]) {
+  uint4 words;
+  static_assert(sizeof(words) == sizeof(elements));
+  memcpy(&words, elements, sizeof(words));
+  return words;
+}
+
+/// 16 bytes to shared memory, zeros unless `inside`.
+__device__ __forceinline__ void copy_chunk_async(std::uint32_t to, const void* from, bool inside) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+__device__ __forceinline__ std::uint32_t shared_address(const void* at) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(at));
+}
+
+/// Zeros behind every position's channels, which no load overwrites.
+__device__ __forceinline__ void clear_padding(const FewParams& params, char* x) {
+  const int chunks = params.chunks.divisor, padding = params.pitch_bytes / 16 - chunks;
+  const int positions = params.box.divisor * params.buffers;
+  for (int i = threadIdx.x; i < positions * padding; i += kFewThreads) {
+    const int position = i / padding, chunk = chunks + i - position * padding;
+    *reinterpret_cast<uint4*>(x + position * params.pitch_bytes + chunk * 16) = make_uint4(0, 0, 0, 0);
+  }
+}
+
+/// Loads the box of x that a tile reads, zeros outside of the volume. Copies are under way when it returns.
+template <class Traits>
+__device__ __forceinline__ void load_box(const FewParams& params, const FewItem& item, char* to) {
+  using T = typename Traits::Element;
+  const T* const x = static_cast<const T*>(params.x) + item.sample * params.x_sample;
+  const int total = params.box.divisor * params.chunks.divisor;
+  const std::uint32_t to_shared = shared_address(to);
+#pragma unroll 2
+  for (int i = threadIdx.x; i < total; i += kFewThreads) {
+    // Neighbouring lanes take what lies together: chunks of a position, or positions.
+    int position, chunk;
+    if (params.copies) {
+      position = params.chunks.divmod(chunk, i);
+    } else {
+      chunk = params.box.divmod(position, i);
+    }
+    int at[3];
+    at[0] = params.box_height.divmod(at[1], params.box_width.divmod(at[2], position));
+    bool inside = true;
+#pragma unroll
+    for (int axis = 0; axis < 3; ++axis) {
+      at[axis] += item.first[axis] + params.lower[axis];
+      inside = inside && unsigned(at[axis]) < unsigned(params.in[axis]);
+    }
+    const int offset = ((at[0] * params.in[1] + at[1]) * params.in[2] + at[2]) * params.x_position +
+                       chunk * Traits::CHUNK * params.x_channel;
+    const int place = position * params.pitch_bytes + chunk * 16;
+    if (params.copies) {
+      copy_chunk_async(to_shared + place, x + (inside ? offset : 0), inside);
+      continue;
+    }
+    T elements[Traits::CHUNK];
+#pragma unroll
+    for (int e = 0; e < Traits::CHUNK; ++e) {
+      elements[e] = T(0.f);
+      if (inside && chunk * Traits::CHUNK + e < params.channels)
+        elements[e] = x[offset + e * params.x_channel];
+    }
+    *reinterpret_cast<uint4*>(to + place) = chunk_words(elements);
+  }
+}
+
+/// Loads the weights of a block's output channels. `weights` was cleared before.
+/// \param first the block's first output channel
+template <class Traits>
+__device__ __forceinline__ void load_weights(const FewParams& params, int first, char* weights) {
+  using T = typename Traits::Element;
+  const int channels = min(Traits::COLUMNS, params.k - first);
+  const T* const w = static_cast<const T*>(params.w) + first * params.w_strides[1];
+  for (int i = threadIdx.x; i < channels * params.taps; i += kFewThreads) {
+    const int tap = params.taps_first ? i % params.taps : i / channels;
+    const int channel = params.taps_first ? i / params.taps : i - tap * channels;
+    const int plane = tap / params.kernel[2], s = tap - plane * params.kernel[2];
+    const int t = plane / params.kernel[1], r = plane - t * params.kernel[1];
+    const T* const from = w + channel * params.w_strides[1] + t * params.w_strides[2] +
+                          r * params.w_strides[3] + s * params.w_strides[4];
+    const int column_tile = channel % Traits::RUN / 2;
+    const int column = channel / Traits::RUN * 2 + channel % 2;
+    constexpr int kWords = Traits::COLUMN_TILES == 1 ? 2 : 4;  // of a lane
+    char* const lanes =
+        weights + ((column_tile / 2 * 32 + column * 4) * kWords + column_tile % 2 * 2) * int(sizeof(int));
+    const FewTap place = params.tap[tap];
+#pragma unroll 4
+    for (int chunk = 0; chunk < params.chunks.divisor; ++chunk) {
+      T elements[Traits::CHUNK];
+#pragma unroll
+      for (int e = 0; e < Traits::CHUNK; ++e) {
+        const int c = chunk * Traits::CHUNK + e;
+        elements[e] = c < params.channels ? from[c * params.w_strides[0]] : T(0.f);
+        if constexpr (std::is_same_v<T, float>) elements[e] = __uint_as_float(to_tf32(elements[e]));
+      }
+      const int number = place.first_chunk + chunk;
+      const int fragment = place.fragment + number / 2 * place.stride;
+      std::uint32_t* const to =
+          reinterpret_cast<std::uint32_t*>(lanes + fragment * Traits::FRAGMENT_BYTES) + number % 2;
+      const uint4 words = chunk_words(elements);
+      to[0 * kWords] = words.x, to[1 * kWords] = words.y, to[2 * kWords] = words.z, to[3 * kWords] = words.w;
+    }
+  }
+}
+
+}  // namespace upconv3d::cuda

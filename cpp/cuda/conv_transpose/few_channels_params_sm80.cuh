@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// What conv_transpose_few_channels_sm80 is compiled for and what a launch of it is given.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cutlass/fast_math.h"
+
+#include "core/few_channels_layout.hpp"
+#include "cuda/activation.hpp"
+
+namespace upconv3d::cuda {
+
+/// \tparam T            dtype of x, w, bias and y
+/// \tparam kColumnTiles of eight output channels each
+/// \tparam kPaired      phases along the width that a warp computes together
+/// \tparam kOutput      the pass that writes y; else that of the moments
+template <class T, int kColumnTiles, int kPaired, bool kOutput>
+struct FewTraits {
+  using Element = T;
+  static constexpr int COLUMN_TILES = kColumnTiles;
+  static constexpr int PAIRED = kPaired;
+  static constexpr bool OUTPUT = kOutput;
+  static constexpr int ROW_TILES = kColumnTiles * kPaired >= 8 ? 2 : 4;  // 64 accumulators at most
+  static constexpr int COLUMNS = 8 * kColumnTiles;
+  static constexpr int RUN = 2 * kColumnTiles;         // neighbouring channels that a thread has
+  static constexpr int CHUNK = 16 / int(sizeof(T));    // input channels of 16 bytes
+  static constexpr int FRAGMENT_BYTES = 32 * COLUMNS;  // weights of a step and phase
+};
+
+/// A group of phases, as FewGroup.
+struct FewGroupParams {
+  std::int16_t phase[3];
+  std::uint16_t steps[kFewLists];
+  std::uint16_t first_step, first_fragment;
+};
+
+struct FewParams {
+  const void* x;         // [N,C,D,H,W] or [N,D,H,W,C]
+  const void* w;         // [C,K,T,R,S] of w_strides
+  const void* bias;      // [K] or null
+  const float* table;    // [3,N,K] mean, scale, shift, or null; output pass
+  float* part;           // [N,tiles,K,2] mean, M2; moments pass
+  std::int32_t* counts;  // [tiles]; moments pass
+  void* y;               // [N,K,Z,P,Q] or [N,Z,P,Q,K]; output pass
+  ActivationParams before, after;
+  std::int64_t x_sample, y_sample;  // elements of a sample
+  std::int64_t w_strides[5];
+  int x_channel, x_position;  // elements from one to the next
+  int y_channel, y_position;
+  int samples, channels, k;  // input channels, output channels
+  int in[3], out[3], stride[3], kernel[3];
+  int lower[3];               // the least offset
+  int tile[3];                // j
+  bool copies;                // chunks of x lie together in memory, on 16-byte boundaries
+  bool whole_runs;            // y's runs of channels, or pairs of positions, are whole and aligned
+  bool channels_first;        // y [N,K,Z,P,Q]
+  bool taps_first;            // w's taps lie closer than its output channels
+  int items;                  // samples times tiles
+  cutlass::FastDivmod tiles;  // of a sample
+  cutlass::FastDivmod tiles_height, tiles_width;
+  cutlass::FastDivmod tile_height, tile_width;
+  cutlass::FastDivmod box_height, box_width;
+  cutlass::FastDivmod chunks, box;  // of a position; positions
+  int pitch_bytes;
+  int row_warps, groups;
+  int taps, steps, fragments, buffers;
+  // Shared memory, in bytes from its beginning; weights lie first.
+  int x_at, rows_at, channels_at, moments_at, steps_at, x_bytes;
+  FewGroupParams group[kFewMaxGroups];
+  FewTap tap[kFewMaxTaps];
+  std::uint32_t step[kFewMaxSteps];
+};
+
+/// A tile of a sample.
+struct FewItem {
+  int sample, tile;
+  int first[3];  // j
+};
+
+__device__ __forceinline__ FewItem few_item(const FewParams& params, int number) {
+  FewItem item;
+  item.sample = params.tiles.divmod(item.tile, number);
+  int at;
+  const int plane = params.tiles_width.divmod(at, item.tile);
+  item.first[2] = at * params.tile[2];
+  item.first[0] = params.tiles_height.divmod(at, plane) * params.tile[0];
+  item.first[1] = at * params.tile[1];
+  return item;
+}
+
+}  // namespace upconv3d::cuda

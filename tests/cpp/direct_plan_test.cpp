@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// core/direct_tiling.hpp and core/direct_plan.hpp: how outputs are cut and dealt to threads, what is
+/// refused, and where the direct plan is chosen. Without torch or CUDA.
+
+#include <algorithm>
+#include <cstdint>
+#include <iostream>
+#include <string>
+
+#include "core/direct_plan.hpp"
+#include "core/direct_tiling.hpp"
+#include "core/errors.hpp"
+#include "core/few_channels_layout.hpp"
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+#include "core/text.hpp"
+#include "core_cases.hpp"
+
+namespace upconv3d {
+namespace {
+
+/// An up-block of MedNeXt-S: k taps, stride 2, each channel a group.
+Problem mednext(std::int64_t channels, std::int64_t extent, std::int64_t taps = 3,
+                Layout layout = Layout::kNDHWC) {
+  Problem p;
+  p.n = 1, p.c = p.k = p.groups = p.num_groups = channels;
+  p.in = {extent, extent, extent};
+  p.kernel = {taps, taps, taps};
+  p.stride = {2, 2, 2};
+  p.padding = {taps / 2, taps / 2, taps / 2};
+  p.dtype = DType::kBFloat16;
+  p.x_layout = p.y_layout = layout;
+  p.tail.activation = Activation::kNone;
+  p.tail.order = Order::kNormAct;
+  return p;
+}
+
+/// KernelBench level 2, problem 60.
+Problem few_channels(Layout layout = Layout::kNDHWC) {
+  Problem p = mednext(16, 16, 3, layout);
+  p.n = 128, p.c = 3, p.groups = 1, p.num_groups = 4, p.in = {16, 32, 32};
+  return p;
+}
+
+/// Cells cover each axis's outputs once, tiles cover the cells, and the lanes are the block's threads.
+void test_tiling_of(const Problem& p) {
+  const std::string what = "tiling of " + describe(p);
+  const DirectTiling t = direct_tiling(p);
+  const Extent3 out = p.out();
+  for (int axis = 0; axis < 3; ++axis) {
+    const std::int64_t first = t.first[axis] * p.stride[axis] - p.padding[axis];
+    const std::int64_t behind = (t.first[axis] + t.cells[axis]) * p.stride[axis] - p.padding[axis];
+    expect(first <= 0 && first > -p.stride[axis], what + ": the first cell holds the first output");
+    expect(behind >= out[axis] && behind - p.stride[axis] < out[axis], what + ": the last cell");
+    expect(
+        t.tiles[axis] * t.tile[axis] >= t.cells[axis] && (t.tiles[axis] - 1) * t.tile[axis] < t.cells[axis],
+        what + ": tiles");
+  }
+  expect(t.lanes_c * t.lanes_q * t.lanes_z == kDirectThreads, what + ": lanes");
+  expect(t.channel_blocks * t.lanes_c * t.vector >= p.k, what + ": channels");
+  expect(p.k % t.vector == 0, what + ": whole vectors");
+  expect(t.vector == 1 || t.depthwise || (p.k / p.groups) % t.vector == 0, what + ": vectors of one group");
+}
+
+void test_tiling() {
+  for (const Layout layout : {Layout::kNCDHW, Layout::kNDHWC}) {
+    for (const std::int64_t channels : {1, 6, 7, 64, 512}) {
+      for (const std::int64_t extent : {1, 5, 8, 64}) {
+        for (const std::int64_t taps : {1, 2, 3, 5, 7}) {
+          Problem p = mednext(channels, extent, taps, layout);
+          test_tiling_of(p);
+          expect(direct_tiling(p).depthwise == (taps == 3 || taps == 5 || taps == 7), "k3, k5 and k7");
+          p.stride = {3, 1, 2}, p.dilation = {1, 2, 3}, p.padding = {0, 0, 1};
+          if (p.out()[2] > 0) test_tiling_of(p);
+        }
+      }
+    }
+    test_tiling_of(few_channels(layout));
+  }
+}
+
+void test_choice() {
+  for (const Layout layout : {Layout::kNCDHW, Layout::kNDHWC}) {
+    for (const Problem& p : {mednext(64, 64, 3, layout), mednext(512, 8, 3, layout),
+                             mednext(64, 48, 5, layout), mednext(512, 8, 7, layout), few_channels(layout)}) {
+      const Plan plan = select_plan(p, hopper(), all_compiled());
+      expect(plan.algorithm == Algorithm::kCudaDirect, "chosen for " + describe(p) + ": " + plan.reason);
+      expect(has_part(plan.reason, "not the SM90 kernel") && has_part(plan.reason, "direct kernel"),
+             "reason: " + plan.reason);
+      const std::int64_t tiles =
+          plan.few_channels ? few_channels_layout(p)->tile_count() : direct_tiling(p).tile_count();
+      expect(plan.stages.size() == 3 && plan.tiles == tiles, "three launches");
+      expect(plan.few_channels == (p.groups == 1), "tensor cores wherever channels are not apart");
+      expect(select_training_plan(p, hopper(), all_compiled()).algorithm == Algorithm::kCudaLibrary,
+             "training keeps the library plan: " + describe(p));
+    }
+  }
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    const Plan headline_plan = select_plan(headline(dtype), hopper(), all_compiled());
+    expect(headline_plan.algorithm == Algorithm::kSm90ImplicitGemm, "many channels keep the SM90 plan");
+  }
+  Problem stride_1 = mednext(64, 32);
+  stride_1.stride = {1, 1, 1};
+  expect(select_plan(stride_1, hopper(), all_compiled()).algorithm == Algorithm::kCudaLibrary,
+         "cuDNN's depthwise convolutions of stride 1 are quicker");
+  Problem groups_of_16 = mednext(64, 32);
+  groups_of_16.groups = 4;
+  expect(select_plan(groups_of_16, hopper(), all_compiled()).algorithm != Algorithm::kCudaDirect,
+         "groups of 16 fill tensor cores well enough");
+}
+
+void test_no_norm_is_one_launch() {
+  Problem p = mednext(64, 64);
+  p.tail.norm = false, p.num_groups = 1;
+  const Plan plan = direct_plan(p, hopper());
+  expect(plan.stages.size() == 1 && plan.tiles == 0, "nothing is computed twice without a norm");
+}
+
+void test_obstacles() {
+  const auto refuses = [](const Problem& p, const char* part) {
+    const std::string obstacle = direct_obstacle(p, hopper());
+    expect(has_part(obstacle, part), concat("obstacle \"", obstacle, "\" has \"", part, "\""));
+    Device forced = hopper();
+    forced.forced_plan = "direct";
+    expect_violation<RuleViolation>([&] { select_plan(p, forced, all_compiled()); }, part, part);
+  };
+  Problem p = mednext(64, 8);
+  expect(direct_obstacle(p, hopper()).empty(), "no obstacle");
+  p.dtype = DType::kFloat64;
+  refuses(p, "float64");
+  p = mednext(64, 8);
+  p.tail.has_skip = true;
+  refuses(p, "skip");
+  p = mednext(64, 8);
+  p.tail.returns_conv = true;
+  refuses(p, "convolution is wanted");
+  p = mednext(64, 8);
+  p.stride = {65, 2, 2};
+  refuses(p, "stride (65, 2, 2)");
+  refuses(mednext(512, 128), "32-bit");
+  p = mednext(64, 8, 16);
+  p.c = p.k = 4096, p.groups = 1;
+  refuses(p, "shared memory");
+}
+
+}  // namespace
+}  // namespace upconv3d
+
+int main() {
+  upconv3d::test_tiling();
+  upconv3d::test_choice();
+  upconv3d::test_no_norm_is_one_launch();
+  upconv3d::test_obstacles();
+  if (upconv3d::failures == 0) std::cout << "direct plan: all passed\n";
+  return upconv3d::failures == 0 ? 0 : 1;
+}

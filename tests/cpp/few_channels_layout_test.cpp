@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// core/few_channels_layout.hpp: the steps of a layout, walked as the kernel walks them, are the convolution;
+/// tiles cover the output once; what is refused, and where the kernel is chosen. Without torch or CUDA.
+#include <cstdint>
+#include <iostream>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/direct_plan.hpp"
+#include "core/few_channels_layout.hpp"
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+#include "core/text.hpp"
+#include "core_cases.hpp"
+
+namespace upconv3d {
+namespace {
+
+/// Last up-block of a 3-D U-Net: kernel 3, stride 2, doubling.
+Problem up_block(std::int64_t c, std::int64_t k, const Extent3& in) {
+  Problem p;
+  p.n = 2, p.c = c, p.k = k, p.num_groups = 1;
+  p.in = in;
+  p.kernel = {3, 3, 3}, p.stride = {2, 2, 2}, p.padding = {1, 1, 1}, p.output_padding = {1, 1, 1};
+  p.dtype = DType::kBFloat16, p.precision = Precision::kTF32;
+  p.x_layout = p.y_layout = Layout::kNDHWC;
+  return p;
+}
+
+Problem with(Problem p, const Extent3& kernel, const Extent3& stride, const Extent3& padding,
+             const Extent3& dilation = {1, 1, 1}) {
+  p.kernel = kernel, p.stride = stride, p.padding = padding, p.dilation = dilation;
+  p.output_padding = {0, 0, 0};
+  return p;
+}
+
+/// Every tap multiplies the input that the definition says, once for each chunk of channels, by weights
+/// that no other product has; what is left of a step is zeros of x.
+void test_steps(const Problem& p) {
+  const std::string what = describe(p);
+  const auto layout = few_channels_layout(p);
+  std::vector<int> used(static_cast<std::size_t>(layout->fragments * 2), 0);
+  // What is read by which unit and phase: the unit's half to the place in the box.
+  std::map<std::pair<int, int>, std::pair<int, Extent3>> reads;
+  for (const FewGroup& group : layout->groups) {
+    int step = group.first_step, unit = group.first_fragment;
+    for (int list = 0; list < kFewLists; ++list) {
+      for (int i = 0; i < group.steps[list]; ++i, ++step) {
+        const int phases = list == kFewBoth ? 2 : 1;
+        for (int slot = 0; slot < phases; ++slot, ++unit) {
+          const bool second = list == kFewSecond || slot == 1;
+          const Extent3 phase = {group.phase[0], group.phase[1], group.phase[2] + (second ? 1 : 0)};
+          for (int half = 0; half < 2; ++half) {
+            const std::uint32_t place = layout->steps[step] >> half * kFewOffsetBits;
+            reads[{unit, half}] = {static_cast<int>(place & ((1u << kFewOffsetBits) - 1)), phase};
+          }
+        }
+      }
+    }
+  }
+  expect(reads.size() == used.size(), what + ": all units are used");
+  for (std::int64_t tap = 0; tap < volume(p.kernel); ++tap) {
+    const Extent3 at = {tap / p.kernel[2] / p.kernel[1], tap / p.kernel[2] % p.kernel[1], tap % p.kernel[2]};
+    const FewTap& from = layout->taps[tap];
+    for (int chunk = 0; chunk < layout->chunks; ++chunk) {
+      const int number = from.first_chunk + chunk;
+      const int unit = from.fragment + number / 2 * from.stride;
+      ++used[unit * 2 + number % 2];
+      const auto& [place, phase] = reads.at({unit, number % 2});
+      const int position = place / layout->pitch;
+      expect(place % layout->pitch == chunk, what + ": the chunk of channels");
+      const Extent3 in = {position / layout->box[2] / layout->box[1],
+                          position / layout->box[2] % layout->box[1], position % layout->box[2]};
+      for (int axis = 0; axis < 3; ++axis) {
+        // Output j*stride + phase of j = 0 reads this input through this tap.
+        const std::int64_t input = in[axis] + layout->lower[axis];
+        expect(input * p.stride[axis] - p.padding[axis] + at[axis] * p.dilation[axis] == phase[axis],
+               concat(what, ": tap ", tap, " along axis ", axis));
+      }
+    }
+  }
+  for (std::size_t i = 0; i < used.size(); ++i) {
+    const int place = reads.at({static_cast<int>(i / 2), static_cast<int>(i % 2)}).first;
+    expect(used[i] == (place == layout->chunks ? 0 : 1), what + ": weights once, or zeros of x");
+  }
+}
+
+void test_tiles(const Problem& p) {
+  const auto layout = few_channels_layout(p);
+  const Extent3 out = p.out();
+  for (int axis = 0; axis < 3; ++axis) {
+    const std::int64_t each = layout->tile[axis] * p.stride[axis];
+    expect(layout->tiles[axis] * each >= out[axis] && (layout->tiles[axis] - 1) * each < out[axis],
+           describe(p) + ": tiles cover an axis");
+  }
+  expect(volume(layout->tile) <= layout->rows() && kFewWarps % layout->row_warps == 0, "rows of a tile");
+  expect(few_shared_bytes(*layout).total() == layout->shared_bytes, "shared memory");
+  expect(layout->pitch % 2 == 1 && layout->pitch > layout->chunks, "positions in different banks, and zeros");
+}
+
+void test_layouts() {
+  const Problem base = up_block(32, 16, {9, 10, 11});
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const std::int64_t c : {1, 3, 8, 16, 24, 33}) {
+      Problem p = up_block(c, 16, {9, 10, 11});
+      p.dtype = dtype;
+      for (const Problem& q :
+           {p, with(p, {2, 2, 2}, {2, 2, 2}, {0, 0, 0}), with(p, {4, 4, 4}, {2, 2, 2}, {1, 1, 1}),
+            with(p, {3, 3, 3}, {1, 1, 1}, {1, 1, 1}), with(p, {3, 2, 5}, {1, 3, 4}, {0, 1, 2}),
+            with(p, {2, 3, 2}, {2, 1, 2}, {0, 2, 1}, {3, 2, 1}), with(p, {1, 1, 1}, {2, 2, 2}, {0, 0, 0})}) {
+        test_steps(q);
+        test_tiles(q);
+      }
+    }
+  }
+  expect(few_channels_layout(base) == few_channels_layout(base), "a layout is remembered");
+}
+
+void test_obstacles() {
+  const auto refuses = [](const Problem& p, const char* part) {
+    FewChannelsLayout layout;
+    const std::string obstacle = few_channels_obstacle(p, hopper(), layout);
+    expect(has_part(obstacle, part), concat("obstacle \"", obstacle, "\" has \"", part, "\""));
+  };
+  const Problem p = up_block(32, 16, {9, 10, 11});
+  refuses(p, "");
+  Problem q = p;
+  q.groups = 2;
+  refuses(q, "groups 2");
+  q = p, q.dtype = DType::kFloat32, q.precision = Precision::kIEEE;
+  refuses(q, "TF32");
+  q = p, q.dtype = DType::kFloat64;
+  refuses(q, "float64");
+  q = p, q.tail.norm = false;
+  refuses(q, "nothing is normalized");
+  q = p, q.tail.has_skip = true;
+  refuses(q, "skip");
+  q = p, q.tail.returns_conv = true;
+  refuses(q, "to be stored");
+  refuses(with(p, {6, 6, 6}, {2, 2, 2}, {0, 0, 0}), "216 taps");
+  refuses(up_block(256, 64, {9, 10, 11}), "steps");
+  refuses(up_block(128, 32, {9, 10, 11}), "shared memory");
+  refuses(up_block(32, 16, {1000, 1000, 1000}), "32-bit");
+  FewChannelsLayout layout;
+  Device volta = hopper();
+  volta.compute_capability = 70;
+  expect(has_part(few_channels_obstacle(p, volta, layout), "below 8.0"), "Ampere and later");
+  Device ada = hopper();
+  ada.compute_capability = 89;
+  expect(has_part(few_channels_obstacle(up_block(64, 32, {24, 16, 20}), ada, layout), "shared memory"),
+         "less shared memory");
+}
+
+void test_choice() {
+  const auto chosen = [](const Problem& p) {
+    const Plan plan = select_plan(p, hopper(), all_compiled());
+    return plan.algorithm == Algorithm::kCudaDirect && plan.few_channels;
+  };
+  // As measured on an H200, in bfloat16 channels_last_3d.
+  expect(chosen(up_block(32, 16, {48, 48, 48})), "124 us, the SM90 plan 176");
+  Problem mvsnet = up_block(16, 8, {96, 64, 80});
+  mvsnet.n = 1;
+  expect(chosen(mvsnet), "134 us, the SM90 plan 311");
+  expect(chosen(up_block(32, 2, {48, 48, 48})), "95 us, the library plan 180");
+  expect(!chosen(up_block(64, 32, {64, 64, 64})), "666 us, the SM90 plan 325");
+  expect(!chosen(with(up_block(64, 32, {64, 64, 64}), {2, 2, 2}, {2, 2, 2}, {0, 0, 0})),
+         "313 us, the SM90 plan 168");
+  Problem vnet = with(up_block(32, 16, {56, 56, 40}), {2, 2, 2}, {2, 2, 2}, {0, 0, 0});
+  vnet.n = 4;
+  expect(!chosen(vnet), "165 us, the SM90 plan 128");
+  const Problem p = up_block(32, 16, {48, 48, 48});
+  expect(select_training_plan(p, hopper(), all_compiled()).algorithm == Algorithm::kSm90ImplicitGemm,
+         "training keeps what it has");
+}
+
+}  // namespace
+}  // namespace upconv3d
+
+int main() {
+  upconv3d::test_layouts();
+  upconv3d::test_obstacles();
+  upconv3d::test_choice();
+  if (upconv3d::failures == 0) std::cout << "few channels: all passed\n";
+  return upconv3d::failures == 0 ? 0 : 1;
+}
