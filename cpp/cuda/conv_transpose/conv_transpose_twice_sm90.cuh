@@ -56,6 +56,13 @@ class TwiceLoader {
   CUTLASS_DEVICE TwiceLoader(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared)
       : params_(params), shared_(shared) {}
 
+  /// Asks for the weights that will most likely be the first, where no other launch has just written them, so
+  /// that they come while blocks wait for each other.
+  CUTLASS_DEVICE void prefetch() {
+    int const set = twice_home(params_);
+    fetch_weights(twice_class(params_, set), set, nullptr);
+  }
+
   /// Loads every tile's operands. Nothing here waits for the moments: the second pass's first operands are
   /// there when it begins.
   CUTLASS_DEVICE void run() {
@@ -84,8 +91,11 @@ class TwiceLoader {
     RingBarriers<1>& barriers = shared_.control->w;
     barriers.wait_empty(w_);
     w_.advance(1);
-    std::uint64_t* const full =
-        barriers.expect(0, (cls.units[0].count + cls.units[1].count) * Traits::W_BYTES);
+    fetch_weights(cls, set, barriers.expect(0, (cls.units[0].count + cls.units[1].count) * Traits::W_BYTES));
+  }
+
+  /// Into shared memory; with no barrier into L2.
+  CUTLASS_DEVICE void fetch_weights(TwiceClassParams const& cls, int set, std::uint64_t* full) {
     char* to = shared_.w;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int group = 0; group < 2; ++group) {
@@ -134,7 +144,11 @@ class TwiceLoader {
     auto const hint = std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
     if constexpr (Traits::READS_W_IN_PLACE) {
       if (params_.w_in_place) {
-        cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, hint, to, channel, tap, c);
+        if (full == nullptr) {
+          cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params_.w, channel, tap, c);
+        } else {
+          cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, hint, to, channel, tap, c);
+        }
         return;
       }
     }
@@ -430,6 +444,9 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
       control.staged[group].init(kConsumerWarps / 2, 1);
     }
     cutlass::arch::fence_barrier_init();
+    if constexpr (Traits::READS_W_IN_PLACE) {
+      if (params.w_in_place) TwiceLoader<Traits>(params, shared).prefetch();
+    }
   }
   if (threadIdx.x < params.num_phases) {
     control.first_moment[threadIdx.x] = params.phases[threadIdx.x].first_moment;

@@ -14,18 +14,22 @@
 
 namespace upconv3d::cuda {
 
+/// The set of a block's first tiles, if others leave it any.
+template <class Traits>
+CUTLASS_DEVICE int twice_home(TwiceParams<Traits> const& params) {
+  std::int64_t const cost = params.total_cost * blockIdx.x / gridDim.x;
+  int cls = 0;
+  while (cls + 1 < params.num_classes && cost >= params.classes[cls + 1].first_cost) ++cls;
+  TwiceClassParams const& at = params.classes[cls];
+  return at.first_set + int((cost - at.first_cost) / at.set_cost);
+}
+
 /// The loading thread's side.
 template <class Traits>
 class TwiceDealer {
  public:
   CUTLASS_DEVICE TwiceDealer(TwiceParams<Traits> const& params, TwiceControl& control)
-      : params_(params), control_(control) {
-    std::int64_t const cost = params.total_cost * blockIdx.x / gridDim.x;
-    int cls = 0;
-    while (cls + 1 < params.num_classes && cost >= params.classes[cls + 1].first_cost) ++cls;
-    TwiceClassParams const& at = params.classes[cls];
-    home_ = at.first_set + int((cost - at.first_cost) / at.set_cost);
-  }
+      : params_(params), control_(control), home_(twice_home(params)) {}
 
   CUTLASS_DEVICE void begin_pass(bool backwards) {
     backwards_ = backwards;
@@ -85,7 +89,7 @@ class TwiceDealer {
   TwiceParams<Traits> const& params_;
   TwiceControl& control_;
   RingCursor at_;
-  int home_;  // set of the first tiles of a pass
+  int const home_;  // set of the first tiles of a pass
   int set_;
   bool backwards_;
   int* counters_;  // [num_sets] tiles handed out in this pass
