@@ -61,10 +61,13 @@ bool reads_alike(const Slab& a, const Slab& b) {
   return a.extent == b.extent && a.window == b.window && a.dilation == b.dilation && a.taps == b.taps;
 }
 
-/// Whether phases of a row are to be folded for y [N,Z,P,Q,K]: where 64 rows are one phase's, or phases that
-/// are stacked multiply few zeros, because they use the same taps or would leave most of the rows empty.
-bool folds_rows(const Problem& problem, const std::vector<Slab>& row) {
-  if (problem.k % kTwiceRows == 0) return true;
+/// Whether phases of a row are to be folded for y [N,Z,P,Q,K]: where phases that are then stacked multiply
+/// few zeros, because they use the same taps or would leave most of the rows empty; or, of phases whose rows
+/// are whole blocks, where there would be too many views.
+///
+/// \param phases of all rows
+bool folds_rows(const Problem& problem, const std::vector<Slab>& row, std::size_t phases) {
+  if (problem.k % kTwiceRows == 0) return phases > static_cast<std::size_t>(kMaxTwiceViews);
   if (problem.stride[2] * problem.k <= kTwiceRows) return unites(row);
   return std::all_of(row.begin(), row.end(),
                      [&](const Slab& phase) { return reads_alike(phase, row.front()); });
@@ -81,7 +84,7 @@ void make_views(const Problem& problem, const std::vector<Slab>& slabs, TwiceLay
     if (!folds) break;
     if (first.origin[2] != 0) continue;
     const std::vector<Slab> row = row_of_phases(slabs, first, stride);
-    folds = channels_first ? unites(row) : folds_rows(problem, row);
+    folds = channels_first ? unites(row) : folds_rows(problem, row, slabs.size());
     phases.insert(phases.end(), row.begin(), row.end());
     views.push_back(first);
     views.back().step[2] = 1;

@@ -71,9 +71,13 @@ struct ConvTransposeParams {
   LaunchMemo* memo = nullptr;
 };
 
+/// Where conv_transpose_twice_sm90 counts the tiles it hands out, [2,kMaxTwiceSets], among its counters: in
+/// lines of memory of their own, apart from those that blocks look at while they wait.
+inline constexpr std::int64_t kTwiceDealt = 32;
+
 /// Counters that a launch needs.
 inline std::int64_t counter_count(const Problem& problem) {
-  return 2 + 2 * std::max<std::int64_t>(problem.n, kMaxTwiceSets);
+  return std::max<std::int64_t>(2 + 2 * problem.n, kTwiceDealt + 2 * kMaxTwiceSets);
 }
 
 using ConvTransposeLauncher = void (*)(const ConvTransposeParams& params, cudaStream_t stream);

@@ -56,13 +56,6 @@ class TwiceLoader {
   CUTLASS_DEVICE TwiceLoader(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared)
       : params_(params), shared_(shared) {}
 
-  /// Asks for the weights that will most likely be the first, where no other launch has just written them, so
-  /// that they come while blocks wait for each other.
-  CUTLASS_DEVICE void prefetch() {
-    int const set = twice_home(params_);
-    fetch_weights(twice_class(params_, set), set, nullptr);
-  }
-
   /// Loads every tile's operands. Nothing here waits for the moments: the second pass's first operands are
   /// there when it begins.
   CUTLASS_DEVICE void run() {
@@ -76,7 +69,7 @@ class TwiceLoader {
       for (; tile.set >= 0;) {
         dealer.publish(tile);
         int const number = dealer.request();
-        TwiceClassParams const& cls = twice_class(params_, tile.set);
+        TwiceClassParams const& cls = params_.classes[tile.cls];
         if (tile.set != loaded) load_weights(cls, tile.set);
         loaded = tile.set;
         load_x(cls, tile);
@@ -91,11 +84,8 @@ class TwiceLoader {
     RingBarriers<1>& barriers = shared_.control->w;
     barriers.wait_empty(w_);
     w_.advance(1);
-    fetch_weights(cls, set, barriers.expect(0, (cls.units[0].count + cls.units[1].count) * Traits::W_BYTES));
-  }
-
-  /// Into shared memory; with no barrier into L2.
-  CUTLASS_DEVICE void fetch_weights(TwiceClassParams const& cls, int set, std::uint64_t* full) {
+    std::uint64_t* const full =
+        barriers.expect(0, (cls.units[0].count + cls.units[1].count) * Traits::W_BYTES);
     char* to = shared_.w;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int group = 0; group < 2; ++group) {
@@ -127,8 +117,7 @@ class TwiceLoader {
       bool has = rows.row + row < params_.view_k;
       CUTLASS_PRAGMA_UNROLL
       for (int axis = 0; axis < 3; ++axis) {
-        int const lead = (cls.window[axis] - phase.window[axis]) / params_.dilation[axis];
-        int const m = at[axis] + lead;
+        int const m = at[axis] + cls.window[axis] - phase.window[axis];
         has = has && m >= 0 && m < phase.taps[axis];
         tap = tap * params_.kernel[axis] + phase.tap[axis] - m * params_.tap_step[axis];
       }
@@ -144,11 +133,7 @@ class TwiceLoader {
     auto const hint = std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
     if constexpr (Traits::READS_W_IN_PLACE) {
       if (params_.w_in_place) {
-        if (full == nullptr) {
-          cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params_.w, channel, tap, c);
-        } else {
-          cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, hint, to, channel, tap, c);
-        }
+        cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, hint, to, channel, tap, c);
         return;
       }
     }
@@ -206,7 +191,7 @@ class TwiceMultiplier {
   CUTLASS_DEVICE void multiply(TwiceTile const& tile, Accumulator& acc, Meanwhile const& meanwhile) {
     using namespace cute;
     constexpr int kUnit = 16;  // descriptors count in 16 bytes
-    if (tile.set != loaded_) take_weights(tile.set);
+    if (tile.set != loaded_) take_weights(tile);
     int left_of_turn = turn_;
     int unit = first_unit_;
     int done = -1;
@@ -265,8 +250,8 @@ class TwiceMultiplier {
     if (threadIdx.x % 32 == 0) control_.x.arrive_empty(slot);
   }
   /// Waits for the weights of a set, when those of another are no longer needed.
-  CUTLASS_DEVICE void take_weights(int set) {
-    TwiceClassParams const& cls = twice_class(params_, set);
+  CUTLASS_DEVICE void take_weights(TwiceTile const& tile) {
+    TwiceClassParams const& cls = params_.classes[tile.cls];
     used_taps_ = cls.units[group_].taps;
     taps_ = cls.taps[0] * cls.taps[1] * cls.taps[2];
     c_blocks_ = cls.c_blocks;
@@ -275,7 +260,7 @@ class TwiceMultiplier {
     if (loaded_ >= 0 && threadIdx.x % 32 == 0) control_.w.arrive_empty(0);
     control_.w.wait_full(weights_);
     weights_.advance(1);
-    loaded_ = set;
+    loaded_ = tile.set;
     __syncwarp();
   }
 
@@ -444,9 +429,6 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
       control.staged[group].init(kConsumerWarps / 2, 1);
     }
     cutlass::arch::fence_barrier_init();
-    if constexpr (Traits::READS_W_IN_PLACE) {
-      if (params.w_in_place) TwiceLoader<Traits>(params, shared).prefetch();
-    }
   }
   if (threadIdx.x < params.num_phases) {
     control.first_moment[threadIdx.x] = params.phases[threadIdx.x].first_moment;

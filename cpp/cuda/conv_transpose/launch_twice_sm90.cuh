@@ -26,6 +26,15 @@ inline void copy_extent(const Extent3& from, int (&to)[3]) {
   for (int axis = 0; axis < 3; ++axis) to[axis] = static_cast<int>(from[axis]);
 }
 
+/// A window's first coordinates, counted in the steps from tap to tap. Windows that are compared differ by
+/// whole steps.
+inline void copy_window(const Slab& from, int (&to)[3]) {
+  for (int axis = 0; axis < 3; ++axis) {
+    const std::int64_t first = from.window[axis], step = from.dilation[axis];
+    to[axis] = static_cast<int>((first - (first % step + step) % step) / step);
+  }
+}
+
 /// Where the views' positions lie, and the phases that they are made of.
 template <class Traits>
 void fill_views(const Problem& problem, const TwiceLayout& layout, DType output, void* y,
@@ -56,7 +65,7 @@ void fill_views(const Problem& problem, const TwiceLayout& layout, DType output,
     TwicePhase& phase = to.phases[to.num_phases++];
     copy_extent(from.tap, phase.tap);
     copy_extent(from.tap_count() > 0 ? from.taps : Extent3{}, phase.taps);
-    copy_extent(from.window, phase.window);
+    copy_window(from, phase.window);
     phase.first_moment = static_cast<int>(moments);
     moments += ceil_div(from.positions(), Traits::BLK_POS);
   }
@@ -70,7 +79,6 @@ void fill_sets(const TwiceClass& from, TwiceClassParams& cls, TwiceParams<Traits
   cls.num_sets = static_cast<int>(from.sets.size());
   for (const TwiceSet& set : from.sets) {
     TwiceSetParams& params = to.sets[to.num_sets++];
-    params.cls = static_cast<std::int16_t>(&cls - to.classes);
     for (int group = 0; group < 2; ++group) {
       const TwiceRows& rows = set.rows[group];
       const std::int64_t number = rows.view * to.row_blocks.divisor + rows.row / Traits::ROWS;
@@ -95,7 +103,7 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
     cls.width = cutlass::FastDivmod(static_cast<int>(window.extent[2]));
     cls.height = cutlass::FastDivmod(static_cast<int>(window.extent[1]));
     copy_extent(input_box(problem, window).lower, cls.corner);
-    copy_extent(window.window, cls.window);
+    copy_window(window, cls.window);
     copy_extent(from.window.taps, cls.taps);
     // Where no tap reaches, the one k-block behind the last: x and w are zeros there.
     cls.c_begin = from.reached ? 0 : c_blocks;
@@ -161,7 +169,7 @@ void fill_twice_params(const ConvTransposeParams& params, DType operand, DType o
   maps.place(to.w, Mapped::kW,
              params.w_in_place ? encode_w_in_place(problem, operand, params.w_hi, to.w_rows, Traits::BLK_C)
                                : encode_w(problem, operand, params.w_hi, to.w_rows, Traits::BLK_C));
-  to.num_counters = params.clears_counters ? 2 + 2 * to.num_sets : 0;
+  to.num_counters = params.clears_counters ? static_cast<int>(kTwiceDealt + kMaxTwiceSets) + to.num_sets : 0;
   copy_extent(problem.kernel, to.kernel);
   to.samples = static_cast<int>(problem.n);
   to.k = cutlass::FastDivmod(static_cast<int>(problem.k));
@@ -193,7 +201,7 @@ void point_to(const ConvTransposeParams& params, TwiceParams<Traits>& to) {
   to.part = reinterpret_cast<float2*>(params.part);
   to.table = reinterpret_cast<float4*>(params.table);
   to.arrivals = params.counters;
-  to.dealt = params.counters + 2;
+  to.dealt = params.counters + kTwiceDealt;
 }
 
 /// A launch of one persistent block per multiprocessor, all at once.
@@ -206,7 +214,9 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
     constexpr DType output = std::is_same_v<Output, float> ? DType::kFloat32 : operand;
     fill_twice_params(params, operand, output, params_, maps_);
     std::int64_t tiles = 0;
-    for (int i = 0; i < params_.num_sets; ++i) tiles += params_.classes[params_.sets[i].cls].tiles;
+    for (int i = 0; i < params_.num_classes; ++i) {
+      tiles += std::int64_t{params_.classes[i].num_sets} * params_.classes[i].tiles;
+    }
     blocks_ = static_cast<int>(std::min<std::int64_t>(tiles, params.sm_count));
     reserve_shared_memory(kName, kKernel, kSharedMemoryBytes);
   }

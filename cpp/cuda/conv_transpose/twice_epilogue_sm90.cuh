@@ -165,8 +165,8 @@ class TwiceEpilogue {
     TwiceRowsParams const rows = twice_rows(params_, set, group_);
     view_ = rows.view;
     row_ = rows.row;
-    positions_ = twice_class(params_, set).positions;
     if (view_ < 0) return;
+    positions_ = params_.views[view_].positions;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       int const row = min(row_ + accumulator_row() + 8 * j, params_.view_k - 1);

@@ -95,14 +95,14 @@ class TwiceHelper {
   /// What all tiles of a set have in common: parameters with a run-time index come late from constant
   /// memory.
   CUTLASS_DEVICE void enter(int number) {
-    TwiceClassParams const& cls = twice_class(params_, number);
     set_ = number;
     TwiceRowsParams const rows = twice_rows(params_, number, group_);
     view_ = rows.view;
     row_ = rows.row;
-    positions_ = cls.positions;
-    width_ = cls.width;
-    height_ = cls.height;
+    TwiceView const& view = params_.views[view_];
+    positions_ = view.positions;
+    width_ = view.width;
+    height_ = view.height;
   }
 
   /// \param first the tile's moment, did its sample's begin with the phase's

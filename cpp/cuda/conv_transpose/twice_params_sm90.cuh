@@ -80,7 +80,7 @@ inline constexpr int kTwiceControlBytes = 3072;
 struct TwicePhase {
   int tap[3];        // the tap that reads the lowest input
   int taps[3];       // along T,R,S; 0: none reaches the phase
-  int window[3];     // where in the volume tap 0 reads for position 0
+  int window[3];     // where tap 0 reads for position 0, in taps: the volume's coordinate / dilation
   int first_moment;  // of a sample's partial moments
 };
 
@@ -91,7 +91,6 @@ struct TwiceView : SlabGeometry {
 
 /// core's TwiceSet: weights that a block keeps.
 struct TwiceSetParams {
-  std::int16_t cls;
   std::int16_t rows[2];  // of either warpgroup, in blocks of 64, row_blocks of each view; -1: none
 };
 
@@ -106,7 +105,7 @@ struct TwiceClassParams {
   CUtensorMap x;                      // the class's windows
   cutlass::FastDivmod width, height;  // of its views along Q/fold and P
   int corner[3];                      // first window's coordinates in x
-  int window[3];                      // the same in the volume, which phases are compared by
+  int window[3];                      // the same as phases have it, to compare them
   int taps[3];
   int c_begin, c_blocks;  // k-blocks of input channels; beyond the last one where no tap reaches
   TwiceUnitsParams units[2];
@@ -162,9 +161,9 @@ struct TwiceParams {
   int segment_length;                  // partials of a group that a warp merges
   cutlass::FastDivmod segments;        // per group
   float4* table;                       // [N,G,segments] (mean, rest of the mean, M2, count)
-  // Counters, one after the other; zero before the launch or cleared by it.
+  // Counters, zero before the launch or cleared by it.
   int* arrivals;  // [2] blocks that have arrived at either wait
-  int* dealt;     // [2,num_sets] tiles handed out in either pass
+  int* dealt;     // [2,kMaxTwiceSets] tiles handed out in either pass
 };
 
 /// A warpgroup's rows of a set.
@@ -182,15 +181,10 @@ CUTLASS_DEVICE TwiceRowsParams twice_rows(TwiceParams<Traits> const& params, int
   return rows;
 }
 
-/// The class of a set.
-template <class Traits>
-CUTLASS_DEVICE TwiceClassParams const& twice_class(TwiceParams<Traits> const& params, int set) {
-  return params.classes[params.sets[set].cls];
-}
-
 /// A tile's place.
 struct TwiceTile {
   int set;       // -1: none
+  int cls;       // its class
   int n;         // sample
   int pos_tile;  // BLK_POS positions each, within the set's views
 };
@@ -205,7 +199,7 @@ struct TwiceControl {
   RingBarriers<kStagingSets> staged[2];  // sets of staging buffers
   int4 sums_of[2];                       // set, or -1 at the end, sample, position tile
   int4 staged_of[2][kStagingSets];       // set, or -1 at the end, sample, first position
-  int4 tiles[kTwiceTileSlots];           // set, sample, position tile
+  int4 tiles[kTwiceTileSlots];           // set, sample, position tile, class
   // Of a warpgroup's rows: a tile's sum, pivot, sum of squares and count, later mean, scale, shift.
   float4 rows[2][kTwiceRows];
   int first_moment[kMaxTwicePhases];

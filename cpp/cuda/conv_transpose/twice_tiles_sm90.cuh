@@ -14,14 +14,19 @@
 
 namespace upconv3d::cuda {
 
+/// A set and its class.
+struct TwiceSetOfClass {
+  int set, cls;
+};
+
 /// The set of a block's first tiles, if others leave it any.
 template <class Traits>
-CUTLASS_DEVICE int twice_home(TwiceParams<Traits> const& params) {
+CUTLASS_DEVICE TwiceSetOfClass twice_home(TwiceParams<Traits> const& params) {
   std::int64_t const cost = params.total_cost * blockIdx.x / gridDim.x;
   int cls = 0;
   while (cls + 1 < params.num_classes && cost >= params.classes[cls + 1].first_cost) ++cls;
   TwiceClassParams const& at = params.classes[cls];
-  return at.first_set + int((cost - at.first_cost) / at.set_cost);
+  return {at.first_set + int((cost - at.first_cost) / at.set_cost), cls};
 }
 
 /// The loading thread's side.
@@ -33,39 +38,47 @@ class TwiceDealer {
 
   CUTLASS_DEVICE void begin_pass(bool backwards) {
     backwards_ = backwards;
-    counters_ = params_.dealt + (backwards ? params_.num_sets : 0);
-    set_ = home_;
+    counters_ = params_.dealt + (backwards ? kMaxTwiceSets : 0);
+    enter(home_);
   }
 
   /// Asks for the next tile, whose number of its set arrives a while later.
-  CUTLASS_DEVICE int request() const { return atomicAdd(counters_ + set_, 1); }
+  CUTLASS_DEVICE int request() const { return atomicAdd(counters_ + at_set_.set, 1); }
 
   /// The tile asked for, or another one where its set is done; of set -1 where all are.
   CUTLASS_DEVICE TwiceTile resolve(int number) {
-    while (number >= twice_class(params_, set_).tiles) {
-      if (!move_on()) return {-1, 0, 0};
+    while (number >= tiles_) {
+      if (!move_on()) return {-1, 0, 0, 0};
       number = request();
     }
-    TwiceClassParams const& at = twice_class(params_, set_);
     TwiceTile tile;
-    tile.set = set_;
-    tile.n = at.pos_tiles.divmod(tile.pos_tile, backwards_ ? at.tiles - 1 - number : number);
+    tile.set = at_set_.set;
+    tile.cls = at_set_.cls;
+    tile.n = pos_tiles_.divmod(tile.pos_tile, backwards_ ? tiles_ - 1 - number : number);
     return tile;
   }
 
   /// Tells the block's warpgroups.
   CUTLASS_DEVICE void publish(TwiceTile const& tile) {
     control_.tile_ring.wait_empty(at_);
-    control_.tiles[at_.slot] = make_int4(tile.set, tile.n, tile.pos_tile, 0);
+    control_.tiles[at_.slot] = make_int4(tile.set, tile.n, tile.pos_tile, tile.cls);
     control_.tile_ring.arrive_full(at_.slot);
     at_.advance(kTwiceTileSlots);
   }
 
  private:
+  /// Parameters with a run-time index come late from constant memory, and the next tile would wait for them.
+  CUTLASS_DEVICE void enter(TwiceSetOfClass const& set) {
+    at_set_ = set;
+    tiles_ = params_.classes[set.cls].tiles;
+    pos_tiles_ = params_.classes[set.cls].pos_tiles;
+  }
+
   /// To the set with most tiles left. \returns whether there is one
   CUTLASS_DEVICE bool move_on() {
-    constexpr int kLoads = 16;  // in flight, none of which waits for another
+    constexpr int kLoads = 8;  // in flight, none of which waits for another
     int most = 0;
+    TwiceSetOfClass to = at_set_;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int cls = 0; cls < params_.num_classes; ++cls) {
       TwiceClassParams const& at = params_.classes[cls];
@@ -79,18 +92,21 @@ class TwiceDealer {
         for (int i = 0; i < kLoads; ++i) {
           if (tiles - dealt[i] <= most) continue;
           most = tiles - dealt[i];
-          set_ = min(begin + i, end - 1);
+          to = {min(begin + i, end - 1), cls};
         }
       }
     }
+    enter(to);
     return most > 0;
   }
 
   TwiceParams<Traits> const& params_;
   TwiceControl& control_;
   RingCursor at_;
-  int const home_;  // set of the first tiles of a pass
-  int set_;
+  TwiceSetOfClass const home_;  // of the first tiles of a pass
+  TwiceSetOfClass at_set_;
+  int tiles_;  // of that set
+  cutlass::FastDivmod pos_tiles_;
   bool backwards_;
   int* counters_;  // [num_sets] tiles handed out in this pass
 };
@@ -107,7 +123,7 @@ class TwiceTileReader {
     __syncwarp();
     if (threadIdx.x % 32 == 0) control_.tile_ring.arrive_empty(at_.slot);
     at_.advance(kTwiceTileSlots);
-    return {tile.x, tile.y, tile.z};
+    return {tile.x, tile.w, tile.y, tile.z};
   }
 
  private:
