@@ -36,7 +36,7 @@ def random_axis(rng) -> dict[str, int]:
     """Extent and convolution arguments of one axis with at least one output."""
     while True:
         extent, kernel = rng.randint(1, LARGEST_EXTENT), rng.randint(1, 7 if rng.random() < 0.2 else 4)
-        stride, dilation = rng.choice([1, 1, 2, 2, 3]), rng.choice([1, 1, 1, 2, 3])
+        stride, dilation = rng.choice([1, 1, 2, 2, 3, 4]), rng.choice([1, 1, 1, 2, 3])
         padding = rng.randint(0, 3)
         output_padding = rng.randrange(max(stride, dilation))
         if (extent - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding >= 0:

@@ -52,9 +52,10 @@ std::string describe(const Plan& plan) {
   if (plan.pack_x) text += ", from a packed copy of x";
   if (plan.w_in_place) text += plan.pack_x ? " and w as it lies" : ", from w as it lies";
   if (!plan.channels.empty()) text += concat("\n  channels: ", plan.channels);
-  if (plan.estimated_stored_ms > 0) {
-    text += concat("\n  estimates after packing: stored ", plan.estimated_stored_ms, " ms, computed twice ");
-    text += plan.estimated_twice_ms > 0 ? concat(plan.estimated_twice_ms, " ms") : "not possible";
+  if (plan.estimated_stored_ms > 0 || plan.estimated_twice_ms > 0) {
+    const auto estimate = [](double ms) { return ms > 0 ? concat(ms, " ms") : "not possible"; };
+    text += concat("\n  estimates after packing: stored ", estimate(plan.estimated_stored_ms),
+                   ", computed twice ", estimate(plan.estimated_twice_ms));
   }
   if (plan.split_axes > 0) {
     text += concat("\n  borders: cut off along ", plan.split_axes, plan.split_axes == 1 ? " axis" : " axes",

@@ -106,7 +106,8 @@ struct Plan {
   bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)
   std::int64_t window_tiles = 0;         // SM90: position tiles of a window of the launch order, 0: none
   bool twice = false;                    // SM90: the convolution is computed for its moments, and once more
-  double estimated_stored_ms = 0.0;      // SM90: without packing, before(conv) stored in between
+  double estimated_stored_ms = 0.0;      // SM90: without packing, before(conv) stored in between; 0 where
+                                         // that cannot run
   double estimated_twice_ms = 0.0;       // the same, computed twice; 0 where that cannot run
   bool few_channels = false;             // direct: on tensor cores, not on CUDA cores
   double estimated_direct_ms = 0.0;      // direct: all launches

@@ -179,6 +179,40 @@ std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, cons
   return cuda_library_plan(p, device, "not the SM90 kernel: " + disadvantage, keeps_activation);
 }
 
+/// The SM90 plan, of whichever kernel; where neither can run, nothing and why.
+///
+/// \param keeps_activation as for choose
+std::optional<Plan> sm90_choice(const Problem& problem, const Device& device,
+                                const std::vector<ConvInstance>& instances, bool keeps_activation,
+                                std::string& obstacle) {
+  const std::string& forced = device.forced_plan;
+  std::optional<ConvInstance> instance;
+  obstacle = sm90_obstacle(problem, device, instances, instance);
+  if (!instance) return std::nullopt;
+  Plan plan = sm90_plan(problem, device, *instance);
+  obstacle = stored_obstacle(problem);
+  const bool stores = obstacle.empty();
+  const bool has_backward = problem.tail.norm && !problem.tail.returns_conv;
+  if (keeps_activation && has_backward && stores && backward_can_count(problem, plan)) {
+    plan.keeps_activation = true;
+    plan.activation_in_y = false;
+    if (forced == "twice") plan.reason += "; stored, because the backward reads what is stored";
+    return plan;
+  }
+  const std::string twice_obstacle = problem.tail.norm ? consider_twice(problem, device, instances, plan)
+                                                       : std::string("nothing is normalized");
+  if (forced == "twice") {
+    obstacle = twice_obstacle;
+  } else if (plan.twice) {
+    // What a backward pass needs is not kept: PyTorch's convolution can be.
+    if (!keeps_activation) obstacle = "";
+  } else if (!stores && !twice_obstacle.empty()) {
+    obstacle += "; not computed twice: " + twice_obstacle;
+  }
+  if (!obstacle.empty()) return std::nullopt;
+  return plan;
+}
+
 /// \param keeps_activation whether a backward pass will want before(conv), or the convolution
 Plan choose(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances,
             bool keeps_activation) {
@@ -191,26 +225,12 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     return cuda_library_plan(problem, device, "the backward pass begins with the returned convolution", true);
   }
   if (forced == "direct") return forced_direct(problem, device);
-  std::optional<ConvInstance> instance;
   std::string reason = forced.empty() ? "" : "UPCONV3D_PLAN=" + forced;
   if (forced.empty() || is_sm90(forced)) {
-    const std::string obstacle = sm90_obstacle(problem, device, instances, instance);
+    std::string obstacle;
+    const std::optional<Plan> plan = sm90_choice(problem, device, instances, keeps_activation, obstacle);
     if (!forced.empty()) require_no_obstacle(problem, forced, obstacle);
-    if (instance) {
-      Plan plan = sm90_plan(problem, device, *instance);
-      const bool has_backward = problem.tail.norm && !problem.tail.returns_conv;
-      if (keeps_activation && has_backward && backward_can_count(problem, plan)) {
-        plan.keeps_activation = true;
-        plan.activation_in_y = false;
-        if (forced == "twice") plan.reason += "; stored, because the backward reads what is stored";
-      } else if (problem.tail.norm) {
-        const std::string twice_obstacle = consider_twice(problem, device, instances, plan);
-        if (forced == "twice") require_no_obstacle(problem, forced, twice_obstacle);
-      } else if (forced == "twice") {
-        require_no_obstacle(problem, forced, "nothing is normalized");
-      }
-      return instead_of_sm90(problem, device, plan, keeps_activation).value_or(plan);
-    }
+    if (plan) return instead_of_sm90(problem, device, *plan, keeps_activation).value_or(*plan);
     reason = concat("not the SM90 kernel: ", obstacle);
   }
   // The SM80 kernel keeps nothing, so that a backward pass would compute the convolution once more.
@@ -218,6 +238,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
   if (kept_elsewhere && forced.empty() && prefers_sm80(device)) {
     reason += "; not the SM80 kernel: a backward pass follows";
   } else if (forced == "sm80" || (forced.empty() && prefers_sm80(device))) {
+    std::optional<ConvInstance> instance;
     const std::string obstacle = sm80_obstacle(problem, device, instances, instance);
     if (!forced.empty()) require_no_obstacle(problem, forced, obstacle);
     if (instance) return sm80_plan(problem, device, *instance);

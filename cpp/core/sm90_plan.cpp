@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "core/border_slabs.hpp"
+#include "core/channel_share.hpp"
 #include "core/channels.hpp"
 #include "core/im2col_limits.hpp"
 #include "core/index_math.hpp"
@@ -66,34 +67,6 @@ std::string family_text(const Family& f) {
   return concat(name(f.operand), " x ", f.products, " -> ", name(f.output));
 }
 
-/// Share of the tensor cores' products that are wanted: of k-blocks and tiles of 64 channels, the rest is
-/// padding.
-double channel_share(const Problem& p) {
-  constexpr std::int64_t kSmallestTile = 64;
-  const auto filled = [](std::int64_t channels, std::int64_t block) {
-    return static_cast<double>(channels) / static_cast<double>(ceil_div(channels, block) * block);
-  };
-  return filled(group_inputs(p), kBlockInputs) * filled(group_outputs(p), kSmallestTile);
-}
-
-/// The share from which the SM90 kernel was quicker than cuDNN's convolution and our normalization on an
-/// H200, between the shapes on either side that were timed.
-double least_channel_share(const Problem& p) {
-  // Times of ours over the library plan's, for bfloat16 channels_last_3d, tf32, ieee:
-  //   one group,  20 > 100 channels, share 0.24    0.61  0.83  0.45
-  //               24 >   3                 0.018   1.5   1.3   3.0
-  //               32 >   2, stride 2       0.016   2.3   2.0   3.5
-  //   groups of   64 >  64                 1       0.94  0.58  0.13
-  //               32 >  32                 0.25    2.0   0.97  0.26
-  //               16 >  16                 0.06    3.9   2.0   0.49
-  //               64 >  64, stride 2       1       0.03  0.12  0.16
-  //               16 >  16, stride 2       0.06    2.2   0.45  0.63
-  // In multiples of 8, channels of one group have not been compared and always run here.
-  if (p.groups == 1) return std::min(p.c, p.k) < kChannelUnit ? 1.0 / 32 : 0.0;
-  if (p.dtype != DType::kFloat32) return 3.0 / 8;
-  return p.precision == Precision::kIEEE || p.stride != Extent3{1, 1, 1} ? 1.0 / 32 : 1.0 / 4;
-}
-
 /// The first rule of the SM90 kernel on shape and dtype that the problem breaks, or "".
 std::string sm90_shape_obstacle(const Problem& p) {
   if (p.dtype == DType::kFloat64) return "float64 has no tensor-core kernel";
@@ -116,9 +89,9 @@ std::string sm90_shape_obstacle(const Problem& p) {
   }
   const std::int64_t phases = saturating_product(std::min(p.stride[0], out[0]), std::min(p.stride[1], out[1]),
                                                  std::min(p.stride[2], out[2]));
-  if (p.operation == Operation::kConvTranspose && phases > kMaxSlabs) {
-    return concat("stride ", triple_text(p.stride), " makes ", phases, " phases, more than the ", kMaxSlabs,
-                  " of one launch");
+  if (p.operation == Operation::kConvTranspose && phases > kMaxTwicePhases) {
+    return concat("stride ", triple_text(p.stride), " makes ", phases, " phases, more than the ",
+                  kMaxTwicePhases, " of one launch");
   }
   if (!within_im2col(p, border_slabs(p, 0))) {
     return concat(
@@ -329,10 +302,11 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
   for (const TwiceClass& from : layout.classes) {
     const bool staged = p.y_layout == Layout::kNDHWC;
     const double tile = static_cast<double>(twice_tile_cycles(from, c_blocks, staged));
-    const double tiles = static_cast<double>(p.n * ceil_div(from.window.positions(), kTwicePositions));
+    const std::int64_t sets = static_cast<std::int64_t>(from.sets.size());
+    const double tiles = static_cast<double>(p.n * sets * ceil_div(from.window.positions(), kTwicePositions));
     cycles += tile * tiles;
     if (!is_piecewise_linear(p.tail.after()))
-      exponentials += tiles * kExponentialCycles * (from.rows[1].view < 0 ? 1 : 2);
+      exponentials += tiles * kExponentialCycles * (from.units[1].count == 0 ? 1 : 2);
     longest = std::max(longest, tile);
   }
   const double pass = (cycles / std::max(sm_count, 1) + longest) / kCyclesPerMs;
@@ -362,14 +336,15 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
         p.stride[2], " and ", p.out()[2]);
   }
   if (layout.classes.empty()) {
-    return concat("the weights of a phase do not fit into a block's shared memory");
+    return "the weights of a phase do not fit into a block's shared memory, or all phases not into a launch";
   }
   std::vector<Slab> windows;
   std::int64_t tiles = 0;
   for (const TwiceClass& from : layout.classes) {
     windows.push_back(from.window);
     if (!from.reached) windows.back().taps = {};
-    tiles += saturating_product(p.n, ceil_div(from.window.positions(), kTwicePositions));
+    tiles += saturating_product(p.n, static_cast<std::int64_t>(from.sets.size()),
+                                ceil_div(from.window.positions(), kTwicePositions));
   }
   if (!within_im2col(p, windows)) return "phases taken together are beyond TMA's im2col limits";
   const std::int64_t floats = twice_table_floats(p, twice_moments(layout));
@@ -399,6 +374,13 @@ std::int64_t window_tiles(const Problem& p, const std::vector<Slab>& slabs, cons
 
 double tensor_ms(const Problem& p, std::int64_t channels, double positions, std::int64_t bytes) {
   return static_cast<double>(p.n * channels * bytes) * positions / kBytesPerMs;
+}
+
+std::string stored_obstacle(const Problem& p) {
+  const std::size_t slabs = border_slabs(p, 0).size();
+  if (slabs <= static_cast<std::size_t>(kMaxSlabs)) return "";
+  return concat("stride ", triple_text(p.stride), " makes ", slabs, " phases, more than the ", kMaxSlabs,
+                " of a launch that stores the convolution");
 }
 
 std::string sm90_obstacle(const Problem& p, const Device& device, const std::vector<ConvInstance>& instances,
@@ -450,7 +432,8 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   const bool has_phases = p.stride != Extent3{1, 1, 1};
   if (cut.split_axes == 0 && has_phases) plan.window_tiles = window_tiles(p, slabs, instance);
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
-  plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
+  if (stored_obstacle(p).empty())
+    plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
   plan.w_in_place = reads_w_in_place(p);
   if (plan.pack_x || !plan.w_in_place) plan.stages = pack_stages(p);
   plan.stages.push_back(instance.name);
@@ -473,19 +456,21 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
   if (!instance) return obstacle;
   plan.estimated_twice_ms = estimated_twice_ms(p, layout, device.sm_count);
   const std::string& forced = device.forced_plan;
-  const bool quicker = plan.estimated_twice_ms < plan.estimated_stored_ms;
+  const bool quicker = !stored_obstacle(p).empty() || plan.estimated_twice_ms < plan.estimated_stored_ms;
   if (forced == "stored" || (forced != "twice" && !quicker)) return "";
   plan.twice = true;
   plan.instance = instance;
   plan.tile_positions = kTwicePositions;
   plan.window_tiles = plan.split_axes = 0;
-  plan.share_taps = plan.w_in_place = false;
+  plan.share_taps = false;
+  plan.w_in_place = p.y_layout == Layout::kNDHWC && reads_w_in_place(p) && twice_reads_w_in_place(layout);
   plan.tiles = twice_moments(layout);
   // This kernel's own registers hold what it normalizes, so any activation may follow.
   plan.normalizes = plan.activation_in_y = true;
   plan.conv_layout = p.y_layout;
   plan.channels = channels_text(p, true);
-  plan.stages = pack_stages(p);
+  plan.stages.clear();
+  if (plan.pack_x || !plan.w_in_place) plan.stages = pack_stages(p);
   plan.stages.push_back(instance->name);
   return "";
 }

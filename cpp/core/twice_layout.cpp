@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <numeric>
 #include <optional>
 
 #include "core/index_math.hpp"
@@ -35,49 +36,115 @@ std::optional<Slab> unite(const Slab& a, const Slab& b) {
   return both;
 }
 
-/// Phases stacked where they are to be and have equal extents, else views of one phase each.
-void make_views(const Problem& problem, TwiceLayout& layout) {
-  const std::vector<Slab> slabs = border_slabs(problem, 0);
+/// The phases along the width that begin with `first`: of the same planes and rows.
+std::vector<Slab> row_of_phases(const std::vector<Slab>& slabs, const Slab& first, std::int64_t stride) {
+  std::vector<Slab> row;
+  for (std::int64_t q = 0; q < stride; ++q) {
+    row.push_back(*std::find_if(slabs.begin(), slabs.end(), [&](const Slab& slab) {
+      return slab.origin == Extent3{first.origin[0], first.origin[1], q};
+    }));
+  }
+  return row;
+}
+
+/// Whether phases of a row may be stacked: together they make up loads of x.
+bool unites(const std::vector<Slab>& row) {
+  Slab together = row.front();
+  return std::all_of(row.begin(), row.end(), [&](const Slab& phase) {
+    const auto both = unite(together, phase);
+    if (both) together = *both;
+    return both.has_value();
+  });
+}
+
+bool reads_alike(const Slab& a, const Slab& b) {
+  return a.extent == b.extent && a.window == b.window && a.dilation == b.dilation && a.taps == b.taps;
+}
+
+/// Whether phases of a row are to be folded for y [N,Z,P,Q,K]: where phases that are then stacked multiply
+/// few zeros, because they use the same taps or would leave most of the rows empty; or, of phases whose rows
+/// are whole blocks, where there would be too many views.
+///
+/// \param phases of all rows
+bool folds_rows(const Problem& problem, const std::vector<Slab>& row, std::size_t phases) {
+  if (problem.k % kTwiceRows == 0) return phases > static_cast<std::size_t>(kMaxTwiceViews);
+  if (problem.stride[2] * problem.k <= kTwiceRows) return unites(row);
+  return std::all_of(row.begin(), row.end(),
+                     [&](const Slab& phase) { return reads_alike(phase, row.front()); });
+}
+
+/// Phases folded where they are to be and have equal extents, else views of one phase each.
+void make_views(const Problem& problem, const std::vector<Slab>& slabs, TwiceLayout& layout) {
   const std::int64_t stride = problem.stride[2], columns = problem.out()[2];
   const bool channels_first = problem.y_layout == Layout::kNCDHW;
-  const bool stackable = channels_first ? stride == 2 && problem.k % kTwiceStackedChannels == 0
-                                        : stride > 1 && stride * problem.k <= kTwiceRows;
-  bool folds = stackable && columns % stride == 0;
+  bool folds = stride > 1 && columns % stride == 0;
+  if (channels_first) folds = folds && stride == 2 && problem.k % kTwiceStackedChannels == 0;
   std::vector<Slab> views, phases;
   for (const Slab& first : slabs) {
     if (!folds) break;
     if (first.origin[2] != 0) continue;
-    Slab view = first;
-    for (std::int64_t q = 0; q < stride; ++q) {
-      const auto phase = std::find_if(slabs.begin(), slabs.end(), [&](const Slab& slab) {
-        return slab.origin == Extent3{first.origin[0], first.origin[1], q};
-      });
-      const auto both = unite(view, *phase);
-      folds = folds && both;
-      if (both) view = *both;
-      phases.push_back(*phase);
-    }
-    view.step[2] = 1;
-    views.push_back(view);
+    const std::vector<Slab> row = row_of_phases(slabs, first, stride);
+    folds = channels_first ? unites(row) : folds_rows(problem, row, slabs.size());
+    phases.insert(phases.end(), row.begin(), row.end());
+    views.push_back(first);
+    views.back().step[2] = 1;
   }
-  layout.fold = folds ? static_cast<int>(stride) : 1;
-  if (folds) layout.run = channels_first ? kTwiceStackedChannels : problem.k;
   layout.phases = folds ? phases : slabs;
   layout.views = folds ? views : slabs;
+  if (!folds) return;
+  layout.fold = static_cast<int>(stride);
+  layout.run = channels_first ? kTwiceStackedChannels : problem.k;
+  layout.box = std::gcd(layout.run, kTwiceRows);
 }
 
 /// Rows on their own: all that one warpgroup may be given.
 struct Candidate {
-  int view;
-  std::int64_t row;
+  TwiceRows rows;
+  Slab reads;         // what its phases read, taken together
+  std::size_t phase;  // the first one's place among the slabs, costliest first
 };
 
-/// Marks which of the class's taps the rows use.
-void count_units(const Problem& problem, const TwiceLayout& layout, const TwiceClass& shared,
-                 TwiceRows& rows) {
-  if (rows.view < 0) return;
-  const Slab& view = layout.views[static_cast<std::size_t>(rows.view)];
+/// \param slabs the phases, costliest first
+Candidate make_candidate(const Problem& problem, const TwiceLayout& layout, const std::vector<Slab>& slabs,
+                         const TwiceRows& rows) {
+  const auto phase_of = [&](std::int64_t row) {
+    return layout.phases[static_cast<std::size_t>(rows.view * layout.fold + twice_row(layout, row).phase)];
+  };
+  Candidate candidate{rows, phase_of(rows.row), 0};
+  const std::int64_t end = std::min(rows.row + kTwiceRows, layout.fold * problem.k);
+  for (std::int64_t row = rows.row; row < end; row += layout.box) {
+    // Of phases that cannot be united, none are stacked.
+    candidate.reads = unite(candidate.reads, phase_of(row)).value_or(candidate.reads);
+  }
+  const Extent3 origin = phase_of(rows.row).origin;
+  const auto at =
+      std::find_if(slabs.begin(), slabs.end(), [&](const Slab& slab) { return slab.origin == origin; });
+  candidate.phase = static_cast<std::size_t>(at - slabs.begin());
+  return candidate;
+}
+
+/// All rows, in the order in which they are to be given away.
+std::vector<Candidate> make_candidates(const Problem& problem, const TwiceLayout& layout,
+                                       const std::vector<Slab>& slabs) {
+  std::vector<Candidate> candidates;
+  for (std::size_t view = 0; view < layout.views.size(); ++view) {
+    for (std::int64_t row = 0; row < layout.fold * problem.k; row += kTwiceRows) {
+      candidates.push_back(make_candidate(problem, layout, slabs, {static_cast<int>(view), row}));
+    }
+  }
+  std::stable_sort(candidates.begin(), candidates.end(), [&](const Candidate& a, const Candidate& b) {
+    // For y [N,K,Z,P,Q] the same channels of other phases first: neighbours along the height lie side by
+    // side.
+    if (problem.y_layout == Layout::kNCDHW && a.rows.row != b.rows.row) return a.rows.row < b.rows.row;
+    return a.phase < b.phase;
+  });
+  return candidates;
+}
+
+/// Which of the class's taps a warpgroup uses that is to compute `reads`.
+TwiceUnits count_units(const Problem& problem, const TwiceClass& shared, const Slab& reads) {
   const Slab& window = shared.window;
+  TwiceUnits units;
   std::int64_t used = 0;
   int bit = 0;
   for (std::int64_t t = 0; t < window.taps[0]; ++t) {
@@ -85,40 +152,51 @@ void count_units(const Problem& problem, const TwiceLayout& layout, const TwiceC
       for (std::int64_t s = 0; s < window.taps[2]; ++s, ++bit) {
         const Extent3 at = {t, r, s};
         // Rows that no tap reaches still multiply once, by zeros, so that they have a result.
-        bool uses = view.tap_count() > 0 || bit == 0;
-        for (int axis = 0; axis < 3 && view.tap_count() > 0; ++axis) {
-          const std::int64_t tap = at[axis] + tap_lead(window, view, axis);
-          uses = uses && tap >= 0 && tap < view.taps[axis];
+        bool uses = reads.tap_count() > 0 || bit == 0;
+        for (int axis = 0; axis < 3 && reads.tap_count() > 0; ++axis) {
+          const std::int64_t tap = at[axis] + tap_lead(window, reads, axis);
+          uses = uses && tap >= 0 && tap < reads.taps[axis];
         }
         if (!uses || bit >= 32) continue;
-        rows.taps |= std::uint32_t{1} << bit;
+        units.taps |= std::uint32_t{1} << bit;
         ++used;
       }
     }
   }
-  rows.units = static_cast<int>(used * (shared.reached ? ceil_div(problem.c, kTwiceBlockC) : 1));
+  units.count = static_cast<int>(used * (shared.reached ? ceil_div(problem.c, kTwiceBlockC) : 1));
+  return units;
 }
 
-TwiceClass make_class(const Problem& problem, const TwiceLayout& layout, const Slab& window,
-                      const Candidate& first, const Candidate* second) {
+/// A class of one set: `first` and, unless null, `second`, which read `window` together.
+TwiceClass make_class(const Problem& problem, const Slab& window, const Candidate& first,
+                      const Candidate* second) {
   TwiceClass made;
   made.window = window;
   made.reached = window.tap_count() > 0;
   if (!made.reached) made.window.taps = {1, 1, 1};
-  made.rows[0].view = first.view;
-  made.rows[0].row = first.row;
-  if (second) {
-    made.rows[1].view = second->view;
-    made.rows[1].row = second->row;
-  }
-  for (TwiceRows& rows : made.rows) count_units(problem, layout, made, rows);
+  made.units[0] = count_units(problem, made, first.reads);
+  if (second) made.units[1] = count_units(problem, made, second->reads);
+  made.sets.push_back({{first.rows, second ? second->rows : TwiceRows{}}});
   return made;
 }
 
 bool fits(const Problem& problem, const TwiceClass& made) {
   constexpr std::int64_t kMaskBits = 32;
   return made.window.tap_count() <= kMaskBits && ceil_div(problem.c, kTwiceBlockC) <= kMaxTwiceUnits &&
-         made.rows[0].units + made.rows[1].units <= kMaxTwiceUnits;
+         made.units[0].count + made.units[1].count <= kMaxTwiceUnits;
+}
+
+/// Adds the set of `made` to the class that it is one of.
+void add_class(const TwiceClass& made, std::vector<TwiceClass>& classes) {
+  const auto like = std::find_if(classes.begin(), classes.end(), [&](const TwiceClass& other) {
+    return reads_alike(made.window, other.window) && made.reached == other.reached &&
+           made.units[0].taps == other.units[0].taps && made.units[1].taps == other.units[1].taps;
+  });
+  if (like == classes.end()) {
+    classes.push_back(made);
+  } else {
+    like->sets.push_back(made.sets.front());
+  }
 }
 
 }  // namespace
@@ -129,40 +207,40 @@ std::int64_t tap_lead(const Slab& window, const Slab& phase, int axis) {
 
 TwiceLayout twice_layout(const Problem& problem) {
   TwiceLayout layout;
-  make_views(problem, layout);
-  if (!stacks_phases(problem, layout)) return layout;
-  std::vector<Candidate> candidates;
-  for (std::size_t view = 0; view < layout.views.size(); ++view) {
-    for (std::int64_t row = 0; row < layout.fold * problem.k; row += kTwiceRows) {
-      candidates.push_back({static_cast<int>(view), row});
-    }
+  const std::vector<Slab> slabs = border_slabs(problem, 0);
+  make_views(problem, slabs, layout);
+  if (!stacks_phases(problem, layout) || slabs.size() > static_cast<std::size_t>(kMaxTwicePhases) ||
+      layout.views.size() > static_cast<std::size_t>(kMaxTwiceViews)) {
+    return layout;
   }
-  // The same channels of other phases first: neighbours along the height lie side by side in y.
-  if (problem.y_layout == Layout::kNCDHW) {
-    std::stable_sort(candidates.begin(), candidates.end(),
-                     [](const Candidate& a, const Candidate& b) { return a.row < b.row; });
-  }
+  const std::int64_t row_blocks = ceil_div(layout.fold * problem.k, kTwiceRows);
+  if (static_cast<std::int64_t>(layout.views.size()) * row_blocks > 2 * kMaxTwiceSets) return layout;
+  const std::vector<Candidate> candidates = make_candidates(problem, layout, slabs);
   std::vector<bool> taken(candidates.size(), false);
   for (std::size_t i = 0; i < candidates.size(); ++i) {
     if (taken[i]) continue;
     // The partner with whom fewest taps are read in vain; of those the next in order, which is other channels
     // of the same phase if there are any.
-    const Slab& own = layout.views[static_cast<std::size_t>(candidates[i].view)];
-    TwiceClass best = make_class(problem, layout, own, candidates[i], nullptr);
+    const Candidate& own = candidates[i];
+    TwiceClass best = make_class(problem, own.reads, own, nullptr);
     if (!fits(problem, best)) return {};
     std::size_t partner = i;
     for (std::size_t j = i + 1; j < candidates.size(); ++j) {
+      if (partner != i && best.window.tap_count() == own.reads.tap_count()) break;
       if (taken[j]) continue;
-      const auto both = unite(own, layout.views[static_cast<std::size_t>(candidates[j].view)]);
+      const auto both = unite(own.reads, candidates[j].reads);
       if (!both || (partner != i && both->tap_count() >= best.window.tap_count())) continue;
-      const TwiceClass made = make_class(problem, layout, *both, candidates[i], &candidates[j]);
+      const TwiceClass made = make_class(problem, *both, own, &candidates[j]);
       if (!fits(problem, made)) continue;
       best = made;
       partner = j;
     }
     taken[i] = taken[partner] = true;
-    layout.classes.push_back(best);
-    if (layout.classes.size() > static_cast<std::size_t>(kMaxTwiceClasses)) return {};
+    add_class(best, layout.classes);
+  }
+  if (layout.classes.size() > static_cast<std::size_t>(kMaxTwiceClasses) ||
+      twice_sets(layout) > kMaxTwiceSets) {
+    layout.classes.clear();
   }
   return layout;
 }
@@ -175,11 +253,11 @@ std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks, bool
   constexpr std::int64_t kSharedBytesPerCycle = 118;
   // Of a warpgroup: beside the other's multiplication it was seen to take as long as it would alone.
   constexpr std::int64_t kEpilogueCycles = 1000;
-  const std::int64_t units = of.rows[0].units + of.rows[1].units;
+  const std::int64_t units = of.units[0].count + of.units[1].count;
   const std::int64_t loads = of.reached ? of.loads() * c_blocks : 1;
   const std::int64_t shared =
       (units * kUnitBytes + loads * kLoadBytes + (staged ? kStagedBytes : 0)) / kSharedBytesPerCycle;
-  return std::max(units * kUnitCycles, shared) + (of.rows[1].view < 0 ? 1 : 2) * kEpilogueCycles;
+  return std::max(units * kUnitCycles, shared) + (of.units[1].count == 0 ? 1 : 2) * kEpilogueCycles;
 }
 
 int twice_granule_shift(const Problem& problem) {

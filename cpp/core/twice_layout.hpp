@@ -4,11 +4,15 @@
 /// same weights and the same part of x.
 ///
 /// A tile has 64 rows for each of two warpgroups, and 256 positions of a phase. Rows are output channels.
-/// Phases along the width may be stacked, "folded": all of their channels where they fit into 64 rows, as y
-/// [N,Z,P,Q,K] is also [N,Z,P,Q/fold,fold*K]. For y [N,K,Z,P,Q], 8 channels of one and the same 8 of the
-/// other of two phases, whose accumulators lie in the same threads, so that neighbours along the width are
-/// stored together. Phases that are stacked, or given to the two warpgroups of a block, share loads of x; a
-/// tap that only some of them use is skipped by the other warpgroup, and multiplied by zeros within one.
+/// Phases along the width lie side by side in y [N,Z,P,Q,K], which is also [N,Z,P,Q/fold,fold*K]: there they
+/// are "folded" into one view of y, whose rows 64 may be one phase's or, "stacked", several phases'. For y
+/// [N,K,Z,P,Q], 8 channels of one and the same 8 of the other of two phases are stacked, whose accumulators
+/// lie in the same threads, so that neighbours along the width are stored together. Phases that are stacked,
+/// or given to the two warpgroups of a block, share loads of x; a tap that only some of them use is skipped
+/// by the other warpgroup, and multiplied by zeros within one.
+///
+/// Where kernel and stride are equal all phases read the same x: they are one class then, of as many sets of
+/// weights as it takes.
 #pragma once
 
 #include <cstdint>
@@ -30,36 +34,68 @@ inline constexpr std::int64_t kTwiceStackedChannels = 8;
 /// k-blocks of weights, 8 KB each, that the two warpgroups of a block may hold together: 128 KB.
 inline constexpr int kMaxTwiceUnits = 16;
 
-/// Classes of one launch: bounded by its parameters.
+/// What one launch takes, bounded by its 18 KB of parameters, which cost time: a launch with small ones took
+/// 2 us less. 64 phases are stride 4 along three axes or 8 along two. Views are a launch's descriptors of y:
+/// phases, but for those that are folded. Sets of weights: 512 channels of 64 phases.
+inline constexpr int kMaxTwicePhases = 64;
+inline constexpr int kMaxTwiceViews = 27;
 inline constexpr int kMaxTwiceClasses = 32;
+inline constexpr int kMaxTwiceSets = 256;
 
-/// What one warpgroup of a class computes.
+/// The 64 rows of a view that one warpgroup computes at a time.
 struct TwiceRows {
-  int view = -1;           // index into TwiceLayout::views; -1: nothing
-  std::int64_t row = 0;    // first of 64, of fold*K
-  std::uint32_t taps = 0;  // bit mask of the class's taps that it uses
-  int units = 0;           // k-blocks: taps that it uses x blocks of input channels
+  int view = -1;         // index into TwiceLayout::views; -1: nothing
+  std::int64_t row = 0;  // first of 64, of fold*K
 };
 
-/// Tiles that share loads of x.
+/// Weights that a block keeps in shared memory: both warpgroups' rows.
+struct TwiceSet {
+  TwiceRows rows[2];
+};
+
+/// What one warpgroup multiplies in a tile of a class.
+struct TwiceUnits {
+  std::uint32_t taps = 0;  // bit mask of the class's taps that it uses
+  int count = 0;           // k-blocks: taps that it uses x blocks of input channels; 0: it has no rows
+};
+
+/// Sets that share loads of x and use the same of its taps.
 struct TwiceClass {
   Slab window;          // extent, and windows and taps of the rows taken together
   bool reached = true;  // some tap reads x
-  TwiceRows rows[2];
+  TwiceUnits units[2];
+  std::vector<TwiceSet> sets;
   std::int64_t loads() const { return window.tap_count(); }
 };
 
 struct TwiceLayout {
-  int fold = 1;                   // phases along the width that are stacked
+  int fold = 1;                   // phases along the width that are folded
   std::int64_t run = kTwiceRows;  // channels of a phase that follow each other; then come the next phase's
+  std::int64_t box = kTwiceRows;  // rows of any 64 that are one phase's for certain, a divisor of 64
   std::vector<Slab> phases;       // of all positions; phases view*fold to view*fold + fold - 1 make up a view
-  std::vector<Slab> views;  // origin, extent and step in [N,Z,P,Q/fold,fold*K]; window and taps of its phases
+  std::vector<Slab> views;        // where they lie: origin, extent and step in [N,Z,P,Q/fold,fold*K]
   std::vector<TwiceClass> classes;  // empty where the kernel cannot run
 };
 
-/// The classes of a problem, costliest first; none where weights of a class do not fit into shared memory, or
-/// where y is NCDHW and its phases cannot be stacked (stacks_phases).
+/// The classes of a problem, costliest first; none where weights of a set do not fit into shared memory,
+/// where y is NCDHW and its phases cannot be stacked (stacks_phases), or where one launch cannot take them
+/// all.
+///
+/// \param problem of at most kMaxTwicePhases phases
 TwiceLayout twice_layout(const Problem& problem);
+
+/// Sets of all classes.
+inline std::int64_t twice_sets(const TwiceLayout& layout) {
+  std::size_t sets = 0;
+  for (const TwiceClass& from : layout.classes) sets += from.sets.size();
+  return static_cast<std::int64_t>(sets);
+}
+
+/// Whether the kernel can read w as it lies, where that is reads_w_in_place: 64 output channels of one tap
+/// are a box of w, so rows that one warpgroup holds are to be one phase's, and in the order of the channels.
+inline bool twice_reads_w_in_place(const TwiceLayout& layout) {
+  return layout.box == kTwiceRows;
+}
 
 /// Whether the layout stacks two phases for y [N,K,Z,P,Q], or need not.
 inline bool stacks_phases(const Problem& problem, const TwiceLayout& layout) {

@@ -17,9 +17,9 @@
 
 namespace upconv3d::cuda {
 
-/// conv_transpose_twice_sm90 takes no channel_table, steps, moment_of, split_axes, share_taps, window_tiles,
-/// w_in_place and clears_counters; its part is of unrounded values, by granules of twice_granule_shift, its
-/// table [twice_table_floats] (core/twice_layout.hpp).
+/// conv_transpose_twice_sm90 takes no channel_table, steps, moment_of, split_axes, share_taps and
+/// window_tiles; its part is of unrounded values, by granules of twice_granule_shift, its table
+/// [twice_table_floats] (core/twice_layout.hpp).
 ///
 /// a is before(conv + bias): problem.tail.before(), which must be ReLU or nothing. Linear: the same where it
 /// is ReLU, else conv + bias.
@@ -71,9 +71,13 @@ struct ConvTransposeParams {
   LaunchMemo* memo = nullptr;
 };
 
+/// Where conv_transpose_twice_sm90 counts the tiles it hands out, [2,kMaxTwiceSets], among its counters: in
+/// lines of memory of their own, apart from those that blocks look at while they wait.
+inline constexpr std::int64_t kTwiceDealt = 32;
+
 /// Counters that a launch needs.
 inline std::int64_t counter_count(const Problem& problem) {
-  return 2 + 2 * std::max<std::int64_t>(problem.n, kMaxTwiceClasses);
+  return std::max<std::int64_t>(2 + 2 * problem.n, kTwiceDealt + 2 * kMaxTwiceSets);
 }
 
 using ConvTransposeLauncher = void (*)(const ConvTransposeParams& params, cudaStream_t stream);

@@ -2,7 +2,8 @@
 /// conv_transpose_twice_sm90: the forward pass after packing, for groups 1.
 ///
 ///   x     [N,D,H,W,C]                 operand  read through TMA im2col
-///   w     [T*R*S,K,C]                 operand  packed by layout/pack
+///   w     [T*R*S,K,C]                 operand  packed by layout/pack; or, where a warpgroup's rows are one
+///         [C,T*R*S,K]                          phase's, of that dtype, channels_last_3d as PyTorch keeps it
 ///   part  [N,moments,K/granule,2]     float    (mean, M2) of before(conv + bias), unrounded
 ///   table [N,G,segments,4]            float    mean, rest of the mean, M2, count
 ///   y     [N,Z,P,Q,K] or [N,K,Z,P,Q]  output   written once
@@ -16,12 +17,13 @@
 ///
 /// Rows of a tile are output channels, columns are positions of one phase of the stride
 /// (core/twice_layout.hpp says which share a block). One block per multiprocessor, three warpgroups:
-///   warp 0       deals tiles out (twice_tiles_sm90.cuh) and loads: a class's weights, which stay, and x
+///   warp 0       deals tiles out (twice_tiles_sm90.cuh) and loads: a set of weights, which stays, and x
 ///                through a ring
 ///   warps 1-2    finish what warpgroups hand over (twice_helper_sm90.cuh)
 ///   warps 4-11   two warpgroups take turns: one multiplies while the other has its epilogue
 /// Blocks wait for each other twice, before moments are merged and before these are used, so the launch is
-/// cooperative.
+/// cooperative. Where no launch packs anything, none has cleared the counters either: block 0 does, and all
+/// others wait for it first.
 ///
 /// A tile's moments are its own, and merged in an order that the problem decides: results repeat bit for bit,
 /// whatever the number of blocks and whichever block computes it.
@@ -30,6 +32,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
+
+#include <cooperative_groups.h>
 
 #include "cuda/conv_transpose/twice_params_sm90.cuh"
 
@@ -61,12 +66,12 @@ class TwiceLoader {
       dealer.begin_pass(pass == 1);
       TwiceTile tile = dealer.resolve(dealer.request());
       CUTLASS_PRAGMA_NO_UNROLL
-      for (; tile.cls >= 0;) {
+      for (; tile.set >= 0;) {
         dealer.publish(tile);
         int const number = dealer.request();
         TwiceClassParams const& cls = params_.classes[tile.cls];
-        if (tile.cls != loaded) load_weights(cls);
-        loaded = tile.cls;
+        if (tile.set != loaded) load_weights(cls, tile.set);
+        loaded = tile.set;
         load_x(cls, tile);
         tile = dealer.resolve(number);
       }
@@ -75,22 +80,21 @@ class TwiceLoader {
   }
 
  private:
-  CUTLASS_DEVICE void load_weights(TwiceClassParams const& cls) {
+  CUTLASS_DEVICE void load_weights(TwiceClassParams const& cls, int set) {
     RingBarriers<1>& barriers = shared_.control->w;
     barriers.wait_empty(w_);
     w_.advance(1);
-    int const unit_rows = params_.fold * params_.w_rows * params_.w_runs;
     std::uint64_t* const full =
-        barriers.expect(0, (cls.rows[0].units + cls.rows[1].units) * unit_rows * Traits::ROW_BYTES);
+        barriers.expect(0, (cls.units[0].count + cls.units[1].count) * Traits::W_BYTES);
     char* to = shared_.w;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int group = 0; group < 2; ++group) {
-      TwiceRowsParams const& rows = cls.rows[group];
+      TwiceRowsParams const rows = twice_rows(params_, set, group);
       std::uint32_t bit = 1;
       for (int t = 0; t < cls.taps[0]; ++t) {
         for (int r = 0; r < cls.taps[1]; ++r) {
           for (int s = 0; s < cls.taps[2]; ++s, bit <<= 1) {
-            if (rows.view < 0 || !(rows.taps & bit)) continue;
+            if (!(cls.units[group].taps & bit)) continue;
             load_units(cls, rows, t, r, s, full, to);
             to += cls.c_blocks * Traits::W_BYTES;
           }
@@ -99,35 +103,41 @@ class TwiceLoader {
     }
   }
 
-  /// The rows of all stacked phases for one tap of the class, a unit per k-block of input channels; zeros,
-  /// which lie beyond w, where a phase has no such tap.
+  /// 64 rows for one tap of the class, a unit per k-block of input channels, in boxes that lie in one phase
+  /// each; zeros, which lie beyond w, where that phase has no such tap or there are no more rows.
   CUTLASS_DEVICE void load_units(TwiceClassParams const& cls, TwiceRowsParams const& rows, int t, int r,
                                  int s, std::uint64_t* full, char* to) {
     int const at[3] = {t, r, s};
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int fold = 0; fold < params_.fold; ++fold) {
-      int const index = rows.view * params_.fold + fold;
-      TwicePhase const& phase = params_.phases[index];
+    for (int row = 0; row < Traits::ROWS; row += params_.w_rows) {
+      int channel;
+      int const stacked = twice_phase_of(params_, channel, rows.row + row);
+      TwicePhase const& phase = params_.phases[rows.view * params_.fold + stacked];
       int tap = 0;
-      bool has = true;
+      bool has = rows.row + row < params_.view_k;
       CUTLASS_PRAGMA_UNROLL
       for (int axis = 0; axis < 3; ++axis) {
-        int const lead = (cls.window[axis] - params_.phase_window[index][axis]) / cls.dilation[axis];
-        int const m = at[axis] + lead;
+        int const m = at[axis] + cls.window[axis] - phase.window[axis];
         has = has && m >= 0 && m < phase.taps[axis];
-        tap = tap * params_.kernel[axis] + phase.tap[axis] - m * phase.tap_step[axis];
+        tap = tap * params_.kernel[axis] + phase.tap[axis] - m * params_.tap_step[axis];
       }
-      int const box_bytes = params_.w_rows * Traits::ROW_BYTES;
-      int const channel = Traits::CHANNELS_FIRST ? rows.row / 2 : rows.row;
       for (int c_block = 0; c_block < cls.c_blocks; ++c_block) {
-        for (int run = 0; run < params_.w_runs; ++run) {
-          cute::SM90_TMA_LOAD_3D::copy(
-              &params_.w, full, std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
-              to + c_block * Traits::W_BYTES + (run * params_.fold + fold) * box_bytes,
-              (cls.c_begin + c_block) * Traits::BLK_C, channel + run * params_.w_rows, has ? tap : -1);
-        }
+        load_box(full, to + c_block * Traits::W_BYTES + row * Traits::ROW_BYTES,
+                 (cls.c_begin + c_block) * Traits::BLK_C, channel, has ? tap : -1);
       }
     }
+  }
+
+  /// w_rows output channels from `channel` on x BLK_C input channels from `c` on.
+  CUTLASS_DEVICE void load_box(std::uint64_t* full, char* to, int c, int channel, int tap) const {
+    auto const hint = std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+    if constexpr (Traits::READS_W_IN_PLACE) {
+      if (params_.w_in_place) {
+        cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, hint, to, channel, tap, c);
+        return;
+      }
+    }
+    cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, hint, to, c, channel, tap);
   }
 
   CUTLASS_DEVICE void load_x(TwiceClassParams const& cls, TwiceTile const& tile) {
@@ -142,8 +152,8 @@ class TwiceLoader {
             cute::SM90_TMA_LOAD_IM2COL_5D::copy(
                 &cls.x, shared_.control->x.expect(x_.slot, Traits::X_BYTES),
                 shared_.x + x_.slot * Traits::X_BYTES, (cls.c_begin + c_block) * Traits::BLK_C, v, h, d,
-                tile.n, std::uint16_t(s * cls.dilation[2]), std::uint16_t(r * cls.dilation[1]),
-                std::uint16_t(t * cls.dilation[0]));
+                tile.n, std::uint16_t(s * params_.dilation[2]), std::uint16_t(r * params_.dilation[1]),
+                std::uint16_t(t * params_.dilation[0]));
             x_.advance(params_.x_slots);
           }
         }
@@ -161,9 +171,10 @@ enum TwiceBarrier : std::uint32_t { kTurn0, kTurn1, kGroup0, kGroup1, kConsumers
 
 /// One of the two warpgroups that multiply.
 ///
+/// \tparam TiledMma  that multiplies w as it lies in shared memory
 /// \tparam FragmentW (MMA,MMA_ROWS,BLK_C/16) descriptors of the first unit of w
 /// \tparam FragmentX (MMA,MMA_POS,BLK_C/16) descriptors of the first slot of x
-template <class Traits, class FragmentW, class FragmentX>
+template <class Traits, class TiledMma, class FragmentW, class FragmentX>
 class TwiceMultiplier {
  public:
   CUTLASS_DEVICE TwiceMultiplier(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared,
@@ -173,18 +184,18 @@ class TwiceMultiplier {
     if (group == 1) pass_turn();
   }
 
-  /// acc (64 x 256) = rows of the tile's class, in this warpgroup's turn. The other's turn comes once it
+  /// acc (64 x 256) = rows of the tile's set, in this warpgroup's turn. The other's turn comes once it
   /// could not get ahead anyway, for want of room for x, or this one has nothing left to issue.
   /// \param meanwhile called once when all is issued, and may not touch acc
   template <class Accumulator, class Meanwhile>
   CUTLASS_DEVICE void multiply(TwiceTile const& tile, Accumulator& acc, Meanwhile const& meanwhile) {
     using namespace cute;
     constexpr int kUnit = 16;  // descriptors count in 16 bytes
-    if (tile.cls != loaded_) take_weights(tile.cls);
+    if (tile.set != loaded_) take_weights(tile);
     int left_of_turn = turn_;
     int unit = first_unit_;
     int done = -1;
-    typename Traits::TiledMma mma;
+    TiledMma mma;
     mma.accumulate_ = GMMA::ScaleOut::Zero;
     take_turn();
     CUTLASS_PRAGMA_NO_UNROLL
@@ -238,18 +249,18 @@ class TwiceMultiplier {
   CUTLASS_DEVICE void release_x(int slot) {
     if (threadIdx.x % 32 == 0) control_.x.arrive_empty(slot);
   }
-  /// Waits for the weights of a class, when those of another are no longer needed.
-  CUTLASS_DEVICE void take_weights(int number) {
-    TwiceClassParams const& cls = params_.classes[number];
-    used_taps_ = cls.rows[group_].taps;
+  /// Waits for the weights of a set, when those of another are no longer needed.
+  CUTLASS_DEVICE void take_weights(TwiceTile const& tile) {
+    TwiceClassParams const& cls = params_.classes[tile.cls];
+    used_taps_ = cls.units[group_].taps;
     taps_ = cls.taps[0] * cls.taps[1] * cls.taps[2];
     c_blocks_ = cls.c_blocks;
-    first_unit_ = group_ == 0 ? 0 : cls.rows[0].units;
+    first_unit_ = group_ == 0 ? 0 : cls.units[0].count;
     turn_ = group_ == 0 ? min(taps_ * c_blocks_, params_.x_slots - 1) : taps_ * c_blocks_;
     if (loaded_ >= 0 && threadIdx.x % 32 == 0) control_.w.arrive_empty(0);
     control_.w.wait_full(weights_);
     weights_.advance(1);
-    loaded_ = number;
+    loaded_ = tile.set;
     __syncwarp();
   }
 
@@ -260,29 +271,32 @@ class TwiceMultiplier {
   FragmentW w_;
   FragmentX x_;
   RingCursor at_, weights_;
-  int loaded_ = -1;  // class
-  // Of that class.
+  int loaded_ = -1;  // set
+  // Of its class.
   std::uint32_t used_taps_;
   int taps_, c_blocks_;
   int first_unit_;  // of this warpgroup
   int turn_;        // k-blocks before the other warpgroup's turn comes
 };
 
-template <class Traits>
+template <class Traits, bool W_IN_PLACE>
 CUTLASS_DEVICE auto make_twice_multiplier(TwiceParams<Traits> const& params,
                                           TwiceShared<Traits> const& shared, int group) {
   using namespace cute;
   using Operand = typename Traits::Operand;
-  auto thread_mma = typename Traits::TiledMma{}.get_thread_slice(threadIdx.x % 128);
-  Tensor sW = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.w)),
-                          typename Traits::SmemLayoutW{});  // (ROWS,BLK_C)
+  using TiledMma = typename Traits::template TiledMmaOf<W_IN_PLACE>;
+  using SmemLayoutW =
+      std::conditional_t<W_IN_PLACE, typename Traits::SmemLayoutWInPlace, typename Traits::SmemLayoutW>;
+  auto thread_mma = TiledMma{}.get_thread_slice(threadIdx.x % 128);
+  Tensor sW =
+      make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.w)), SmemLayoutW{});  // (ROWS,BLK_C)
   Tensor sX = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.x)),
                           typename Traits::SmemLayoutX{});                // (BLK_POS,BLK_C)
   auto const w = thread_mma.make_fragment_A(thread_mma.partition_A(sW));  // (MMA,MMA_ROWS,BLK_C/16)
   auto const x = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (MMA,MMA_POS,BLK_C/16)
   using FragmentW = cute::remove_cvref_t<decltype(w)>;
   using FragmentX = cute::remove_cvref_t<decltype(x)>;
-  return TwiceMultiplier<Traits, FragmentW, FragmentX>(params, shared, group, w, x);
+  return TwiceMultiplier<Traits, TiledMma, FragmentW, FragmentX>(params, shared, group, w, x);
 }
 
 /// Two warps that help.
@@ -340,19 +354,21 @@ CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceContr
   }
 }
 
-template <class Traits>
+/// \tparam W_IN_PLACE of params. Known here, not where it is needed: between two ways to multiply into the
+/// same registers ptxas would wait for each instruction (C7515).
+template <class Traits, bool W_IN_PLACE>
 CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared) {
   using namespace cute;
   int const group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
   TwiceTileReader tiles(*shared.control);
-  auto multiplier = make_twice_multiplier(params, shared, group);
+  auto multiplier = make_twice_multiplier<Traits, W_IN_PLACE>(params, shared, group);
   TwiceEpilogue<Traits> epilogue(params, shared, group, kGroup0 + group);
   Tensor acc =
       partition_fragment_C(typename Traits::TiledMma{},
                            Shape<Int<Traits::ROWS>, Int<Traits::BLK_POS>>{});  // ((2,2,BLK_POS/8),1,1)
   TwiceTile tile = tiles.next(), next;
   CUTLASS_PRAGMA_NO_UNROLL
-  for (; tile.cls >= 0; tile = next) {
+  for (; tile.set >= 0; tile = next) {
     multiplier.multiply(tile, acc, [&] {
       epilogue.hand_over_sums();
       next = tiles.next();
@@ -365,7 +381,7 @@ CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShare
   merge_segments(params, *shared.control);
   wait_for_all_blocks(params.arrivals + 1, 256);
   CUTLASS_PRAGMA_NO_UNROLL
-  for (tile = tiles.next(); tile.cls >= 0; tile = next) {
+  for (tile = tiles.next(); tile.set >= 0; tile = next) {
     multiplier.multiply(tile, acc, [&] { next = tiles.next(); });
     epilogue.normalize(tile, acc);
   }
@@ -383,6 +399,12 @@ CUTLASS_DEVICE void help_twice(TwiceParams<Traits> const& params, TwiceShared<Tr
   if constexpr (!Traits::CHANNELS_FIRST) helper.store();
 }
 
+/// By all threads of one block. \see counter_count
+template <class Traits>
+CUTLASS_DEVICE void clear_counters(TwiceParams<Traits> const& params) {
+  for (int i = threadIdx.x; i < params.num_counters; i += Traits::THREADS) params.arrivals[i] = 0;
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::THREADS, 1)
     conv_transpose_twice_sm90(__grid_constant__ const TwiceParams<Traits> params) {
@@ -391,6 +413,12 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
   extern __shared__ __align__(1024) char raw_shared[];
   TwiceShared<Traits> const shared(raw_shared, params);
   TwiceControl& control = *shared.control;
+  cooperative_groups::grid_group const grid = cooperative_groups::this_grid();
+  cooperative_groups::grid_group::arrival_token cleared{};
+  if (params.num_counters > 0) {
+    if (blockIdx.x == 0) clear_counters(params);
+    cleared = grid.barrier_arrive();
+  }
   constexpr int kConsumerWarps = 8;
   if (threadIdx.x == 0) {
     control.x.init(1, kConsumerWarps);
@@ -407,10 +435,19 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     int const positions = params.views[threadIdx.x / params.fold].positions;
     control.last_count[threadIdx.x] = (positions - 1) % Traits::BLK_POS + 1;
   }
-  __syncthreads();
+  if (params.num_counters > 0) {
+    grid.barrier_wait(std::move(cleared));  // for the block's own threads too
+  } else {
+    __syncthreads();
+  }
   if (__shfl_sync(0xffffffffu, threadIdx.x / 128, 0) > 0) {
     cutlass::arch::warpgroup_reg_alloc<Traits::CONSUMER_REGISTERS>();
-    multiply_twice(params, shared);
+    if constexpr (Traits::READS_W_IN_PLACE) {
+      params.w_in_place ? multiply_twice<Traits, true>(params, shared)
+                        : multiply_twice<Traits, false>(params, shared);
+    } else {
+      multiply_twice<Traits, false>(params, shared);
+    }
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Traits::HELPER_REGISTERS>();
     int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);

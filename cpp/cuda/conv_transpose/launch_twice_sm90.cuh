@@ -26,6 +26,15 @@ inline void copy_extent(const Extent3& from, int (&to)[3]) {
   for (int axis = 0; axis < 3; ++axis) to[axis] = static_cast<int>(from[axis]);
 }
 
+/// A window's first coordinates, counted in the steps from tap to tap. Windows that are compared differ by
+/// whole steps.
+inline void copy_window(const Slab& from, int (&to)[3]) {
+  for (int axis = 0; axis < 3; ++axis) {
+    const std::int64_t first = from.window[axis], step = from.dilation[axis];
+    to[axis] = static_cast<int>((first - (first % step + step) % step) / step);
+  }
+}
+
 /// Where the views' positions lie, and the phases that they are made of.
 template <class Traits>
 void fill_views(const Problem& problem, const TwiceLayout& layout, DType output, void* y,
@@ -49,16 +58,33 @@ void fill_views(const Problem& problem, const TwiceLayout& layout, DType output,
     view.positions = static_cast<int>(from.positions());
   }
   std::int64_t moments = 0;
+  // Of all phases the same.
+  copy_extent(layout.phases[0].tap_step, to.tap_step);
+  copy_extent(layout.phases[0].dilation, to.dilation);
   for (const Slab& from : layout.phases) {
-    const int index = to.num_phases++;
-    copy_extent(from.tap, to.phases[index].tap);
-    copy_extent(from.tap_step, to.phases[index].tap_step);
-    copy_extent(from.tap_count() > 0 ? from.taps : Extent3{}, to.phases[index].taps);
-    copy_extent(from.window, to.phase_window[index]);
-    to.phases[index].first_moment = static_cast<int>(moments);
+    TwicePhase& phase = to.phases[to.num_phases++];
+    copy_extent(from.tap, phase.tap);
+    copy_extent(from.tap_count() > 0 ? from.taps : Extent3{}, phase.taps);
+    copy_window(from, phase.window);
+    phase.first_moment = static_cast<int>(moments);
     moments += ceil_div(from.positions(), Traits::BLK_POS);
   }
   to.moments = static_cast<int>(moments);
+}
+
+/// A class's sets.
+template <class Traits>
+void fill_sets(const TwiceClass& from, TwiceClassParams& cls, TwiceParams<Traits>& to) {
+  cls.first_set = to.num_sets;
+  cls.num_sets = static_cast<int>(from.sets.size());
+  for (const TwiceSet& set : from.sets) {
+    TwiceSetParams& params = to.sets[to.num_sets++];
+    for (int group = 0; group < 2; ++group) {
+      const TwiceRows& rows = set.rows[group];
+      const std::int64_t number = rows.view * to.row_blocks.divisor + rows.row / Traits::ROWS;
+      params.rows[group] = static_cast<std::int16_t>(rows.view < 0 ? -1 : number);
+    }
+  }
 }
 
 /// The classes' loads and tiles.
@@ -66,6 +92,7 @@ template <class Traits>
 void fill_classes(const Problem& problem, const TwiceLayout& layout, DType operand, const void* x,
                   std::int64_t x_channels, TwiceParams<Traits>& to, TensorMaps& maps) {
   const int c_blocks = static_cast<int>(ceil_div(problem.c, Traits::BLK_C));
+  to.row_blocks = cutlass::FastDivmod(static_cast<int>(ceil_div(to.view_k, Traits::ROWS)));
   for (const TwiceClass& from : layout.classes) {
     TwiceClassParams& cls = to.classes[to.num_classes++];
     Slab window = from.window;
@@ -76,24 +103,22 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
     cls.width = cutlass::FastDivmod(static_cast<int>(window.extent[2]));
     cls.height = cutlass::FastDivmod(static_cast<int>(window.extent[1]));
     copy_extent(input_box(problem, window).lower, cls.corner);
-    copy_extent(window.window, cls.window);
-    copy_extent(window.dilation, cls.dilation);
+    copy_window(window, cls.window);
     copy_extent(from.window.taps, cls.taps);
     // Where no tap reaches, the one k-block behind the last: x and w are zeros there.
     cls.c_begin = from.reached ? 0 : c_blocks;
     cls.c_blocks = from.reached ? c_blocks : 1;
-    for (int group = 0; group < 2; ++group) {
-      const TwiceRows& rows = from.rows[group];
-      cls.rows[group] = {rows.view, static_cast<int>(rows.row), rows.taps, rows.units};
-    }
-    to.w_units = std::max(to.w_units, cls.rows[0].units + cls.rows[1].units);
+    for (int group = 0; group < 2; ++group)
+      cls.units[group] = {from.units[group].taps, from.units[group].count};
+    to.w_units = std::max(to.w_units, cls.units[0].count + cls.units[1].count);
     const std::int64_t pos_tiles = ceil_div(window.positions(), Traits::BLK_POS);
     cls.pos_tiles = cutlass::FastDivmod(static_cast<int>(pos_tiles));
     cls.positions = static_cast<int>(window.positions());
     cls.tiles = static_cast<int>(pos_tiles * problem.n);
-    cls.tile_cost = static_cast<int>(twice_tile_cycles(from, c_blocks, !Traits::CHANNELS_FIRST));
+    cls.set_cost = cls.tiles * twice_tile_cycles(from, c_blocks, !Traits::CHANNELS_FIRST);
     cls.first_cost = to.total_cost;
-    to.total_cost += cls.tiles * static_cast<std::int64_t>(cls.tile_cost);
+    fill_sets(from, cls, to);
+    to.total_cost += cls.num_sets * cls.set_cost;
   }
 }
 
@@ -132,9 +157,19 @@ void fill_twice_params(const ConvTransposeParams& params, DType operand, DType o
   fill_classes(problem, layout, operand, params.x_hi, params.x_packed ? operand_channels(problem) : problem.c,
                to, maps);
   fill_shared_memory(to);
-  to.w_rows = static_cast<int>(layout.run);
-  to.w_runs = Traits::CHANNELS_FIRST ? Traits::ROWS / Traits::STACKED / 2 : 1;
-  maps.place(to.w, Mapped::kW, encode_w(problem, operand, params.w_hi, to.w_rows, Traits::BLK_C));
+  to.w_rows = static_cast<int>(layout.box);
+  to.w_in_place = params.w_in_place;
+  if (params.w_in_place && !(Traits::READS_W_IN_PLACE && twice_reads_w_in_place(layout))) {
+    throw std::logic_error(
+        "upconv3d: conv_transpose_twice_sm90 takes a packed w where it stacks phases, and for float32 or "
+        "NCDHW "
+        "results; got one in place for " +
+        describe(problem) + ". select_plan must pack it.");
+  }
+  maps.place(to.w, Mapped::kW,
+             params.w_in_place ? encode_w_in_place(problem, operand, params.w_hi, to.w_rows, Traits::BLK_C)
+                               : encode_w(problem, operand, params.w_hi, to.w_rows, Traits::BLK_C));
+  to.num_counters = params.clears_counters ? static_cast<int>(kTwiceDealt + kMaxTwiceSets) + to.num_sets : 0;
   copy_extent(problem.kernel, to.kernel);
   to.samples = static_cast<int>(problem.n);
   to.k = cutlass::FastDivmod(static_cast<int>(problem.k));
@@ -166,7 +201,7 @@ void point_to(const ConvTransposeParams& params, TwiceParams<Traits>& to) {
   to.part = reinterpret_cast<float2*>(params.part);
   to.table = reinterpret_cast<float4*>(params.table);
   to.arrivals = params.counters;
-  to.dealt = params.counters + 2;
+  to.dealt = params.counters + kTwiceDealt;
 }
 
 /// A launch of one persistent block per multiprocessor, all at once.
@@ -179,7 +214,9 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
     constexpr DType output = std::is_same_v<Output, float> ? DType::kFloat32 : operand;
     fill_twice_params(params, operand, output, params_, maps_);
     std::int64_t tiles = 0;
-    for (int i = 0; i < params_.num_classes; ++i) tiles += params_.classes[i].tiles;
+    for (int i = 0; i < params_.num_classes; ++i) {
+      tiles += std::int64_t{params_.classes[i].num_sets} * params_.classes[i].tiles;
+    }
     blocks_ = static_cast<int>(std::min<std::int64_t>(tiles, params.sm_count));
     reserve_shared_memory(kName, kKernel, kSharedMemoryBytes);
   }

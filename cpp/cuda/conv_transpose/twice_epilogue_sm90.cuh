@@ -48,7 +48,7 @@ class TwiceEpilogue {
   /// Consumes acc: adds up the tile's values, which hand_over_sums hands to the helper.
   template <class Accumulator>
   CUTLASS_DEVICE void add_moments(TwiceTile const& tile, Accumulator& acc) {
-    if (tile.cls != rows_class_) enter(tile.cls);
+    if (tile.set != rows_set_) enter(tile.set);
     if (view_ < 0) return;
     if (tile.n != scales_sample_) load_scales(tile.n);
     pending_ = true;
@@ -80,7 +80,7 @@ class TwiceEpilogue {
     float2* const row =
         reinterpret_cast<float2*>(&control_.rows[group_][accumulator_row() + (second ? 8 : 0)]);
     row[squares] = make_float2(own, beside);
-    announce_sums(make_int4(rows_class_, pending_n_, pending_pos_tile_, 0));
+    announce_sums(make_int4(rows_set_, pending_n_, pending_pos_tile_, 0));
   }
 
   /// Nothing is handed over any more.
@@ -98,7 +98,7 @@ class TwiceEpilogue {
   /// Consumes acc: y of the tile, stored, or staged for the helper to store.
   template <class Accumulator>
   CUTLASS_DEVICE void normalize(TwiceTile const& tile, Accumulator& acc) {
-    if (tile.cls != rows_class_) enter(tile.cls);
+    if (tile.set != rows_set_) enter(tile.set);
     if (view_ < 0) return;
     if (tile.n != scales_sample_) load_scales(tile.n);
     if (tile.n != maps_sample_) load_maps(tile.n);
@@ -157,16 +157,16 @@ class TwiceEpilogue {
   /// Whether the thread's row j is one of fold*K.
   CUTLASS_DEVICE bool is_channel(int j) const { return row_ + accumulator_row() + 8 * j < params_.view_k; }
 
-  /// What all tiles of a class have in common: parameters with a run-time index come late from constant
+  /// What all tiles of a set have in common: parameters with a run-time index come late from constant
   /// memory.
-  CUTLASS_DEVICE void enter(int number) {
-    TwiceClassParams const& cls = params_.classes[number];
-    rows_class_ = number;
+  CUTLASS_DEVICE void enter(int set) {
+    rows_set_ = set;
     scales_sample_ = maps_sample_ = -1;
-    view_ = cls.rows[group_].view;
-    row_ = cls.rows[group_].row;
-    positions_ = cls.positions;
+    TwiceRowsParams const rows = twice_rows(params_, set, group_);
+    view_ = rows.view;
+    row_ = rows.row;
     if (view_ < 0) return;
+    positions_ = params_.views[view_].positions;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       int const row = min(row_ + accumulator_row() + 8 * j, params_.view_k - 1);
@@ -351,7 +351,7 @@ class TwiceEpilogue {
     stage_buffers<kRound, kBuffers>(acc, staging_ + staged_.slot * kBuffers * kStageBytes);
     cute::tma_store_fence();
     int const begin = tile.pos_tile * Traits::BLK_POS + kRound * Traits::STAGE_POS;
-    announce_set(make_int4(tile.cls, tile.n, begin, 0));
+    announce_set(make_int4(tile.set, tile.n, begin, 0));
     if constexpr (kRound + kBuffers < Traits::ROUNDS) stage_sets<kBuffers, kRound + kBuffers>(tile, acc);
   }
 
@@ -383,10 +383,10 @@ class TwiceEpilogue {
   char* const staging_;  // [staging_buffers] of 8 KB
   int const group_;
   std::uint32_t const barrier_;
-  // Of the class whose tile was last.
-  int rows_class_ = -1;
+  // Of the set whose tile was last.
+  int rows_set_ = -1;
   int view_, row_, positions_;
-  // Of the thread's two rows in that class, and for the sample last seen.
+  // Of the thread's two rows in that set, and for the sample last seen.
   int channel_[2];
   float bias_[2], low_[2], unscale_[2][2];
   float scale_[2], shift_[2];

@@ -69,7 +69,7 @@ class TwiceHelper {
       for (int half = 0; half < kHalves; ++half) sums[half] = control_.rows[group_][half * kLanes + lane];
       __syncwarp();
       if (lane == 0) control_.sums[group_].arrive_empty(0);
-      if (tile.x != class_) enter(tile.x);
+      if (tile.x != set_) enter(tile.x);
       std::int64_t const first = std::int64_t(tile.y) * params_.moments + tile.z;
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < kHalves; ++half) write_row_moments(first, half * kLanes + lane, sums[half]);
@@ -83,7 +83,7 @@ class TwiceHelper {
       control_.staged[group_].wait_full(staged_);
       int4 const set = control_.staged_of[group_][staged_.slot];
       if (set.x < 0) return;
-      if (set.x != class_) enter(set.x);
+      if (set.x != set_) enter(set.x);
       store_set(set.y, set.z);
       __syncwarp();
       cute::tma_store_wait<0>();  // of a thread that stored: its buffers have been read
@@ -92,16 +92,17 @@ class TwiceHelper {
   }
 
  private:
-  /// What all tiles of a class have in common: parameters with a run-time index come late from constant
+  /// What all tiles of a set have in common: parameters with a run-time index come late from constant
   /// memory.
   CUTLASS_DEVICE void enter(int number) {
-    TwiceClassParams const& cls = params_.classes[number];
-    class_ = number;
-    view_ = cls.rows[group_].view;
-    row_ = cls.rows[group_].row;
-    positions_ = cls.positions;
-    width_ = cls.width;
-    height_ = cls.height;
+    set_ = number;
+    TwiceRowsParams const rows = twice_rows(params_, number, group_);
+    view_ = rows.view;
+    row_ = rows.row;
+    TwiceView const& view = params_.views[view_];
+    positions_ = view.positions;
+    width_ = view.width;
+    height_ = view.height;
   }
 
   /// \param first the tile's moment, did its sample's begin with the phase's
@@ -176,8 +177,8 @@ class TwiceHelper {
   char const* const staging_;  // [staging_buffers] of 8 KB
   int const group_;
   RingCursor sums_, staged_;
-  // Of the class whose tile was last.
-  int class_ = -1;
+  // Of the set whose tile was last.
+  int set_ = -1;
   int view_, row_, positions_;
   cutlass::FastDivmod width_, height_;
 };

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
 
@@ -25,15 +26,26 @@ struct TwiceTraitsSm90 {
   static constexpr int BLK_C = int(kTwiceBlockC);       // input channels of a k-block: a 128-byte swizzle row
   static constexpr bool SCALED = sizeof(Output) == 4;   // operands carry powers of two
 
-  using MmaOp = decltype(cute::GMMA::ss_op_selector<
-                         Operand, Operand, float,
-                         cute::Shape<cute::Int<ROWS>, cute::Int<BLK_POS>, cute::Int<BLK_C>>>());
-  using TiledMma = decltype(cute::make_tiled_mma(MmaOp{}));
+  /// Whether w may be [C,T,R,S,K] as PyTorch's channels_last_3d leaves it: where the operand is its own
+  /// dtype, and a warpgroup's rows are output channels as they follow each other.
+  static constexpr bool READS_W_IN_PLACE = std::is_same_v<Operand, Output> && !CHANNELS_FIRST;
+
+  template <bool W_IN_PLACE>
+  using MmaOp =
+      decltype(cute::GMMA::ss_op_selector<Operand, Operand, float,
+                                          cute::Shape<cute::Int<ROWS>, cute::Int<BLK_POS>, cute::Int<BLK_C>>,
+                                          W_IN_PLACE ? cute::GMMA::Major::MN : cute::GMMA::Major::K>());
+  template <bool W_IN_PLACE>
+  using TiledMmaOf = decltype(cute::make_tiled_mma(MmaOp<W_IN_PLACE>{}));
+  using TiledMma = TiledMmaOf<false>;  // accumulators are the same of either
   using SmemAtom = cute::GMMA::Layout_K_SW128_Atom<Operand>;
   using SmemLayoutX = decltype(cute::tile_to_shape(
       SmemAtom{}, cute::Shape<cute::Int<BLK_POS>, cute::Int<BLK_C>>{}));  // (BLK_POS,BLK_C)
   using SmemLayoutW = decltype(cute::tile_to_shape(
       SmemAtom{}, cute::Shape<cute::Int<ROWS>, cute::Int<BLK_C>>{}));  // (ROWS,BLK_C)
+  using SmemLayoutWInPlace =
+      decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Operand>{},
+                                   cute::Shape<cute::Int<ROWS>, cute::Int<BLK_C>>{}));  // (ROWS,BLK_C)
 
   static constexpr int ROW_BYTES = BLK_C * int(sizeof(Operand));
   static constexpr int X_BYTES = BLK_POS * ROW_BYTES;  // of a slot
@@ -67,58 +79,65 @@ inline constexpr int kTwiceControlBytes = 3072;
 /// One phase of the stride.
 struct TwicePhase {
   int tap[3];        // the tap that reads the lowest input
-  int tap_step[3];   // from one tap to the next, downwards
   int taps[3];       // along T,R,S; 0: none reaches the phase
+  int window[3];     // where tap 0 reads for position 0, in taps: the volume's coordinate / dilation
   int first_moment;  // of a sample's partial moments
 };
 
-/// One phase, or `fold` of them stacked, in y as [N,Z,P,Q/fold,fold*K] or [N,K,Z,P,Q/fold,fold].
+/// One phase, or `fold` of them side by side, in y as [N,Z,P,Q/fold,fold*K] or [N,K,Z,P,Q/fold,fold].
 struct TwiceView : SlabGeometry {
   CUtensorMap y;  // boxes of STAGE_POS positions x 128 bytes; not for y [N,K,Z,P,Q]
 };
 
-/// core's TwiceRows.
-struct TwiceRowsParams {
-  int view;            // -1: nothing to compute
-  int row;             // first of 64, of fold*K
-  std::uint32_t taps;  // mask of the class's taps
-  int units;           // k-blocks of weights
+/// core's TwiceSet: weights that a block keeps.
+struct TwiceSetParams {
+  std::int16_t rows[2];  // of either warpgroup, in blocks of 64, row_blocks of each view; -1: none
 };
 
-/// Tiles that use the same weights and the same loads of x.
+/// core's TwiceUnits.
+struct TwiceUnitsParams {
+  std::uint32_t taps;  // mask of the class's taps
+  int count;           // k-blocks of weights
+};
+
+/// Sets whose tiles use the same loads of x.
 struct TwiceClassParams {
   CUtensorMap x;                      // the class's windows
   cutlass::FastDivmod width, height;  // of its views along Q/fold and P
   int corner[3];                      // first window's coordinates in x
-  int window[3];                      // the same in the volume, which phases are compared by
-  int dilation[3];                    // of x's coordinates, from one tap to the next
+  int window[3];                      // the same as phases have it, to compare them
   int taps[3];
   int c_begin, c_blocks;  // k-blocks of input channels; beyond the last one where no tap reaches
-  TwiceRowsParams rows[2];
+  TwiceUnitsParams units[2];
   cutlass::FastDivmod pos_tiles;  // of a sample
   int positions;                  // of a sample
-  int tiles;                      // of all samples
-  int tile_cost;                  // relative to other classes
-  std::int64_t first_cost;        // sum over the tiles before this class's
+  int first_set, num_sets;
+  int tiles;                // of all samples, for each set
+  std::int64_t set_cost;    // of a set's tiles, relative to other classes'
+  std::int64_t first_cost;  // sum over the sets before this class's
 };
 
 template <class Traits>
 struct TwiceParams {
   using Output = typename Traits::Output;
   TwiceClassParams classes[kMaxTwiceClasses];
-  TwiceView views[kMaxSlabs];
-  TwicePhase phases[kMaxSlabs];
-  int phase_window[kMaxSlabs][3];
-  CUtensorMap w;  // boxes of one tap x w_rows output channels x BLK_C
-  int w_rows;
-  int w_runs;  // boxes of each phase in a unit
-  int num_classes, num_phases;
+  TwiceView views[kMaxTwiceViews];
+  TwicePhase phases[kMaxTwicePhases];
+  TwiceSetParams sets[kMaxTwiceSets];
+  CUtensorMap w;     // boxes of one tap x w_rows output channels x BLK_C
+  int w_rows;        // of a unit's 64 that one box holds
+  bool w_in_place;   // w is [C,T*R*S,K], not packed
+  int num_counters;  // that the launch clears, 0: they are zero before
+  int num_classes, num_sets, num_phases;
+  int tap_step[3];  // from one tap of a phase to the next, downwards
+  int dilation[3];  // of x's coordinates, from one tap of a phase to the next
   int fold;
-  int view_out[3];        // Z,P,Q/fold
-  int view_k;             // fold*K
-  int kernel[3];          // T,R,S
-  int samples;            // N
-  cutlass::FastDivmod k;  // output channels
+  cutlass::FastDivmod row_blocks;  // blocks of 64 rows in a view
+  int view_out[3];                 // Z,P,Q/fold
+  int view_k;                      // fold*K
+  int kernel[3];                   // T,R,S
+  int samples;                     // N
+  cutlass::FastDivmod k;           // output channels
   std::int64_t total_cost;
   int w_units;  // room for weights
   int x_slots;
@@ -142,16 +161,32 @@ struct TwiceParams {
   int segment_length;                  // partials of a group that a warp merges
   cutlass::FastDivmod segments;        // per group
   float4* table;                       // [N,G,segments] (mean, rest of the mean, M2, count)
-  // Zero before the launch:
+  // Counters, zero before the launch or cleared by it.
   int* arrivals;  // [2] blocks that have arrived at either wait
-  int* dealt;     // [2,kMaxTwiceClasses] tiles handed out in either pass
+  int* dealt;     // [2,kMaxTwiceSets] tiles handed out in either pass
 };
+
+/// A warpgroup's rows of a set.
+struct TwiceRowsParams {
+  int view;  // -1: nothing to compute
+  int row;   // first of 64, of fold*K
+};
+template <class Traits>
+CUTLASS_DEVICE TwiceRowsParams twice_rows(TwiceParams<Traits> const& params, int set, int group) {
+  int const number = params.sets[set].rows[group];
+  if (number < 0) return {-1, 0};
+  TwiceRowsParams rows;
+  rows.view = params.row_blocks.divmod(rows.row, number);
+  rows.row *= Traits::ROWS;
+  return rows;
+}
 
 /// A tile's place.
 struct TwiceTile {
-  int cls;       // -1: none
+  int set;       // -1: none
+  int cls;       // its class
   int n;         // sample
-  int pos_tile;  // BLK_POS positions each, within the class's views
+  int pos_tile;  // BLK_POS positions each, within the set's views
 };
 
 /// Barriers and small exchanges; at the end of shared memory.
@@ -162,20 +197,20 @@ struct TwiceControl {
   // Of a warpgroup and its helper:
   RingBarriers<1> sums[2];               // rows, in the first pass
   RingBarriers<kStagingSets> staged[2];  // sets of staging buffers
-  int4 sums_of[2];                       // class, or -1 at the end, sample, position tile
-  int4 staged_of[2][kStagingSets];       // class, or -1 at the end, sample, first position
-  int4 tiles[kTwiceTileSlots];           // class, sample, position tile
+  int4 sums_of[2];                       // set, or -1 at the end, sample, position tile
+  int4 staged_of[2][kStagingSets];       // set, or -1 at the end, sample, first position
+  int4 tiles[kTwiceTileSlots];           // set, sample, position tile, class
   // Of a warpgroup's rows: a tile's sum, pivot, sum of squares and count, later mean, scale, shift.
   float4 rows[2][kTwiceRows];
-  int first_moment[kMaxSlabs];  // of phases
-  int last_count[kMaxSlabs];    // positions behind a phase's last partial moment
+  int first_moment[kMaxTwicePhases];
+  int last_count[kMaxTwicePhases];  // positions behind a phase's last partial moment
 };
 
 /// The parts of shared memory.
 template <class Traits>
 struct TwiceShared {
   char* x;        // [x_slots] (BLK_POS,BLK_C) swizzled
-  char* w;        // [w_units] (ROWS,BLK_C) swizzled: warpgroup 0's, then 1's
+  char* w;        // [w_units] (ROWS,BLK_C) swizzled, either operand layout: warpgroup 0's, then 1's
   char* staging;  // [2][staging_buffers] of 8 KB
   TwiceControl* control;
 

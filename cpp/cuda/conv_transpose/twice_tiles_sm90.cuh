@@ -3,9 +3,9 @@
 /// Which tiles a block of conv_transpose_twice_sm90 computes: they are handed out one by one, since blocks do
 /// not get the same share of memory's bandwidth, and with equal shares of the tiles ended up to 60 us apart.
 ///
-/// Every class has a counter per pass. A block begins with a class of its own, so that classes go over the
-/// same x at the same time, and it moves on, to whichever has most left, when that is done: weights are
-/// loaded once or twice per pass. The second pass goes backwards: what the first read last is still in L2.
+/// Every set of weights has a counter per pass. A block begins with a set of its own, so that sets go over
+/// the same x at the same time, and it moves on, to whichever has most left, when that is done: weights are
+/// loaded a few times per pass. The second pass goes backwards: what the first read last is still in L2.
 #pragma once
 
 #include <cstdint>
@@ -14,62 +14,101 @@
 
 namespace upconv3d::cuda {
 
+/// A set and its class.
+struct TwiceSetOfClass {
+  int set, cls;
+};
+
+/// The set of a block's first tiles, if others leave it any.
+template <class Traits>
+CUTLASS_DEVICE TwiceSetOfClass twice_home(TwiceParams<Traits> const& params) {
+  std::int64_t const cost = params.total_cost * blockIdx.x / gridDim.x;
+  int cls = 0;
+  while (cls + 1 < params.num_classes && cost >= params.classes[cls + 1].first_cost) ++cls;
+  TwiceClassParams const& at = params.classes[cls];
+  return {at.first_set + int((cost - at.first_cost) / at.set_cost), cls};
+}
+
 /// The loading thread's side.
 template <class Traits>
 class TwiceDealer {
  public:
   CUTLASS_DEVICE TwiceDealer(TwiceParams<Traits> const& params, TwiceControl& control)
-      : params_(params), control_(control) {
-    std::int64_t const cost = params.total_cost * blockIdx.x / gridDim.x;
-    while (home_ + 1 < params.num_classes && cost >= params.classes[home_ + 1].first_cost) ++home_;
-  }
+      : params_(params), control_(control), home_(twice_home(params)) {}
 
   CUTLASS_DEVICE void begin_pass(bool backwards) {
     backwards_ = backwards;
-    counters_ = params_.dealt + (backwards ? kMaxTwiceClasses : 0);
-    cls_ = home_;
+    counters_ = params_.dealt + (backwards ? kMaxTwiceSets : 0);
+    enter(home_);
   }
 
-  /// Asks for the next tile, whose number of its class arrives a while later.
-  CUTLASS_DEVICE int request() const { return atomicAdd(counters_ + cls_, 1); }
+  /// Asks for the next tile, whose number of its set arrives a while later.
+  CUTLASS_DEVICE int request() const { return atomicAdd(counters_ + at_set_.set, 1); }
 
-  /// The tile asked for, or another one where its class is done; of class -1 where all are.
+  /// The tile asked for, or another one where its set is done; of set -1 where all are.
   CUTLASS_DEVICE TwiceTile resolve(int number) {
-    while (number >= params_.classes[cls_].tiles) {
-      int most = 0;
-      for (int cls = 0; cls < params_.num_classes; ++cls) {
-        int const left = params_.classes[cls].tiles - __ldcg(counters_ + cls);
-        if (left > most) {
-          most = left;
-          cls_ = cls;
-        }
-      }
-      if (most == 0) return {-1, 0, 0};
+    while (number >= tiles_) {
+      if (!move_on()) return {-1, 0, 0, 0};
       number = request();
     }
-    TwiceClassParams const& at = params_.classes[cls_];
     TwiceTile tile;
-    tile.cls = cls_;
-    tile.n = at.pos_tiles.divmod(tile.pos_tile, backwards_ ? at.tiles - 1 - number : number);
+    tile.set = at_set_.set;
+    tile.cls = at_set_.cls;
+    tile.n = pos_tiles_.divmod(tile.pos_tile, backwards_ ? tiles_ - 1 - number : number);
     return tile;
   }
 
   /// Tells the block's warpgroups.
   CUTLASS_DEVICE void publish(TwiceTile const& tile) {
     control_.tile_ring.wait_empty(at_);
-    control_.tiles[at_.slot] = make_int4(tile.cls, tile.n, tile.pos_tile, 0);
+    control_.tiles[at_.slot] = make_int4(tile.set, tile.n, tile.pos_tile, tile.cls);
     control_.tile_ring.arrive_full(at_.slot);
     at_.advance(kTwiceTileSlots);
   }
 
  private:
+  /// Parameters with a run-time index come late from constant memory, and the next tile would wait for them.
+  CUTLASS_DEVICE void enter(TwiceSetOfClass const& set) {
+    at_set_ = set;
+    tiles_ = params_.classes[set.cls].tiles;
+    pos_tiles_ = params_.classes[set.cls].pos_tiles;
+  }
+
+  /// To the set with most tiles left. \returns whether there is one
+  CUTLASS_DEVICE bool move_on() {
+    constexpr int kLoads = 8;  // in flight, none of which waits for another
+    int most = 0;
+    TwiceSetOfClass to = at_set_;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int cls = 0; cls < params_.num_classes; ++cls) {
+      TwiceClassParams const& at = params_.classes[cls];
+      int const tiles = at.tiles, end = at.first_set + at.num_sets;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int begin = at.first_set; begin < end; begin += kLoads) {
+        int dealt[kLoads];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kLoads; ++i) dealt[i] = __ldcg(counters_ + min(begin + i, end - 1));
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kLoads; ++i) {
+          if (tiles - dealt[i] <= most) continue;
+          most = tiles - dealt[i];
+          to = {min(begin + i, end - 1), cls};
+        }
+      }
+    }
+    enter(to);
+    return most > 0;
+  }
+
   TwiceParams<Traits> const& params_;
   TwiceControl& control_;
   RingCursor at_;
-  int home_ = 0;  // class of the first tiles of a pass
-  int cls_;
+  TwiceSetOfClass const home_;  // of the first tiles of a pass
+  TwiceSetOfClass at_set_;
+  int tiles_;  // of that set
+  cutlass::FastDivmod pos_tiles_;
   bool backwards_;
-  int* counters_;  // [num_classes] tiles handed out in this pass
+  int* counters_;  // [num_sets] tiles handed out in this pass
 };
 
 /// A warpgroup's side.
@@ -77,14 +116,14 @@ class TwiceTileReader {
  public:
   CUTLASS_DEVICE explicit TwiceTileReader(TwiceControl& control) : control_(control) {}
 
-  /// The next tile; of class -1 at the end of a pass.
+  /// The next tile; of set -1 at the end of a pass.
   CUTLASS_DEVICE TwiceTile next() {
     control_.tile_ring.wait_full(at_);
     int4 const tile = control_.tiles[at_.slot];
     __syncwarp();
     if (threadIdx.x % 32 == 0) control_.tile_ring.arrive_empty(at_.slot);
     at_.advance(kTwiceTileSlots);
-    return {tile.x, tile.y, tile.z};
+    return {tile.x, tile.w, tile.y, tile.z};
   }
 
  private:

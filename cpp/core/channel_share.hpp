@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// How full a block's channels leave the SM90 kernels' tiles, and from when on they are worth it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/channels.hpp"
+#include "core/index_math.hpp"
+#include "core/problem.hpp"
+
+namespace upconv3d {
+
+/// Share of the tensor cores' products that are wanted: of k-blocks and tiles of 64 channels, the rest is
+/// padding.
+inline double channel_share(const Problem& p) {
+  constexpr std::int64_t kSmallestTile = 64;
+  const auto filled = [](std::int64_t channels, std::int64_t block) {
+    return static_cast<double>(channels) / static_cast<double>(ceil_div(channels, block) * block);
+  };
+  return filled(group_inputs(p), kBlockInputs) * filled(group_outputs(p), kSmallestTile);
+}
+
+/// The share from which the SM90 kernel was quicker than cuDNN's convolution and our normalization on an
+/// H200, between the shapes on either side that were timed.
+inline double least_channel_share(const Problem& p) {
+  // Times of ours over the library plan's, for bfloat16 channels_last_3d, tf32, ieee:
+  //   one group,  20 > 100 channels, share 0.24    0.61  0.83  0.45
+  //               24 >   3                 0.018   1.5   1.3   3.0
+  //               32 >   2, stride 2       0.016   2.3   2.0   3.5
+  //   groups of   64 >  64                 1       0.94  0.58  0.13
+  //               32 >  32                 0.25    2.0   0.97  0.26
+  //               16 >  16                 0.06    3.9   2.0   0.49
+  //               64 >  64, stride 2       1       0.03  0.12  0.16
+  //               16 >  16, stride 2       0.06    2.2   0.45  0.63
+  // In multiples of 8, channels of one group have not been compared and always run here.
+  if (p.groups == 1) return std::min(p.c, p.k) < kChannelUnit ? 1.0 / 32 : 0.0;
+  if (p.dtype != DType::kFloat32) return 3.0 / 8;
+  return p.precision == Precision::kIEEE || p.stride != Extent3{1, 1, 1} ? 1.0 / 32 : 1.0 / 4;
+}
+
+}  // namespace upconv3d
