@@ -5,8 +5,7 @@
 ///         [N,groups,D,H,W,channels]            channels of a group, then zeros
 ///   w     [T*R*S,K,channels]          operand  packed by layout/pack; or, of that dtype,
 ///         [C,T*R*S,K]                          channels_last_3d as PyTorch keeps it: K contiguous, which
-///         wgmma
-///                                              takes of 16 bits, and zeros beyond C and K are TMA's
+///                                              wgmma takes of 16 bits, and zeros beyond C and K are TMA's
 ///   a     [N,Z,P,Q,K]                 output   before(conv + bias), then y: in place, or beside it
 ///   part  [N,moments,K/granule,2]     float    (mean, M2) of the *rounded* before(conv + bias)
 ///   table [N,G,4]                     float    mean, rest of the mean, 1/sqrt(var + eps)
@@ -33,8 +32,7 @@
 /// One block per multiprocessor, three warpgroups:
 ///   warp 0       hands out tiles and loads their operands by TMA (mainloop_sm90.cuh)
 ///   warps 4-11   two warpgroups multiply by wgmma; bias, before(), rounding (relu_epilogue_sm90.cuh); of
-///   tiles
-///                of few k-blocks the moments
+///                tiles of few k-blocks the moments
 ///   warps 1, 2   store the results of warpgroup 1, 2 and take the other tiles' moments (drain_sm90.cuh)
 ///   warp 3       merges moments and normalizes finished samples; when no tile is left, the warps that
 ///                multiplied help with what remains (group_norm_sm90.cuh). A few blocks stop early for that.
@@ -340,12 +338,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
   if (params.window_tiles > 0) {
     std::int64_t longest = 0;
     for (const Slab& slab : slabs) longest = std::max(longest, ceil_div(slab.positions(), Traits::BLK_POS));
-    const std::int64_t per_slab = params.window_tiles * k_tiles;
-    const std::int64_t per_window = per_slab * static_cast<std::int64_t>(slabs.size());
-    order = per_window * ceil_div(longest, params.window_tiles);
-    to.window_tiles = static_cast<int>(params.window_tiles);
-    to.order_per_slab = cutlass::FastDivmod(static_cast<int>(per_slab));
-    to.order_per_window = cutlass::FastDivmod(static_cast<int>(per_window));
+    order = fill_windows(params.window_tiles, longest, k_tiles, to);
   }
   if (tiles * problem.n > kMaxSm90Tiles || order * problem.n > kMaxSm90Count ||
       problem.positions() > kMaxSm90Count) {

@@ -234,9 +234,11 @@ struct KernelParams {
   cutlass::FastDivmod order_per_sample;  // places in the launch order, of which tiles_per_sample hold a tile
   cutlass::FastDivmod order_per_window;  // the same per window, where the order has windows
   cutlass::FastDivmod order_per_slab;    // the same per window and slab
-  int window_tiles;                      // position tiles of a window, 0: the order has no windows
-  int order_size;                        // places of all samples
-  int tile_blocks;                       // blocks that compute tiles to the end
+  cutlass::FastDivmod order_per_end_slab;  // the same where the launch's last windows are taken as one
+  int first_end_window;                    // of the last sample, the first of those windows
+  int window_tiles;                        // position tiles of a window, 0: the order has no windows
+  int order_size;                          // places of all samples
+  int tile_blocks;                         // blocks that compute tiles to the end
   RingShape rings;
   Output* a;                           // [N,Z,P,Q,pitch] Stored: before(conv)
   Output* y;                           // [N,Z,P,Q,K], which may be a's memory, if this kernel normalizes
@@ -319,8 +321,9 @@ CUTLASS_DEVICE TileCoord tile_of_sample(KernelParams<Traits> const& params, int 
 
 /// Which tile has place `place` of the launch order: sample by sample, so that a sample can be normalized
 /// while the next is computed. Within one, slabs with the costliest first, so that the end of the launch is
-/// even; or windows of neighbouring position tiles of all slabs, so that phases find x in L2. Slabs of fewer
-/// tiles than the longest leave places empty: their position lies beyond the slab.
+/// even; or windows of neighbouring position tiles of all slabs, so that phases find x in L2, the last few of
+/// the launch taken as one, so that its end is even too. Slabs of fewer tiles than the longest leave places
+/// empty: their position lies beyond the slab.
 template <class Traits>
 CUTLASS_DEVICE TileCoord tile_of_launch(KernelParams<Traits> const& params, int place) {
   int local;
@@ -329,12 +332,41 @@ CUTLASS_DEVICE TileCoord tile_of_launch(KernelParams<Traits> const& params, int 
   TileCoord coord;
   coord.n = n;
   int k_tile;
-  int const window = params.order_per_window.divmod(local, local);
-  coord.slab = params.order_per_slab.divmod(local, local);
+  int window = params.order_per_window.divmod(local, local);
+  if (n == params.samples - 1 && window >= params.first_end_window) {
+    local += (window - params.first_end_window) * params.order_per_window.divisor;
+    window = params.first_end_window;
+    coord.slab = params.order_per_end_slab.divmod(local, local);
+  } else {
+    coord.slab = params.order_per_slab.divmod(local, local);
+  }
   int const pos_tile = window * params.window_tiles + params.k_tiles.divmod(k_tile, local);
   coord.channel = tile_channel(params, k_tile);
   coord.position = pos_tile * Traits::BLK_POS;
   return coord;
+}
+
+/// Windows of the launch order that are taken as one at its end. Of a single window the last long tile would
+/// begin when all else is nearly done. Four or eight gained 1 to 2 %, two nothing.
+inline constexpr std::int64_t kEndWindows = 4;
+
+/// The order in windows of `window_tiles` position tiles; returns its places per sample.
+///
+/// \param longest position tiles of the longest slab
+/// \param k_tiles of all groups
+template <class Traits>
+std::int64_t fill_windows(std::int64_t window_tiles, std::int64_t longest, std::int64_t k_tiles,
+                          KernelParams<Traits>& to) {
+  const std::int64_t windows = (longest + window_tiles - 1) / window_tiles;
+  const std::int64_t end_windows = std::min(windows, kEndWindows);
+  const std::int64_t per_slab = window_tiles * k_tiles;
+  const std::int64_t per_window = per_slab * to.num_slabs;
+  to.window_tiles = static_cast<int>(window_tiles);
+  to.order_per_slab = cutlass::FastDivmod(static_cast<int>(per_slab));
+  to.order_per_end_slab = cutlass::FastDivmod(static_cast<int>(end_windows * per_slab));
+  to.order_per_window = cutlass::FastDivmod(static_cast<int>(per_window));
+  to.first_end_window = static_cast<int>(windows - end_windows);
+  return per_window * windows;
 }
 
 /// Index in [Z,P,Q] of a slab's position.
