@@ -164,13 +164,15 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
       } else if (forced == "twice") {
         require_no_obstacle(problem, forced, "nothing is normalized");
       }
-      std::string disadvantage = forced.empty() ? sm90_disadvantage(problem, plan) : "";
+      const std::string disadvantage = forced.empty() ? sm90_disadvantage(problem, plan) : "";
       // A backward pass reads what the SM90 plan keeps.
-      if (forced.empty() && disadvantage.empty() && !keeps_activation) {
-        disadvantage = library_advantage(problem, device, plan);
-      }
-      if (disadvantage.empty()) return plan;
-      return cuda_library_plan(problem, device, "not the SM90 kernel: " + disadvantage, keeps_activation);
+      const bool may_be_small = forced.empty() && disadvantage.empty() && !keeps_activation;
+      const std::string advantage = may_be_small ? library_advantage(problem, device, plan) : "";
+      if (disadvantage.empty() && advantage.empty()) return plan;
+      reason = concat("not the SM90 kernel: ", disadvantage, advantage);
+      Plan library = cuda_library_plan(problem, device, reason, keeps_activation);
+      library.instead_of_sm90 = !advantage.empty();
+      return library;
     }
     reason = concat("not the SM90 kernel: ", obstacle);
   }

@@ -43,7 +43,8 @@ class Plan:
         tile_positions, tiles: positions that one partial moment covers, and how many there are per sample and
             channel.
         stages: in launch order.
-        workspace_bytes: scratch memory beside the result.
+        workspace_bytes: scratch memory beside the result; on library plans beside PyTorch's convolution too,
+            and the channels-last copies of input and weight.
         backward_stages: of a call whose gradients are wanted, in launch order; empty where the backward is
             PyTorch's operators.
         flops: multiplications and additions that touch an input value.
