@@ -38,8 +38,8 @@ class Plan:
             ones; 0 where phases follow each other whole.
         channels: how channels are padded or kept apart by convolution group; "" where they lie as they are.
         twice: whether the convolution is computed for its moments and then once more instead of being stored.
-        estimated_stored_ms, estimated_twice_ms: what that choice rests on, without packing; 0 where a plan
-            cannot run.
+        estimated_stored_ms, estimated_twice_ms: what that choice rests on (with what such blocks were seen to
+            take of the former), without packing; 0 where a plan cannot run.
         tile_positions, tiles: positions that one partial moment covers, and how many there are per sample and
             channel.
         stages: in launch order.
