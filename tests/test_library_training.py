@@ -137,6 +137,18 @@ def test_same_bits_and_recompute(deterministic, layout, kind):
             assert torch.equal(gradient, again[name]), name
 
 
+def test_recompute_gives_the_same_result(deterministic):
+    """Also of an NCDHW block whose operands inference copies, for another convolution than training's."""
+    numbers = {"num_groups": 8, "padding": (0, 0, 3)}
+    block = make_block(2, 256, 256, (13, 1, 4), (5, 3, 4), device=deterministic, **numbers)
+    args, kwargs = block.to(torch.bfloat16).requires_grad().arguments()
+    kept, again = (
+        upconv3d.conv_transpose3d_relu_group_norm(*args, **kwargs, recompute=recompute)
+        for recompute in (False, True)
+    )
+    assert torch.equal(kept, again)
+
+
 @every_kind
 def test_kept_graph(deterministic, kind):
     """A backward that keeps the graph leaves the convolution; the last one may overwrite it."""

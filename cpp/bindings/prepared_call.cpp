@@ -134,11 +134,12 @@ std::shared_ptr<const PreparedCall> checked_and_planned(const OpArguments& a) {
   call->problem = make_problem(arguments);
   call->device = query_device(arguments.input.device);
   call->plan = make_plan(call->problem, call->device, conv_instances(), a.for_training);
-  // Where training would run the SM90 plan, inference took PyTorch's convolution for its speed alone: the
-  // promise of the same bits stays.
+  // PyTorch's convolution was taken for its speed alone, here or against what training runs: the promise of
+  // the same bits stays.
   call->repeats_bits = !a.for_training && call->plan.algorithm == Algorithm::kCudaLibrary &&
-                       make_plan(call->problem, call->device, conv_instances(), true).algorithm ==
-                           Algorithm::kSm90ImplicitGemm;
+                       (call->plan.instead_of_sm90 ||
+                        make_plan(call->problem, call->device, conv_instances(), true).algorithm ==
+                            Algorithm::kSm90ImplicitGemm);
 #if UPCONV3D_WITH_CUDA
   call->saved_bytes = cuda::saved_bytes(call->problem, call->plan);
 #endif

@@ -18,6 +18,7 @@
 #include "bindings/block_settings.hpp"
 #include "bindings/prepared_call.hpp"
 #include "bindings/torch_calls.hpp"
+#include "core/library_plan.hpp"
 
 namespace upconv3d::bindings {
 namespace {
@@ -59,7 +60,8 @@ Tensor conv_transpose3d_relu_group_norm_recomputed(
   const std::string precision = take_string(precision_handle);
   OpArguments arguments = {input,          weight,   bias,   norm_weight, norm_bias, stride,    padding,
                            output_padding, dilation, groups, num_groups,  eps,       precision, false};
-  arguments.for_training = prepare_call(arguments)->repeats_bits;
+  const auto call = prepare_call(arguments);
+  arguments.for_training = call->repeats_bits || copies_operands(call->problem, call->plan);
   return run_block(arguments);
 }
 

@@ -176,7 +176,9 @@ std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, cons
     }
   }
   if (disadvantage.empty()) return std::nullopt;
-  return cuda_library_plan(p, device, "not the SM90 kernel: " + disadvantage, keeps_activation);
+  Plan library = cuda_library_plan(p, device, "not the SM90 kernel: " + disadvantage, keeps_activation);
+  library.instead_of_sm90 = !is_slow;
+  return library;
 }
 
 /// The SM90 plan, of whichever kernel; where neither can run, nothing and why.

@@ -312,8 +312,16 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
   const double pass = (cycles / std::max(sm_count, 1) + longest) / kCyclesPerMs;
   const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(DType::kFloat16));
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype));
-  const double activation = exponentials / std::max(sm_count, 1) / kCyclesPerMs;
-  return std::max(pass, x) + std::max(pass + activation + unhidden * y, x + y) + kWaitMs;
+  // Of NCDHW, rows that are no whole 16 bytes: with 10 values of 2 or 4 the block took 5 times y longer.
+  const bool in_pieces = p.y_layout == Layout::kNCDHW && p.out()[2] * size_of(p.dtype) % 16 != 0;
+  const double again = pass + exponentials / std::max(sm_count, 1) / kCyclesPerMs;
+  const double written = std::max(again + unhidden * y, x + y) + (in_pieces ? 5 * y : 0);
+  return std::max(pass, x) + written + kWaitMs;
+}
+
+/// What blocks close to the choice took of a stored estimate (perf/NOTES.md, "Stored or computed twice").
+double seen_of_stored(const ConvInstance& stored) {
+  return stored.stored_bits < 8 * size_of(stored.output) ? 1.4 : stored.block_channels == 64 ? 0.75 : 1.0;
 }
 
 /// Why the convolution cannot be computed twice, or "" with `instance` and `layout` set.
@@ -455,9 +463,10 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
   const std::string obstacle = twice_obstacle(p, instances, instance, layout);
   if (!instance) return obstacle;
   plan.estimated_twice_ms = estimated_twice_ms(p, layout, device.sm_count);
-  const std::string& forced = device.forced_plan;
-  const bool quicker = !stored_obstacle(p).empty() || plan.estimated_twice_ms < plan.estimated_stored_ms;
-  if (forced == "stored" || (forced != "twice" && !quicker)) return "";
+  const bool quicker =
+      !stored_obstacle(p).empty() ||
+      plan.estimated_twice_ms < seen_of_stored(*plan.instance) * plan.estimated_stored_ms;
+  if (device.forced_plan == "stored" || (device.forced_plan != "twice" && !quicker)) return "";
   plan.twice = true;
   plan.instance = instance;
   plan.tile_positions = kTwicePositions;

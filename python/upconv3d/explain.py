@@ -38,13 +38,14 @@ class Plan:
             ones; 0 where phases follow each other whole.
         channels: how channels are padded or kept apart by convolution group; "" where they lie as they are.
         twice: whether the convolution is computed for its moments and then once more instead of being stored.
-        estimated_stored_ms, estimated_twice_ms: what that choice rests on, without packing; 0 where a plan
-            cannot run.
+        estimated_stored_ms, estimated_twice_ms: what that choice rests on (with what such blocks were seen to
+            take of the former), without packing; 0 where a plan cannot run.
         estimated_direct_ms: of the direct plan, what it is expected to take; else 0.
         tile_positions, tiles: positions that one partial moment covers, and how many there are per sample and
             channel.
         stages: in launch order.
-        workspace_bytes: scratch memory beside the result.
+        workspace_bytes: scratch memory beside the result; on library plans beside PyTorch's convolution too,
+            and the channels-last copies of input and weight.
         backward_stages: of a call whose gradients are wanted, in launch order; empty where the backward is
             PyTorch's operators.
         flops: multiplications and additions that touch an input value.

@@ -165,6 +165,24 @@ void test_choice() {
              copied.stages.front() == "channels_last_copies" &&
              copied.stages.back() == "activation_group_norm_held" && has_part(copied.reason, "with copies"),
          "NCDHW: " + copied.reason);
+  expect(plan.instead_of_sm90 && copied.instead_of_sm90, "bits that have to repeat");
+  const Plan apart = plan_of([&](Problem& p) {
+    ncdhw(p);
+    p.x_aligned = false;
+  });
+  expect(apart.reason == copied.reason, "a copy lies aligned: " + apart.reason);
+  // Small beside the kernel that computes twice; in training tiles of the other one would be empty.
+  const auto thin = [&](Problem& p) {
+    ncdhw(p);
+    p.n = 512, p.c = 128, p.k = 64, p.in = {1, 3, 14}, p.kernel = {1, 1, 4}, p.stride = {2, 2, 2};
+    p.padding = {0, 0, 3}, p.num_groups = 8;
+  };
+  Problem thin_problem = long_and_narrow();
+  thin(thin_problem);
+  const Plan trained = select_training_plan(thin_problem, hopper(), all_compiled());
+  expect(plan_of(thin).instead_of_sm90 && trained.algorithm == Algorithm::kCudaLibrary &&
+             !trained.instead_of_sm90,
+         "small in inference alone: " + trained.reason);
   const Plan pointwise = plan_of([&](Problem& p) {
     ncdhw(p);
     p.c = p.k = 256, p.in = {64, 64, 5}, p.kernel = {1, 1, 1}, p.padding = {0, 0, 0};
