@@ -141,6 +141,40 @@ def test_channels_last_weight_is_read_where_it_lies(training):
     assert plan_of(facts(kernel=(1, 1, 1), training=True)).w_in_place
 
 
+# (n, c, k, extent, kernel), numbers, and whether computing twice was measured quicker (perf/NOTES.md)
+STORED_OR_TWICE = [
+    ((1, 128, 64, (40, 80, 80), 3), {"stride": 2, "padding": 1}, "NDHWC", "bfloat16", False),
+    ((1, 128, 64, (40, 80, 80), 3), {"stride": 2, "padding": 1}, "NDHWC", "float32", True),
+    (
+        (1, 96, 96, (48, 48, 48), 3),
+        {"stride": 2, "padding": 1, "output_padding": 1},
+        "NDHWC",
+        "bfloat16",
+        False,
+    ),
+    (
+        (1, 96, 96, (48, 48, 48), 3),
+        {"stride": 2, "padding": 1, "output_padding": 1},
+        "NCDHW",
+        "float32",
+        True,
+    ),
+    ((1, 128, 256, (64, 64, 5), 2), {"stride": 2}, "NDHWC", "bfloat16", True),
+    ((1, 128, 256, (64, 64, 5), 2), {"stride": 2}, "NCDHW", "bfloat16", False),
+    ((1, 128, 256, (64, 64, 5), 2), {"stride": 2}, "NCDHW", "float32", False),
+    ((1, 256, 256, (24, 24, 24), 2), {"stride": 2}, "NDHWC", "bfloat16", True),
+]
+
+
+@pytest.mark.parametrize(("sizes", "numbers", "layout", "dtype", "twice"), STORED_OR_TWICE)
+def test_stored_or_computed_twice(sizes, numbers, layout, dtype, twice):
+    n, c, k, extent, kernel = sizes
+    triples = {name: [value] * 3 for name, value in numbers.items()}
+    block = facts(n, c, k, extent, (kernel,) * 3, dtype, layout, weight_layout=layout, **triples)
+    plan = plan_of(block | {"precision": "tf32" if dtype == "float32" else "ieee"})
+    assert plan.algorithm == "sm90_implicit_gemm" and plan.twice == twice
+
+
 def test_computing_twice_packs_weights():
     block = facts(1, 128, 128, (48, 48, 48), (2, 2, 2), stride=[2, 2, 2], weight_layout="NDHWC")
     plan = plan_of(block)
