@@ -141,34 +141,6 @@ def test_channels_last_weight_is_read_where_it_lies(training):
     assert plan_of(facts(kernel=(1, 1, 1), training=True)).w_in_place
 
 
-def test_computing_twice_reads_weights_where_they_lie():
-    def plan(k, **changes):
-        return plan_of(
-            facts(1, 128, k, (48, 48, 48), (2, 2, 2), stride=[2, 2, 2], weight_layout="NDHWC", **changes)
-        )
-
-    lying = plan(128)
-    assert lying.twice and lying.w_in_place and lying.stages == (lying.kernel,)
-    # Rows of several phases in one warpgroup, and what is to be converted.
-    for packed in (plan(32), plan(96), plan(128, dtype="float32", precision="tf32")):
-        assert packed.twice and not packed.w_in_place and packed.stages[0].startswith("pack_")
-        assert packed.stages[1:] == (packed.kernel,)
-
-
-@pytest.mark.parametrize("stride", [(4, 4, 4), (1, 8, 8)])
-def test_64_phases(stride):
-    sizes = (1, 256, 256, (8, 32, 32), stride)
-    numbers = {"stride": list(stride), "weight_layout": "NDHWC"}
-    plan = plan_of(facts(*sizes, **numbers))
-    assert plan.twice and plan.w_in_place and plan.stages == (plan.kernel,)
-    assert plan.estimated_stored_ms == 0 and "stored not possible, computed twice 0." in str(plan)
-    channels_first = {"layout": "NCDHW", "weight_layout": "NCDHW"}
-    for changes in ({"training": True}, channels_first, {"dtype": "float32", "precision": "ieee"}):
-        refused = plan_of(facts(*sizes, **numbers | changes))
-        assert refused.algorithm == "cuda_library"
-        assert "64 phases, more than the 27 of a launch that stores" in refused.reason
-
-
 @pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
 def test_float32_operands_are_packed_by_one_launch(layout):
     for sizes in ({"n": 1}, {"n": 16, "c": 512, "k": 512, "extent": (8, 8, 8)}):

@@ -2,9 +2,8 @@
 """torch.ops.upconv3d.conv_transpose3d_norm_act: schema, kernels, fake kernels, autograd, autocast, vmap.
 
 On CUDA its kernels are the internal operators of the compiled module, which take what is no tensor as one
-number (see _numbered.py); where those are not, and on the CPU, PyTorch's operators (_tail.py). Autograd of
-eager calls does not pass through here: record_tail makes a node of its own where our kernels keep what a
-backward reads, and says so where they do not.
+number (see _numbered.py); where those are not, and on the CPU, PyTorch's operators (_tail.py). Eager calls
+record a node of their own, by record_tail, where our kernels keep what a backward reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -447,8 +446,7 @@ def _autocast_kernel(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
             return y, t.input.new_empty(0) if conv is None else conv
         plain = s.num_groups > 0 and t.skip is None and not s.return_conv  # as of calls outside of graphs
         if plain and graph_without_casts(tensors, low, settings):
-            cast = [t.input.float(), *tensors[1:]]
-            settings = s._replace(precision="tf32")
+            cast, settings = [t.input.float(), *tensors[1:]], s._replace(precision="tf32")
         else:
             cast = [None if v is None else v if i == 6 else v.to(low) for i, v in enumerate(tensors)]
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CUDA):

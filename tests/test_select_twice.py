@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is stored and what is computed twice: selection without a GPU, as in test_select_plan.py."""
+
+import pytest
+from test_select_plan import facts, plan_of
+
+
+def test_computing_twice_reads_weights_where_they_lie():
+    def plan(k, **changes):
+        return plan_of(
+            facts(1, 128, k, (48, 48, 48), (2, 2, 2), stride=[2, 2, 2], weight_layout="NDHWC", **changes)
+        )
+
+    lying = plan(128)
+    assert lying.twice and lying.w_in_place and lying.stages == (lying.kernel,)
+    # Rows of several phases in one warpgroup, and what is to be converted.
+    for packed in (plan(32), plan(96), plan(128, dtype="float32", precision="tf32")):
+        assert packed.twice and not packed.w_in_place and packed.stages[0].startswith("pack_")
+        assert packed.stages[1:] == (packed.kernel,)
+
+
+@pytest.mark.parametrize("stride", [(4, 4, 4), (1, 8, 8)])
+def test_64_phases(stride):
+    sizes = (1, 256, 256, (8, 32, 32), stride)
+    numbers = {"stride": list(stride), "weight_layout": "NDHWC"}
+    plan = plan_of(facts(*sizes, **numbers))
+    assert plan.twice and plan.w_in_place and plan.stages == (plan.kernel,)
+    assert plan.estimated_stored_ms == 0 and "stored not possible, computed twice 0." in str(plan)
+    channels_first = {"layout": "NCDHW", "weight_layout": "NCDHW"}
+    for changes in ({"training": True}, channels_first, {"dtype": "float32", "precision": "ieee"}):
+        refused = plan_of(facts(*sizes, **numbers | changes))
+        assert refused.algorithm == "cuda_library"
+        assert "64 phases, more than the 27 of a launch that stores" in refused.reason
+
+
+# (n, c, k, extent, kernel), numbers, and whether computing twice was measured quicker (perf/NOTES.md)
+STORED_OR_TWICE = [
+    ((1, 128, 64, (40, 80, 80), 3), {"stride": 2, "padding": 1}, "NDHWC", "bfloat16", False),
+    ((1, 128, 64, (40, 80, 80), 3), {"stride": 2, "padding": 1}, "NDHWC", "float32", True),
+    (
+        (1, 96, 96, (48, 48, 48), 3),
+        {"stride": 2, "padding": 1, "output_padding": 1},
+        "NDHWC",
+        "bfloat16",
+        False,
+    ),
+    (
+        (1, 96, 96, (48, 48, 48), 3),
+        {"stride": 2, "padding": 1, "output_padding": 1},
+        "NCDHW",
+        "float32",
+        True,
+    ),
+    ((1, 128, 256, (64, 64, 5), 2), {"stride": 2}, "NDHWC", "bfloat16", True),
+    ((1, 128, 256, (64, 64, 5), 2), {"stride": 2}, "NCDHW", "bfloat16", False),
+    ((1, 128, 256, (64, 64, 5), 2), {"stride": 2}, "NCDHW", "float32", False),
+    ((1, 256, 256, (24, 24, 24), 2), {"stride": 2}, "NDHWC", "bfloat16", True),
+]
+
+
+@pytest.mark.parametrize(("sizes", "numbers", "layout", "dtype", "twice"), STORED_OR_TWICE)
+def test_stored_or_computed_twice(sizes, numbers, layout, dtype, twice):
+    n, c, k, extent, kernel = sizes
+    triples = {name: [value] * 3 for name, value in numbers.items()}
+    block = facts(n, c, k, extent, (kernel,) * 3, dtype, layout, weight_layout=layout, **triples)
+    plan = plan_of(block | {"precision": "tf32" if dtype == "float32" else "ieee"})
+    assert plan.algorithm == "sm90_implicit_gemm" and plan.twice == twice
