@@ -33,6 +33,19 @@ def test_64_phases(stride):
         assert "64 phases, more than the 27 of a launch that stores" in refused.reason
 
 
+def test_phases_that_no_plan_stores_are_compared_with_the_library():
+    sizes, numbers = (64, 128, 256, (4, 4, 4), (8, 8, 8)), {"stride": [4, 4, 4], "padding": [2, 2, 2]}
+    plan = plan_of(facts(*sizes, weight_layout="NDHWC", **numbers))
+    assert plan.algorithm == "cuda_library" and "cuDNN's convolution is expected to need" in plan.reason
+    assert plan_of(facts(*sizes, weight_layout="NDHWC", **numbers), forced_plan="twice").twice
+
+
+def test_phases_of_too_many_for_a_stored_plan_cannot_be_trained_twice():
+    block = facts(1, 256, 256, (8, 32, 32), (4, 4, 4), stride=[4, 4, 4], training=True)
+    with pytest.raises(RuntimeError, match=r"a backward pass reads what is stored, and stride.*64 phases"):
+        plan_of(block, forced_plan="twice")
+
+
 # (n, c, k, extent, kernel), numbers, and whether computing twice was measured quicker (perf/NOTES.md)
 STORED_OR_TWICE = [
     ((1, 128, 64, (40, 80, 80), 3), {"stride": 2, "padding": 1}, "NDHWC", "bfloat16", False),

@@ -46,12 +46,12 @@ void require_no_obstacle(const Problem& problem, const std::string& forced_plan,
 /// Why a plan that may run is not worth it, or "": PyTorch's convolution and our passes after it are expected
 /// to be quicker by far, as where samples of a few positions leave most of every tile empty.
 std::string sm90_disadvantage(const Problem& p, const Plan& plan) {
-  // Only where tiles are mostly empty: of strides and few channels the estimate of cuDNN below is up to 5
-  // times too low.
+  // Only where tiles are mostly empty, or more phases than a stored plan takes were compared with nothing: of
+  // strides and few channels the estimate of cuDNN below is up to 5 times too low.
   constexpr double kLeastFilled = 0.25;
   const double positions = static_cast<double>(p.positions());
   const double filled = positions / static_cast<double>(plan.tiles * plan.tile_positions);
-  if (p.n == 0 || filled >= kLeastFilled) return "";
+  if (p.n == 0 || (filled >= kLeastFilled && stored_obstacle(p).empty())) return "";
   // Matmul rates of an H200 in FLOP/ms and the share of them that cuDNN reached at stride 1; what its
   // launches and ours take at least; and by how much the estimate must be ahead to count.
   const double rate = size_of(p.dtype) == 2 ? 679e9 : p.precision == Precision::kTF32 ? 349e9 : 51e9;
@@ -204,7 +204,11 @@ std::optional<Plan> sm90_choice(const Problem& problem, const Device& device,
   const std::string twice_obstacle = problem.tail.norm ? consider_twice(problem, device, instances, plan)
                                                        : std::string("nothing is normalized");
   if (forced == "twice") {
-    obstacle = twice_obstacle;
+    if (keeps_activation && has_backward && !stores) {
+      obstacle = "a backward pass reads what is stored, and " + obstacle;
+    } else {
+      obstacle = twice_obstacle;
+    }
   } else if (plan.twice) {
     // What a backward pass needs is not kept: PyTorch's convolution can be.
     if (!keeps_activation) obstacle = "";

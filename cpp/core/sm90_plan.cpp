@@ -324,6 +324,9 @@ double seen_of_stored(const ConvInstance& stored) {
   return stored.stored_bits < 8 * size_of(stored.output) ? 1.4 : stored.block_channels == 64 ? 0.75 : 1.0;
 }
 
+/// Of a few weights, with the wait for it.
+constexpr double kPackingLaunchMs = 0.005;
+
 /// Why the convolution cannot be computed twice, or "" with `instance` and `layout` set.
 std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& instances,
                            std::optional<ConvInstance>& instance, TwiceLayout& layout) {
@@ -342,6 +345,9 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
     return concat(
         "y is NCDHW, which that kernel writes where the width's stride is 2 and its extent even, not ",
         p.stride[2], " and ", p.out()[2]);
+  }
+  if (const std::string stored = stored_obstacle(p); p.y_layout == Layout::kNCDHW && !stored.empty()) {
+    return concat("y is NCDHW, and ", stored);
   }
   if (layout.classes.empty()) {
     return "the weights of a phase do not fit into a block's shared memory, or all phases not into a launch";
@@ -463,16 +469,20 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
   const std::string obstacle = twice_obstacle(p, instances, instance, layout);
   if (!instance) return obstacle;
   plan.estimated_twice_ms = estimated_twice_ms(p, layout, device.sm_count);
+  const bool w_in_place =
+      p.y_layout == Layout::kNDHWC && reads_w_in_place(p) && twice_reads_w_in_place(layout);
+  // One that the stored plan does without.
+  const double packing = !w_in_place && plan.w_in_place && !plan.pack_x ? kPackingLaunchMs : 0;
   const bool quicker =
       !stored_obstacle(p).empty() ||
-      plan.estimated_twice_ms < seen_of_stored(*plan.instance) * plan.estimated_stored_ms;
+      plan.estimated_twice_ms + packing < seen_of_stored(*plan.instance) * plan.estimated_stored_ms;
   if (device.forced_plan == "stored" || (device.forced_plan != "twice" && !quicker)) return "";
   plan.twice = true;
   plan.instance = instance;
   plan.tile_positions = kTwicePositions;
   plan.window_tiles = plan.split_axes = 0;
   plan.share_taps = false;
-  plan.w_in_place = p.y_layout == Layout::kNDHWC && reads_w_in_place(p) && twice_reads_w_in_place(layout);
+  plan.w_in_place = w_in_place;
   plan.tiles = twice_moments(layout);
   // This kernel's own registers hold what it normalizes, so any activation may follow.
   plan.normalizes = plan.activation_in_y = true;

@@ -226,7 +226,8 @@ TwiceLayout twice_layout(const Problem& problem) {
     if (!fits(problem, best)) return {};
     std::size_t partner = i;
     for (std::size_t j = i + 1; j < candidates.size(); ++j) {
-      if (partner != i && best.window.tap_count() == own.reads.tap_count()) break;
+      // Rows that no tap reaches are satisfied with any others of the kind.
+      if (partner != i && (!best.reached || best.window.tap_count() == own.reads.tap_count())) break;
       if (taken[j]) continue;
       const auto both = unite(own.reads, candidates[j].reads);
       if (!both || (partner != i && both->tap_count() >= best.window.tap_count())) continue;
