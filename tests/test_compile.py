@@ -232,7 +232,8 @@ def test_autocast_casts_nothing_in_graphs_of_our_kernels(hopper, grad):
         with torch.autocast("cuda", torch.bfloat16):
             expected = block(x)
         assert y.dtype == expected.dtype
-        assert torch.bfloat16 not in dtypes
+        # An instance norm's result is cast, which in PyTorch's calls is the convolution's dtype.
+        assert dtypes.count(torch.bfloat16) == (y.dtype is torch.bfloat16)
         torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
 
 
