@@ -194,10 +194,10 @@ void set_estimate(const Problem& p, FewChannelsLayout& layout) {
 FewSharedBytes few_shared_bytes(const FewChannelsLayout& layout) {
   FewSharedBytes bytes;
   const std::int64_t columns = kColumnTile * layout.column_tiles;
-  bytes.weights = layout.fragments * columns * 32;
+  bytes.weights = layout.fragments * (columns * kFewColumnBytes + kFewFragmentPadding);
   bytes.x = layout.buffers * layout.box_positions() * layout.pitch * kChunkBytes;
   bytes.rows = layout.rows() * 8;
-  bytes.channels = 5 * columns * 4;
+  bytes.channels = (4 + kFewWarps) * columns * 4;
   bytes.moments = kFewWarps * (columns + 1) * 8;
   bytes.steps = ceil_div(static_cast<std::int64_t>(layout.steps.size()), 4) * 16;
   return bytes;

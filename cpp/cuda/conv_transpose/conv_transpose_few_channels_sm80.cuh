@@ -45,7 +45,7 @@ __device__ __forceinline__ void prepare_few_channels(const FewParams& params, in
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(kFewThreads, 2)
+__global__ void __launch_bounds__(kFewThreads, Traits::BLOCKS)
     conv_transpose_few_channels_sm80(__grid_constant__ const FewParams params) {
   extern __shared__ __align__(128) char shared[];
   const int first_channel = int(blockIdx.y) * Traits::COLUMNS;
@@ -70,6 +70,7 @@ __global__ void __launch_bounds__(kFewThreads, 2)
     epilogue.begin(item);
     wait_for_copies();
     __syncthreads();
+    epilogue.begin_warp();
     const int next = number + int(gridDim.x);
     if (ahead && next < params.items)
       load_box<Traits>(params, item_of(next), x + (buffer ^ 1) * params.x_bytes);
@@ -79,7 +80,9 @@ __global__ void __launch_bounds__(kFewThreads, 2)
       const int index = round * shares + (round % 2 == 0 ? share : shares - 1 - share);
       if (index >= params.groups) continue;
       FewAccumulators<Traits> acc;
-      multiplier.multiply(params.group[index], box, acc);
+      float start[Traits::RUN];
+      epilogue.start(start);
+      multiplier.multiply(params.group[index], box, start, acc);
       epilogue.finish(params.group[index], acc);
     }
     if constexpr (!Traits::OUTPUT) epilogue.end();

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "cuda/activation.cuh"
@@ -45,10 +46,18 @@ __device__ __forceinline__ void store_run(T* to, const float (&values)[kCount]) 
   }
 }
 
+/// The larger, NaN where one of them is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
 template <class Traits>
 class FewEpilogue {
   using T = typename Traits::Element;
   using Accumulators = FewAccumulators<Traits>;
+  static constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
  public:
   /// \param first_channel the block's first output channel
@@ -57,6 +66,8 @@ class FewEpilogue {
       : params_(params),
         rows_(reinterpret_cast<int2*>(shared + params.rows_at)),
         channels_(reinterpret_cast<float*>(shared + params.channels_at)),
+        starts_(channels_ +
+                (Traits::OUTPUT ? int(kBias) : kChannelParameters + int(threadIdx.x) / 32) * Traits::COLUMNS),
         first_channel_(first_channel),
         first_row_(first_row + int(threadIdx.x) % 32 / 4),
         run_(int(threadIdx.x) % 4 * Traits::RUN),
@@ -68,31 +79,55 @@ class FewEpilogue {
       rows_[row] = locate(item, row);
     }
     if (item.sample != sample_) load_channels(item.sample);
+    has_start_ = item.sample == sample_;
     sample_ = item.sample;
     if constexpr (!Traits::OUTPUT) moments_.begin();
   }
 
-  /// Takes the convolution of a group.
+  /// The same after the barrier.
+  __device__ __forceinline__ void begin_warp() {
+    const int all = params_.stride[0] | params_.stride[1] << 8 | params_.stride[2] << 16;
+    bool whole = true;
+#pragma unroll
+    for (int row = 0; row < 2 * Traits::ROW_TILES; ++row) {
+      whole = whole && rows_[first_row_ + 8 * row].y == all;
+    }
+    whole_ = __all_sync(~0u, whole);
+    if (Traits::OUTPUT || has_start_) return;
+    float bias[Traits::RUN];
+    read_channels(kBias, bias);
+    write_start(bias);
+  }
+
+  /// What a group's accumulators begin with.
+  __device__ __forceinline__ void start(float (&values)[Traits::RUN]) const { read_run(starts_, values); }
+
+  /// Takes a group's start + convolution.
   __device__ __forceinline__ void finish(const FewGroupParams& group, Accumulators& acc) {
-    add_bias(acc);
-    if (params_.before.kind != Activation::kNone) activate(params_.before.kind, acc);
-    const auto valid_of = [&](int row, int half) {
-      return valid(group, rows_[first_row_ + 16 * row + 8 * half].y);
-    };
     if constexpr (Traits::OUTPUT) {
+      if (params_.before.kind != Activation::kNone) activate(params_.before.kind, acc);
       if (params_.table) normalize(acc);
       if (params_.after.kind != Activation::kNone) activate(params_.after.kind, acc);
       store(group, acc);
     } else {
-      moments_.add(acc, valid_of);
+      deviate(acc);
+      if (whole_) return moments_.add_all(acc);
+#pragma unroll
+      for (int row = 0; row < 2 * Traits::ROW_TILES; ++row) {
+        moments_.add(acc, row / 2, row % 2, valid(group, rows_[first_row_ + 8 * row].y));
+      }
     }
   }
 
-  __device__ __forceinline__ void end() { moments_.end(); }
+  __device__ __forceinline__ void end() {
+    float pivot[Traits::RUN];
+    read_pivot(pivot);
+    moments_.end(pivot);
+  }
   __device__ __forceinline__ void write_moments(const FewItem& item) const { moments_.write(item); }
 
  private:
-  enum { kBias, kParameter, kMean, kScale, kShift };
+  enum { kBias, kParameter, kScale, kShift, kChannelParameters };
 
   /// Where row's first output lies in its sample, and how many phases of each axis are inside: 8 bits each.
   __device__ __forceinline__ int2 locate(const FewItem& item, int row) const {
@@ -126,21 +161,35 @@ class FewEpilogue {
     channels_[kParameter * Traits::COLUMNS + column] =
         is_channel ? activation_parameter<T>(activation, channel) : 0.f;
     if (!Traits::OUTPUT || !params_.table) return;
+    if (!is_channel) return;
+    // As one multiplication and addition per value, which is how PyTorch normalizes too.
     const std::int64_t size = std::int64_t(params_.samples) * params_.k;
     const float* const from = params_.table + std::int64_t(sample) * params_.k + channel;
-    for (int i = 0; i < 3; ++i) {
-      channels_[(kMean + i) * Traits::COLUMNS + column] = is_channel ? from[i * size] : 0.f;
-    }
+    const float mean = from[0], scale = from[size], shift = from[2 * size];
+    channels_[kScale * Traits::COLUMNS + column] = scale;
+    channels_[kShift * Traits::COLUMNS + column] = fmaf(-mean, scale, shift);
   }
 
   /// What the thread's channels have of `what`.
   __device__ __forceinline__ void read_channels(int what, float (&values)[Traits::RUN]) const {
-    const float* const from = channels_ + what * Traits::COLUMNS + run_;
+    read_run(channels_ + what * Traits::COLUMNS, values);
+  }
+
+  __device__ __forceinline__ void read_run(const float* columns, float (&values)[Traits::RUN]) const {
 #pragma unroll
     for (int i = 0; i < Traits::RUN; i += 2) {
-      const float2 pair = *reinterpret_cast<const float2*>(from + i);
+      const float2 pair = *reinterpret_cast<const float2*>(columns + run_ + i);
       values[i] = pair.x, values[i + 1] = pair.y;
     }
+  }
+
+  /// Moments pass: what the warp's accumulators begin with from now on.
+  __device__ __forceinline__ void write_start(const float (&values)[Traits::RUN]) {
+    if (int(threadIdx.x) % 32 < 4) {
+#pragma unroll
+      for (int i = 0; i < Traits::RUN; ++i) starts_[run_ + i] = values[i];
+    }
+    __syncwarp();
   }
 
   /// v = change(v, channel of the thread's run) for all values.
@@ -159,25 +208,60 @@ class FewEpilogue {
     }
   }
 
-  __device__ __forceinline__ void add_bias(Accumulators& acc) const {
-    if (!params_.bias) return;
-    float bias[Traits::RUN];
-    read_channels(kBias, bias);
-    for_each(acc, [&](float v, int i) { return v + bias[i]; });
+  /// Of values as accumulators hold them in the moments pass, what has to be added.
+  __device__ __forceinline__ void read_pivot(float (&pivot)[Traits::RUN]) const {
+    float begun[Traits::RUN];
+    read_channels(kBias, pivot), start(begun);
+#pragma unroll
+    for (int i = 0; i < Traits::RUN; ++i) pivot[i] -= begun[i];
+  }
+
+  /// acc = before(conv + bias) - pivot.
+  __device__ __forceinline__ void deviate(Accumulators& acc) {
+    float pivot[Traits::RUN];
+    if (params_.before.kind == Activation::kRelu) {
+      read_pivot(pivot);
+      for_each(acc, [&](float v, int i) { return max_or_nan(v, -pivot[i]); });
+    } else if (params_.before.kind != Activation::kNone) {
+      read_pivot(pivot);
+      for_each(acc, [&](float v, int i) { return v + pivot[i]; });
+      activate(params_.before.kind, acc);
+      asm volatile("" ::: "memory");  // read once more: registers are short in between
+      read_pivot(pivot);
+      for_each(acc, [&](float v, int i) { return v - pivot[i]; });
+    }
+    if (has_start_) return;
+    has_start_ = true;
+    // The first value of the first lane with these channels, unless sums would be NaN around it.
+    start(pivot);
+#pragma unroll
+    for (int i = 0; i < Traits::RUN; ++i) {
+      const float first = __shfl_sync(~0u, acc.at[0][0][i / 2][i % 2], int(threadIdx.x) % 4);
+      pivot[i] -= fabsf(first) < kInfinity ? first : 0.f;
+    }
+    __syncwarp();
+    write_start(pivot);
+    read_pivot(pivot);
+    for_each(acc, [&](float v, int i) { return v - pivot[i]; });
   }
 
   __device__ __forceinline__ void activate(Activation kind, Accumulators& acc) const {
+    if (kind == Activation::kRelu) {
+      for_each(acc, [](float v, int) { return max_or_nan(v, 0.f); });
+      return;
+    }
     float parameter[Traits::RUN];
     read_channels(kParameter, parameter);
     with_activation(kind, [&](auto activation) {
+      if constexpr (std::is_same_v<decltype(activation), ReluActivation>) return;
       for_each(acc, [&](float v, int i) { return activation.value(v, parameter[i]); });
     });
   }
 
   __device__ __forceinline__ void normalize(Accumulators& acc) const {
-    float mean[Traits::RUN], scale[Traits::RUN], shift[Traits::RUN];
-    read_channels(kMean, mean), read_channels(kScale, scale), read_channels(kShift, shift);
-    for_each(acc, [&](float v, int i) { return (v - mean[i]) * scale[i] + shift[i]; });
+    float scale[Traits::RUN], shift[Traits::RUN];
+    read_channels(kScale, scale), read_channels(kShift, shift);
+    for_each(acc, [&](float v, int i) { return fmaf(v, scale[i], shift[i]); });
   }
 
   __device__ __forceinline__ void store(const FewGroupParams& group, const Accumulators& acc) const {
@@ -193,7 +277,7 @@ class FewEpilogue {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int2 at = rows_[first_row_ + 16 * row + 8 * half];
-        const int phases = valid(group, at.y);
+        const int phases = whole_ ? Traits::PAIRED : valid(group, at.y);
         T* const to = y + (at.x + offset);
         if (params_.channels_first) {
           store_planes(acc, row, half, phases, channels, to);
@@ -253,11 +337,14 @@ class FewEpilogue {
 
   const FewParams& params_;
   int2* const rows_;       // [rows] offset and phases
-  float* const channels_;  // [5][COLUMNS]
+  float* const channels_;  // [kChannelParameters][COLUMNS]
+  float* const starts_;    // [COLUMNS] bias; in the moments pass this warp's, less its pivots
   const int first_channel_;
   const int first_row_;  // the thread's
   const int run_;        // its first column
   int sample_ = -1;
+  bool whole_ = false;      // of the tile, all rows and phases of this warp's are inside
+  bool has_start_ = false;  // moments pass: of this sample
   FewMoments<Traits> moments_;
 };
 

@@ -60,12 +60,22 @@ class FewMultiplier {
     weights_ += lane * (Traits::COLUMN_TILES == 1 ? 8 : 16);
   }
 
-  /// acc = the group's convolution.
-  /// \param x the box, in shared memory
+  /// acc = start + the group's convolution.
+  /// \param x     the box, in shared memory
+  /// \param start of the thread's channels
   __device__ __forceinline__ void multiply(const FewGroupParams& group, std::uint32_t x,
+                                           const float (&start)[Traits::RUN],
                                            FewAccumulators<Traits>& acc) const {
 #pragma unroll
-    for (float& v : reinterpret_cast<float (&)[sizeof(acc) / sizeof(float)]>(acc)) v = 0.f;
+    for (int phase = 0; phase < Traits::PAIRED; ++phase) {
+#pragma unroll
+      for (int row = 0; row < Traits::ROW_TILES; ++row) {
+#pragma unroll
+        for (int i = 0; i < 4 * Traits::COLUMN_TILES; ++i) {
+          acc.at[phase][row][i / 4][i % 4] = start[i / 4 * 2 + i % 2];
+        }
+      }
+    }
     const std::uint32_t* step = steps_ + group.first_step;
     const char* fragment = weights_ + group.first_fragment * Traits::FRAGMENT_BYTES;
     if constexpr (Traits::PAIRED == 2) {

@@ -2,8 +2,9 @@
 /// \file
 /// conv_transpose_few_channels_sm80, first pass: a tile's moments of before(conv + bias).
 ///
-/// A thread adds up its channels' deviations from the first value of each that it sees; lanes, then warps,
-/// are merged by Chan's formula, always in the same order.
+/// Accumulators begin at bias - pivot, so that values come out as deviations from the pivot, which costs
+/// nothing and keeps sums of squares from cancelling. A warp's pivot of a channel is the first value that it
+/// computes of a sample. Lanes are added up, then warps merged by Chan's formula, always in the same order.
 #pragma once
 
 #include "cuda/conv_transpose/few_channels_mainloop_sm80.cuh"
@@ -32,57 +33,56 @@ class FewMoments {
         moments_(reinterpret_cast<float2*>(shared + params.moments_at)),
         counts_(reinterpret_cast<float*>(moments_ + kFewWarps * Traits::COLUMNS)) {}
 
-  __device__ __forceinline__ void begin() { count_ = 0; }
+  /// Before a tile.
+  __device__ __forceinline__ void begin() {
+    count_ = 0;
+#pragma unroll
+    for (int i = 0; i < Traits::RUN; ++i) sum_[i] = squares_[i] = 0.f;
+  }
 
-  /// Adds the values of the thread's rows; those of a row are `valid` of the pair's phases, from the first.
-  /// \param valid_of (row tile, half of it) -> phases
-  template <class ValidOf>
-  __device__ __forceinline__ void add(const FewAccumulators<Traits>& acc, const ValidOf& valid_of) {
+  /// Adds the deviations of all rows.
+  __device__ __forceinline__ void add_all(const FewAccumulators<Traits>& acc) {
+    count_ += 2 * Traits::ROW_TILES * Traits::PAIRED;
 #pragma unroll
-    for (int row = 0; row < Traits::ROW_TILES; ++row) {
+    for (int phase = 0; phase < Traits::PAIRED; ++phase) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int valid = valid_of(row, half);
-        if (valid <= 0) continue;
-        if (count_ == 0) begin_at(acc, row, half);
-        count_ += min(valid, Traits::PAIRED);
+      for (int row = 0; row < Traits::ROW_TILES; ++row) {
 #pragma unroll
-        for (int phase = 0; phase < Traits::PAIRED; ++phase) {
-          if (phase >= valid) continue;
-#pragma unroll
-          for (int i = 0; i < Traits::RUN; ++i) {
-            const float apart = acc.at[phase][row][i / 2][2 * half + i % 2] - pivot_[i];
-            sum_[i] += apart;
-            squares_[i] += apart * apart;
-          }
-        }
+        for (int half = 0; half < 2; ++half) add_row(acc, phase, row, half);
       }
     }
   }
 
+  /// Adds those of a row's first phases of the pair.
+  __device__ __forceinline__ void add(const FewAccumulators<Traits>& acc, int row, int half, int phases) {
+    if (phases <= 0) return;
+    count_ += min(phases, Traits::PAIRED);
+    add_row(acc, 0, row, half);
+    if (Traits::PAIRED == 2 && phases > 1) add_row(acc, Traits::PAIRED - 1, row, half);
+  }
+
   /// Leaves the warp's moments in shared memory.
-  __device__ __forceinline__ void end() {
+  /// \param pivot of the thread's channels
+  __device__ __forceinline__ void end(const float (&pivot)[Traits::RUN]) {
     const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
-    const float count = float(count_);
-    float all = count;
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) count_ += __shfl_xor_sync(~0u, count_, step);
+    const float count = float(count_), each = count_ > 0 ? 1.f / count : 0.f;
 #pragma unroll
     for (int i = 0; i < Traits::RUN; ++i) {
-      const float shift = count_ > 0 ? sum_[i] / count : 0.f;
-      const float m2 = count_ > 0 ? squares_[i] - sum_[i] * shift : 0.f;
-      FewMoment moment{count, count_ > 0 ? pivot_[i] + shift : 0.f, m2 < 0.f ? 0.f : m2};
+      float sum = sum_[i], squares = squares_[i];
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) {
-        const FewMoment other{__shfl_down_sync(~0u, moment.count, step),
-                              __shfl_down_sync(~0u, moment.mean, step),
-                              __shfl_down_sync(~0u, moment.m2, step)};
-        moment.merge(other);
+        sum += __shfl_xor_sync(~0u, sum, step);
+        squares += __shfl_xor_sync(~0u, squares, step);
       }
-      all = moment.count;
+      const float shift = sum * each, m2 = squares - sum * shift;
       if (lane < 4) {
-        moments_[warp * Traits::COLUMNS + lane * Traits::RUN + i] = make_float2(moment.mean, moment.m2);
+        moments_[warp * Traits::COLUMNS + lane * Traits::RUN + i] =
+            make_float2(pivot[i] + shift, m2 < 0.f ? 0.f : m2);
       }
     }
-    if (lane == 0) counts_[warp] = all;
+    if (lane == 0) counts_[warp] = count;
   }
 
   /// Merges what the warps left and writes it. Between two barriers of the block.
@@ -91,8 +91,9 @@ class FewMoments {
     if (column >= Traits::COLUMNS || channel >= params_.k) return;
     FewMoment all{0.f, 0.f, 0.f};
     for (int warp = 0; warp < kFewWarps; ++warp) {
+      const float count = counts_[warp];
       const float2 moment = moments_[warp * Traits::COLUMNS + column];
-      all.merge({counts_[warp], moment.x, moment.y});
+      if (count > 0.f) all.merge({count, moment.x, moment.y});
     }
     const std::int64_t at =
         (std::int64_t(item.sample) * params_.tiles.divisor + item.tile) * params_.k + channel;
@@ -101,12 +102,12 @@ class FewMoments {
   }
 
  private:
-  /// The thread's first values of a tile.
-  __device__ __forceinline__ void begin_at(const FewAccumulators<Traits>& acc, int row, int half) {
+  __device__ __forceinline__ void add_row(const FewAccumulators<Traits>& acc, int phase, int row, int half) {
 #pragma unroll
     for (int i = 0; i < Traits::RUN; ++i) {
-      pivot_[i] = acc.at[0][row][i / 2][2 * half + i % 2];
-      sum_[i] = squares_[i] = 0.f;
+      const float apart = acc.at[phase][row][i / 2][2 * half + i % 2];
+      sum_[i] += apart;
+      squares_[i] += apart * apart;
     }
   }
 
@@ -115,7 +116,7 @@ class FewMoments {
   float2* const moments_;  // [kFewWarps][COLUMNS] mean, M2
   float* const counts_;    // [kFewWarps]
   int count_ = 0;
-  float pivot_[Traits::RUN], sum_[Traits::RUN], squares_[Traits::RUN];
+  float sum_[Traits::RUN], squares_[Traits::RUN];
 };
 
 }  // namespace upconv3d::cuda

@@ -28,9 +28,12 @@ struct FewTraits {
   static constexpr bool OUTPUT = kOutput;
   static constexpr int ROW_TILES = kColumnTiles * kPaired >= 8 ? 2 : 4;  // 64 accumulators at most
   static constexpr int COLUMNS = 8 * kColumnTiles;
-  static constexpr int RUN = 2 * kColumnTiles;         // neighbouring channels that a thread has
-  static constexpr int CHUNK = 16 / int(sizeof(T));    // input channels of 16 bytes
-  static constexpr int FRAGMENT_BYTES = 32 * COLUMNS;  // weights of a step and phase
+  // 64 accumulators beside 16 sums leave 128 registers too few.
+  static constexpr int BLOCKS = kOutput || kColumnTiles * kPaired < 8 ? 2 : 1;
+  static constexpr int RUN = 2 * kColumnTiles;       // neighbouring channels that a thread has
+  static constexpr int CHUNK = 16 / int(sizeof(T));  // input channels of 16 bytes
+  // Weights of a step and phase; 16 bytes more, so that those of neighbouring taps lie in different banks.
+  static constexpr int FRAGMENT_BYTES = kFewColumnBytes * COLUMNS + kFewFragmentPadding;
 };
 
 /// A group of phases, as FewGroup.
