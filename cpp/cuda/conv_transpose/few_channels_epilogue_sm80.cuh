@@ -312,6 +312,9 @@ class FewEpilogue {
   /// y [N,K,Z,P,Q].
   __device__ __forceinline__ void store_planes(const Accumulators& acc, int row, int half, int phases,
                                                int channels, T* to) const {
+    if constexpr (Traits::PAIRED == 2) {
+      if (!params_.whole_runs) return store_odd_planes(acc, row, half, phases, channels, to);
+    }
     if (phases <= 0) return;
 #pragma unroll
     for (int i = 0; i < Traits::RUN; ++i) {
@@ -323,15 +326,37 @@ class FewEpilogue {
       }
       T* const position = to + std::int64_t(i) * params_.y_channel;
       if constexpr (Traits::PAIRED == 2) {
-        if (params_.whole_runs) {
-          store_run(position, values);
-          continue;
-        }
+        store_run(position, values);
+      } else {
+        *position = from_stat<T>(values[0]);
       }
+    }
+  }
+
+  /// The same where pairs of positions may begin between two boundaries of pairs: then a lane stores its
+  /// second value with the first one of the lane whose positions follow, and what is left over by itself. By
+  /// all lanes of a warp.
+  __device__ __forceinline__ void store_odd_planes(const Accumulators& acc, int row, int half, int phases,
+                                                   int channels, T* to) const {
+    constexpr int kNext = 4;  // lanes to the next position
+    const int lane = int(threadIdx.x) % 32;
+    const unsigned place = unsigned(reinterpret_cast<std::uintptr_t>(to) / sizeof(T));
+    const unsigned next_place = __shfl_down_sync(~0u, place, kNext);
+    const int next_phases = __shfl_down_sync(~0u, phases, kNext);
+    const bool follows = lane < 32 - kNext && phases == 2 && next_phases > 0 && next_place == place + 2;
+    const bool is_taken = __shfl_up_sync(~0u, int(follows), kNext) != 0 && lane >= kNext;
 #pragma unroll
-      for (int phase = 0; phase < Traits::PAIRED; ++phase) {
-        if (phase < phases) position[phase] = from_stat<T>(values[phase]);
-      }
+    for (int i = 0; i < Traits::RUN; ++i) {
+      const float first = acc.at[0][row][i / 2][2 * half + i % 2];
+      const float second = acc.at[1][row][i / 2][2 * half + i % 2];
+      const float next = __shfl_down_sync(~0u, first, kNext);
+      if (i >= channels || phases <= 0) continue;
+      T* const position = to + std::int64_t(i) * params_.y_channel;
+      const bool odd = (place + unsigned(i) * unsigned(params_.y_channel)) % 2 != 0;
+      const float pair[2] = {odd ? second : first, odd ? next : second};
+      if (odd ? follows : phases == 2) store_run(position + odd, pair);
+      if (odd ? !is_taken : phases == 1) position[0] = from_stat<T>(first);
+      if (odd && phases == 2 && !follows) position[1] = from_stat<T>(second);
     }
   }
 
