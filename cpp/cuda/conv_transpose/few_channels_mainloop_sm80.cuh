@@ -86,10 +86,17 @@ class FewMultiplier {
   }
 
  private:
+  /// Whose loads are in flight together. ptxas finds no registers for two beside the sums on Ampere.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  static constexpr int kStepsAtOnce = Traits::OUTPUT ? 2 : 1;
+#else
+  static constexpr int kStepsAtOnce = 2;
+#endif
+
   template <bool kFirst, bool kSecond>
   __device__ __forceinline__ void multiply_list(int count, std::uint32_t x, const std::uint32_t*& step,
                                                 const char*& fragment, FewAccumulators<Traits>& acc) const {
-#pragma unroll 2
+#pragma unroll kStepsAtOnce
     for (int i = 0; i < count; ++i) {
       const std::uint32_t place = (*step++ >> place_shift_) & ((1u << kFewOffsetBits) - 1);
       std::uint32_t a[Traits::ROW_TILES][4];
