@@ -197,7 +197,7 @@ FewSharedBytes few_shared_bytes(const FewChannelsLayout& layout) {
   bytes.weights = layout.fragments * (columns * kFewColumnBytes + kFewFragmentPadding);
   bytes.x = layout.buffers * layout.box_positions() * layout.pitch * kChunkBytes;
   bytes.rows = layout.rows() * 8;
-  bytes.channels = (4 + kFewWarps) * columns * 4;
+  bytes.channels = (kFewChannelParameters + kFewWarps) * columns * 4;
   bytes.moments = kFewWarps * (columns + 1) * 8;
   bytes.steps = ceil_div(static_cast<std::int64_t>(layout.steps.size()), 4) * 16;
   return bytes;

@@ -28,6 +28,7 @@ namespace upconv3d {
 inline constexpr int kFewWarps = 8;
 inline constexpr int kFewThreads = 32 * kFewWarps;
 inline constexpr int kFewColumnBytes = 32, kFewFragmentPadding = 16;  // of a unit of weights
+inline constexpr int kFewChannelParameters = 5;  // floats of each output channel, and one for each warp
 inline constexpr int kFewMaxSteps = 512;
 inline constexpr int kFewMaxTaps = 128;
 inline constexpr int kFewMaxGroups = 64;

@@ -66,8 +66,8 @@ class FewEpilogue {
       : params_(params),
         rows_(reinterpret_cast<int2*>(shared + params.rows_at)),
         channels_(reinterpret_cast<float*>(shared + params.channels_at)),
-        starts_(channels_ +
-                (Traits::OUTPUT ? int(kBias) : kChannelParameters + int(threadIdx.x) / 32) * Traits::COLUMNS),
+        starts_(channels_ + (Traits::OUTPUT ? int(kStart) : kChannelParameters + int(threadIdx.x) / 32) *
+                                Traits::COLUMNS),
         first_channel_(first_channel),
         first_row_(first_row + int(threadIdx.x) % 32 / 4),
         run_(int(threadIdx.x) % 4 * Traits::RUN),
@@ -79,7 +79,7 @@ class FewEpilogue {
       rows_[row] = locate(item, row);
     }
     if (item.sample != sample_) load_channels(item.sample);
-    has_start_ = item.sample == sample_;
+    has_start_ = false;
     sample_ = item.sample;
     if constexpr (!Traits::OUTPUT) moments_.begin();
   }
@@ -93,10 +93,11 @@ class FewEpilogue {
       whole = whole && rows_[first_row_ + 8 * row].y == all;
     }
     whole_ = __all_sync(~0u, whole);
-    if (Traits::OUTPUT || has_start_) return;
-    float bias[Traits::RUN];
-    read_channels(kBias, bias);
-    write_start(bias);
+    if constexpr (!Traits::OUTPUT) {
+      float bias[Traits::RUN];
+      read_channels(kStart, bias);
+      write_start(bias);
+    }
   }
 
   /// What a group's accumulators begin with.
@@ -105,7 +106,7 @@ class FewEpilogue {
   /// Takes a group's start + convolution.
   __device__ __forceinline__ void finish(const FewGroupParams& group, Accumulators& acc) {
     if constexpr (Traits::OUTPUT) {
-      if (params_.before.kind != Activation::kNone) activate(params_.before.kind, acc);
+      activate_before(acc);
       if (params_.table) normalize(acc);
       if (params_.after.kind != Activation::kNone) activate(params_.after.kind, acc);
       store(group, acc);
@@ -127,7 +128,10 @@ class FewEpilogue {
   __device__ __forceinline__ void write_moments(const FewItem& item) const { moments_.write(item); }
 
  private:
-  enum { kBias, kParameter, kScale, kShift, kChannelParameters };
+  /// kStart + kRest is the bias. In the output pass accumulators begin near their mean, or at 0 without a
+  /// norm: a large bias would cost the products' sum its last digits.
+  enum { kStart, kRest, kParameter, kScale, kShift, kChannelParameters };
+  static_assert(kChannelParameters == kFewChannelParameters);
 
   /// Where row's first output lies in its sample, and how many phases of each axis are inside: 8 bits each.
   __device__ __forceinline__ int2 locate(const FewItem& item, int row) const {
@@ -147,27 +151,29 @@ class FewEpilogue {
   /// Phases of a group's pair that are inside, of a row with these.
   __device__ __forceinline__ static int valid(const FewGroupParams& group, int phases) {
     const bool inside = group.phase[0] < (phases & 255) && group.phase[1] < (phases >> 8 & 255);
-    return inside ? (phases >> 16) - group.phase[2] : 0;
+    return inside ? min((phases >> 16) - group.phase[2], Traits::PAIRED) : 0;
   }
 
   __device__ __forceinline__ void load_channels(int sample) {
     const int column = int(threadIdx.x), channel = first_channel_ + column;
     if (column >= Traits::COLUMNS) return;
     const bool is_channel = channel < params_.k;
-    const T* const bias = static_cast<const T*>(params_.bias);
-    channels_[kBias * Traits::COLUMNS + column] = is_channel && bias ? to_stat(bias[channel]) : 0.f;
+    const auto set = [&](int what, float value) { channels_[what * Traits::COLUMNS + column] = value; };
+    const T* const from = static_cast<const T*>(params_.bias);
+    const float bias = is_channel && from ? to_stat(from[channel]) : 0.f;
     const ActivationParams& activation =
         params_.before.kind != Activation::kNone ? params_.before : params_.after;
-    channels_[kParameter * Traits::COLUMNS + column] =
-        is_channel ? activation_parameter<T>(activation, channel) : 0.f;
-    if (!Traits::OUTPUT || !params_.table) return;
-    if (!is_channel) return;
-    // As one multiplication and addition per value, which is how PyTorch normalizes too.
-    const std::int64_t size = std::int64_t(params_.samples) * params_.k;
-    const float* const from = params_.table + std::int64_t(sample) * params_.k + channel;
-    const float mean = from[0], scale = from[size], shift = from[2 * size];
-    channels_[kScale * Traits::COLUMNS + column] = scale;
-    channels_[kShift * Traits::COLUMNS + column] = fmaf(-mean, scale, shift);
+    set(kParameter, is_channel ? activation_parameter<T>(activation, channel) : 0.f);
+    float rest = Traits::OUTPUT ? bias : 0.f;
+    if (Traits::OUTPUT && is_channel && params_.table) {
+      const std::int64_t size = std::int64_t(params_.samples) * params_.k;
+      const float* const table = params_.table + std::int64_t(sample) * params_.k + channel;
+      rest = table[0];
+      set(kScale, table[size]);
+      set(kShift, table[2 * size]);
+    }
+    set(kStart, bias - rest);
+    set(kRest, rest);
   }
 
   /// What the thread's channels have of `what`.
@@ -211,7 +217,7 @@ class FewEpilogue {
   /// Of values as accumulators hold them in the moments pass, what has to be added.
   __device__ __forceinline__ void read_pivot(float (&pivot)[Traits::RUN]) const {
     float begun[Traits::RUN];
-    read_channels(kBias, pivot), start(begun);
+    read_channels(kStart, pivot), start(begun);
 #pragma unroll
     for (int i = 0; i < Traits::RUN; ++i) pivot[i] -= begun[i];
   }
@@ -243,6 +249,21 @@ class FewEpilogue {
     write_start(pivot);
     read_pivot(pivot);
     for_each(acc, [&](float v, int i) { return v - pivot[i]; });
+  }
+
+  /// Output pass: acc = before(conv + bias), less the mean where there is a table.
+  __device__ __forceinline__ void activate_before(Accumulators& acc) const {
+    const Activation kind = params_.before.kind;
+    if (params_.table && kind == Activation::kNone) return;
+    float rest[Traits::RUN];
+    read_channels(kRest, rest);
+    if (params_.table && kind == Activation::kRelu) {
+      for_each(acc, [&](float v, int i) { return max_or_nan(v, -rest[i]); });
+      return;
+    }
+    for_each(acc, [&](float v, int i) { return v + rest[i]; });
+    if (kind != Activation::kNone) activate(kind, acc);
+    if (params_.table) for_each(acc, [&](float v, int i) { return v - rest[i]; });
   }
 
   __device__ __forceinline__ void activate(Activation kind, Accumulators& acc) const {

@@ -3,8 +3,9 @@
 /// conv_transpose_few_channels_sm80, first pass: a tile's moments of before(conv + bias).
 ///
 /// Accumulators begin at bias - pivot, so that values come out as deviations from the pivot, which costs
-/// nothing and keeps sums of squares from cancelling. A warp's pivot of a channel is the first value that it
-/// computes of a sample. Lanes are added up, then warps merged by Chan's formula, always in the same order.
+/// little and keeps sums of squares from cancelling. A warp's pivot of a channel is the first value that it
+/// computes of a tile, whichever block does. Lanes are added up, then warps merged by Chan's formula, always
+/// in the same order.
 #pragma once
 
 #include "cuda/conv_transpose/few_channels_mainloop_sm80.cuh"
@@ -18,7 +19,7 @@ struct FewMoment {
     const float total = count + other.count;
     const float share = total > 0.f ? other.count / total : 0.f;
     const float apart = other.mean - mean;
-    m2 += other.m2 + apart * apart * (count * share);
+    m2 += other.m2 + apart * (count * share) * apart;  // apart squared may be infinite where count is 0
     mean += apart * share;
     count = total;
   }
