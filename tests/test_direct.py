@@ -2,6 +2,7 @@
 """The direct plan. What UPCONV3D_PLAN asks for is read once per process, so forced cases run in another."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -33,6 +34,13 @@ DEPTHWISE = {
     "k7": ((1, 18, 18, (4, 5, 6), 7), {"stride": 2, "padding": 3}),
     "odd-channels": ((2, 7, 7, (3, 4, 5), 3), {"stride": 2, "padding": 1}),
     "one-position": ((2, 8, 8, 1, 3), {"stride": 2}),
+    # Threads are left over that channels cannot take: in NCDHW the kernel would not end.
+    "one-voxel": ((2, 64, 64, 1, 3), {"stride": 2, "padding": 1}),
+    "one-voxel-k5": ((2, 64, 64, 1, 5), {"stride": 2, "padding": 2}),
+    "one-voxel-k7": ((2, 64, 64, 1, 7), {"stride": 2, "padding": 3}),
+    "a-column": ((2, 64, 64, (1, 9, 1), 3), {"stride": 2, "padding": 1}),
+    "two-columns": ((2, 64, 64, (1, 9, 2), 3), {"stride": 2, "padding": 1}),
+    "two-columns-deep": ((2, 64, 64, (2, 9, 1), 3), {"stride": 2, "padding": 1}),
     "unbatched": ((None, 8, 8, (3, 4, 5), 3), {"stride": 2, "padding": 1}),
 }
 ANY_TAPS = {
@@ -207,10 +215,45 @@ def direct_tails(device):
                     assert relative_error(y, exact) <= limit, (order, norm, activation, dtype, numbers)
 
 
+def direct_infinite_weight(device):
+    """Run by the child: an infinite weight makes NaN of no output where no input reaches it."""
+    for dtype in DTYPES:
+        call = make_call(
+            2, 6, 16, (3, 4, 5), norm=None, order="norm_act", activation="relu", bias=False, device=device,
+            dtype=dtype, groups=2, stride=2,
+        )  # fmt: skip
+        call.tensors["input"].abs_().add_(0.5)
+        call.tensors["weight"][:, ::2, :, :, 0] = torch.inf
+        call.tensors["weight"][:, ::2, 0] = torch.inf
+        expected = call.to(torch.float64).map(lambda tensor: tensor.cpu()).eager()
+        assert bool(expected.isinf().any()) and not bool(expected.isnan().any())
+        for case in (call, call.channels_last("input", "weight")):
+            y = case.ours().cpu().double()
+            assert torch.equal(y.isinf(), expected.isinf()) and not bool(y.isnan().any()), dtype
+
+
+def direct_threads(device):
+    """Run by the child: threads launch one kernel for shapes of more and of less shared memory."""
+    blocks = [
+        make_block(1, c, 64, 6, kernel, groups=8, stride=2, padding=kernel // 2, num_groups=8, device=device,
+                   dtype=torch.bfloat16).channels_last()
+        for c, kernel in ((56, 7), (8, 7), (16, 5))
+    ]  # fmt: skip
+    expected = [block.ours() for block in blocks]
+
+    def run(i):
+        with torch.no_grad():
+            return all(torch.equal(blocks[i].ours(), expected[i]) for _ in range(300))
+
+    with ThreadPoolExecutor(len(blocks)) as pool:
+        assert all(pool.map(run, range(len(blocks))))
+
+
 @pytest.mark.parametrize(
     "cases",
-    ["depthwise", "any_taps", "few_channels", "random", "exact", "mixed_layouts", "hostile", "tails"],
-)
+    ["depthwise", "any_taps", "few_channels", "random", "exact", "mixed_layouts", "hostile", "tails",
+     "infinite_weight", "threads"],
+)  # fmt: skip
 def test_forced_direct_plan(cuda, cases):
     result = _run_child(f"import test_direct; test_direct.direct_{cases}('cuda')", plan="direct")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -83,21 +83,32 @@ def test_autocast_asks_for_a_plan_once(monkeypatch):
         def explain(arguments):
             asked.append(arguments)
             fits = arguments["weight"]["sizes"][1] >= 8
-            return {"plan": {"algorithm": "sm90_implicit_gemm" if fits else "cuda_library"}}
+            few = arguments["weight"]["dtype"] != "float32" and arguments["weight"]["sizes"][1] == 8
+            kernel = "conv_transpose_few_channels_sm80" if few else "another"
+            algorithm = "sm90_implicit_gemm" if fits else "cuda_library"
+            return {"plan": {"algorithm": algorithm, "stages": [kernel]}}
 
     monkeypatch.setattr(_autocast, "_C", Module)
-    monkeypatch.setattr(_autocast, "_takes_sm90", {})
+    monkeypatch.setattr(_autocast, "_quicker_in_float32", {})
     settings = ((2, 2, 2), (0, 0, 0), (0, 0, 0), 1, (1, 1, 1), 2, 1e-5, "ieee")
     x = torch.zeros(1, 4, 2, 2, 2, dtype=torch.bfloat16)
     for k, expected in ((2, False), (8, True)):
         weight = torch.zeros(4, k, 2, 2, 2)
         for _ in range(3):
-            assert _autocast._takes_sm90_plan(x, weight, settings) is expected
+            assert _autocast._is_quicker_in_float32(x, weight, settings, None) is expected
     assert len(asked) == 2
     assert all(a["input"]["dtype"] == "float32" and a["precision"] == "tf32" for a in asked)
+    # Where nothing is recorded, unless 16 bit takes the direct plan on tensor cores.
+    for k, expected in ((2, False), (8, False), (16, True)):
+        weight = torch.zeros(4, k, 2, 2, 2)
+        for _ in range(3):
+            assert _autocast._is_quicker_in_float32(x, weight, settings, torch.bfloat16) is expected
+    assert len(asked) == 2 + 1 + 2 + 2
+    low = [a for a in asked if a["weight"]["dtype"] == "bfloat16"]
+    assert len(low) == 2 and all(a["input"]["dtype"] == "bfloat16" and "training" not in a for a in low)
     monkeypatch.setattr(_autocast, "_MOST_KINDS", 2)
-    _autocast._takes_sm90_plan(x[:, :, :1], weight, settings)
-    assert len(_autocast._takes_sm90) == 1
+    _autocast._is_quicker_in_float32(x[:, :, :1], weight, settings, None)
+    assert len(_autocast._quicker_in_float32) == 1
 
 
 @every_kind

@@ -248,6 +248,11 @@ DIRECT = {
 }
 
 
+# Without a norm.
+ALONE = {"order": "norm_act", "num_groups": 0, "activation": "relu", "activation_param": 0.0}
+ALONE |= {"return_conv": False, "slopes": None, "skip": None}
+
+
 @pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", DIRECT)
@@ -265,7 +270,10 @@ def test_few_inputs_take_the_direct_plan(name, dtype, layout):
     assert "computed for its moments, and once more" in str(plan)
     assert plan_of(arguments | {"training": True}).algorithm == "cuda_library"
     assert plan_of(arguments, forced_plan="library").algorithm == "cuda_library"
-    assert plan_of(facts(), forced_plan="direct").reason == "UPCONV3D_PLAN=direct"
+    forced = plan_of(facts(), forced_plan="direct")
+    assert forced.reason == "UPCONV3D_PLAN=direct" and "estimate: " in str(forced)
+    alone = plan_of(arguments | ALONE, forced_plan="direct")
+    assert "computed once, and stored as y" in str(alone) and "moments" not in str(alone)
 
 
 # Real decoder blocks: x [2,384,6^3], [2,256,8x8x4] and, with norm groups of one channel, [2,320,4^3]

@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "core/channels.hpp"
+#include "core/direct_limits.hpp"
 #include "core/direct_tiling.hpp"
 #include "core/few_channels_layout.hpp"
 #include "core/index_math.hpp"
@@ -24,23 +25,6 @@ std::string tail_obstacle(const Tail& tail) {
   if (tail.has_skip) return "a skip is added to the convolution";
   if (tail.returns_conv) return "the convolution is wanted beside what follows it";
   return "";
-}
-
-/// Whether all that the kernels keep in 32 bits fits: a sample's offsets, and coordinates that may lie
-/// outside of the volume by as much as a kernel reaches.
-bool fits_32_bits(const Problem& p) {
-  if (p.n > kMaxCount || saturating_product(p.c, volume(p.in)) > kMaxCount ||
-      saturating_product(p.k, p.positions()) > kMaxCount) {
-    return false;
-  }
-  const Extent3 out = p.out();
-  for (int axis = 0; axis < 3; ++axis) {
-    const std::int64_t reach = saturating_product(p.kernel[axis], p.dilation[axis]);
-    if (std::max({reach, p.padding[axis], out[axis], p.stride[axis], p.dilation[axis]}) > kMaxCount / 8) {
-      return false;
-    }
-  }
-  return true;
 }
 
 // Times in us of an H200 with L2 cold, fitted to 20 blocks of one to three dtypes and orders
@@ -137,7 +121,7 @@ bool was_compared(const Problem& p, const Plan& direct) {
 }
 
 /// Why the kernels on CUDA cores cannot run, or "".
-std::string cuda_cores_obstacle(const Problem& p) {
+std::string cuda_cores_obstacle(const Problem& p, const Device& device) {
   if (p.dtype == DType::kFloat64) return "float64 is not computed in float32";
   const std::string tail = tail_obstacle(p.tail);
   if (!tail.empty()) return tail;
@@ -149,11 +133,15 @@ std::string cuda_cores_obstacle(const Problem& p) {
     return concat("stride ", triple_text(p.stride), " exceeds the direct kernel's ", kMaxStride);
   }
   // Weights of one thread's channels at least, beside the moments' exchange. Half a multiprocessor's.
-  constexpr std::int64_t kMaxShared = 100 * 1024;
+  constexpr std::int64_t kMaxShared = 113 * 1024;
+  const std::int64_t available = std::min(kMaxShared, shared_bytes_per_block(device.compute_capability));
   const DirectTiling tiling = direct_tiling(p);
-  if (tiling.shared_bytes > kMaxShared) {
-    return concat("the weights of ", tiling.vector, " output channels take ", tiling.shared_bytes,
-                  " bytes, more than the ", kMaxShared, " of shared memory that the direct kernel has");
+  const std::int64_t taken = saturating_sum(tiling.shared_bytes, direct_moment_bytes(tiling));
+  if (taken > available) {
+    return concat(
+        "the weights of ", tiling.lanes_c * tiling.vector, " output channels and their moments take ", taken,
+        " bytes of shared memory, of which the direct kernel has ", available, " on compute capability ",
+        device.compute_capability / 10, '.', device.compute_capability % 10);
   }
   if (saturating_product(p.n, tiling.tile_count(), tiling.channel_blocks) > kMaxCount) {
     return "tiles exceed the direct kernel's 32-bit counters";
@@ -194,13 +182,13 @@ Plan few_channels_plan(const Problem& p, const FewChannelsLayout& layout) {
 
 std::string direct_obstacle(const Problem& p, const Device& device) {
   FewChannelsLayout layout;
-  const std::string obstacle = cuda_cores_obstacle(p);
+  const std::string obstacle = cuda_cores_obstacle(p, device);
   return obstacle.empty() || few_channels_obstacle(p, device, layout).empty() ? "" : obstacle;
 }
 
 Plan direct_plan(const Problem& p, const Device& device) {
   std::optional<Plan> plan;
-  if (cuda_cores_obstacle(p).empty()) plan = cuda_cores_plan(p);
+  if (cuda_cores_obstacle(p, device).empty()) plan = cuda_cores_plan(p);
   FewChannelsLayout layout;
   if (few_channels_obstacle(p, device, layout).empty()) {
     const Plan few = few_channels_plan(p, layout);

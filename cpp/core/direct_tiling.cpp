@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/channels.hpp"
+#include "core/direct_limits.hpp"
 #include "core/index_math.hpp"
 
 namespace upconv3d {
@@ -58,10 +59,26 @@ std::int64_t shared_bytes(const Problem& p, const DirectTiling& tiling) {
   }
   constexpr std::int64_t kTapsOfPhase = 16;
   const std::int64_t phases = p.stride[0] + p.stride[1] + p.stride[2];
-  return phases * kTapsOfPhase + saturating_product(group_inputs(p), volume(p.kernel), channels * kFloat);
+  return saturating_sum(phases * kTapsOfPhase,
+                        saturating_product(group_inputs(p), volume(p.kernel), channels * kFloat));
+}
+
+/// Whether fewer channels are to share a block: for their weights, or for the threads that bring them.
+bool has_too_many_lanes(const Problem& p, const DirectTiling& tiling) {
+  // A block has as much on 8.6, 8.9 and 12.x; two blocks of it fit a multiprocessor of 8.0 and 9.0.
+  constexpr std::int64_t kSharedWanted = 99 * 1024;
+  if (tiling.lanes_c == 1) return false;
+  return saturating_sum(shared_bytes(p, tiling), direct_moment_bytes(tiling)) > kSharedWanted ||
+         (tiling.depthwise && tiling.lanes_c > kMaxDepthwiseLanes);
 }
 
 }  // namespace
+
+std::int64_t direct_moment_bytes(const DirectTiling& tiling) {
+  // Count, mean and M2 of each channel by thread; merge_slots (cuda/group_norm/moments.cuh) has room for 256.
+  constexpr std::int64_t kThreads = 256;
+  return kThreads * (1 + 2 * tiling.vector) * kFloat;
+}
 
 DirectTiling direct_tiling(const Problem& p) {
   DirectTiling tiling;
@@ -74,16 +91,14 @@ DirectTiling direct_tiling(const Problem& p) {
     tiling.cells[axis] = (out[axis] - 1 + p.padding[axis]) / p.stride[axis] - tiling.first[axis] + 1;
   }
   tiling.lanes_c = channel_lanes(p, tiling);
-  // Two blocks of them fit a multiprocessor.
-  constexpr std::int64_t kSharedWanted = 100 * 1024;
-  while (tiling.lanes_c > 1 && shared_bytes(p, tiling) > kSharedWanted) tiling.lanes_c /= 2;
+  while (has_too_many_lanes(p, tiling)) tiling.lanes_c /= 2;
   const std::int64_t columns = tiling.depthwise ? 1 : kDirectColumns;
   tiling.lanes_q = lanes_for(ceil_div(tiling.cells[2], columns), kDirectThreads / tiling.lanes_c);
   tiling.lanes_z = kDirectThreads / (tiling.lanes_c * tiling.lanes_q);
   if (p.y_layout == Layout::kNCDHW) {
     tiling.lanes_z = lanes_for(tiling.cells[0], tiling.lanes_z);
     tiling.lanes_c = kDirectThreads / (tiling.lanes_q * tiling.lanes_z);
-    while (tiling.lanes_c > 1 && shared_bytes(p, tiling) > kSharedWanted) {
+    while (has_too_many_lanes(p, tiling)) {
       tiling.lanes_c /= 2;
       tiling.lanes_z *= 2;
     }

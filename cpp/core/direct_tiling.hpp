@@ -20,6 +20,10 @@ inline constexpr int kDirectThreads = 128;
 /// Cells along the width of a thread of the kernel for any taps.
 inline constexpr int kDirectColumns = 4;
 
+/// Threads of conv_transpose_depthwise along the channels: with four taps or channels to each, they bring a
+/// row of weights to shared memory, and a block must have a thread for every part of it.
+inline constexpr int kMaxDepthwiseLanes = kDirectThreads / 4;
+
 struct DirectTiling {
   bool depthwise = false;  // conv_transpose_depthwise: all phases of a cell by one thread; else for any taps
   bool shared_inputs = false;  // the channels of a thread are of one convolution group
@@ -39,6 +43,9 @@ struct DirectTiling {
 
 /// The cut of a problem that direct_obstacle (core/direct_plan.hpp) has nothing against.
 DirectTiling direct_tiling(const Problem& problem);
+
+/// Shared memory beside that for weights and taps, through which a block's threads merge moments: bytes.
+std::int64_t direct_moment_bytes(const DirectTiling& tiling);
 
 /// Output positions of the largest tile.
 std::int64_t direct_tile_positions(const Problem& problem, const DirectTiling& tiling);

@@ -5,11 +5,10 @@
 #include <bit>
 #include <limits>
 #include <map>
-#include <mutex>
 #include <stdexcept>
-#include <tuple>
 #include <utility>
 
+#include "core/direct_limits.hpp"
 #include "core/index_math.hpp"
 #include "core/text.hpp"
 
@@ -265,19 +264,26 @@ std::string few_channels_shape_obstacle(const Problem& p, FewChannelsLayout& lay
   if (!p.tail.norm) return "nothing is normalized";
   if (p.tail.has_skip) return "a skip is added to the convolution";
   if (p.tail.returns_conv) return "the convolution is to be stored";
-  if (volume(p.kernel) > kFewMaxTaps)
-    return concat("the kernel's ", volume(p.kernel), " taps are more than ", kFewMaxTaps);
-  FewChannelsLayout fixed = fixed_part(p);
-  const Extent3 out = p.out();
-  if (saturating_product(p.k, p.positions()) > kMaxCount / 2 ||
+  const std::int64_t taps = saturating_product(p.kernel[0], p.kernel[1], p.kernel[2]);
+  if (taps > kFewMaxTaps) return concat("the kernel's ", taps, " taps are more than ", kFewMaxTaps);
+  // Half of what 32 bits count, since tiles reach beyond the volume.
+  if (!fits_32_bits(p) || saturating_product(p.k, p.positions()) > kMaxCount / 2 ||
       saturating_product(p.c, volume(p.in)) > kMaxCount / 2 ||
-      saturating_product(p.n, p.positions()) > kMaxCount / 2 ||
-      *std::max_element(out.begin(), out.end()) > kMaxCount / 4) {
-    return "its positions or a sample's elements exceed 32-bit counters";
+      saturating_product(p.n, p.positions()) > kMaxCount / 2) {
+    return "an extent, its positions or a sample's elements exceed 32-bit counters";
   }
-  const std::int64_t groups = volume(p.stride) / fixed.paired;
-  if (groups > kFewMaxGroups)
-    return concat("the stride has ", groups, " groups of phases, more than ", kFewMaxGroups);
+  FewChannelsLayout fixed = fixed_part(p);
+  const std::int64_t phases = saturating_product(p.stride[0], p.stride[1], p.stride[2]);
+  if (phases / fixed.paired > kFewMaxGroups) {
+    return concat("the stride ", triple_text(p.stride), " has more than ", kFewMaxGroups,
+                  " groups of phases");
+  }
+  const std::int64_t groups = phases / fixed.paired;
+  const std::int64_t halo = *std::max_element(fixed.box.begin(), fixed.box.end());
+  if (halo >= 1 << kFewOffsetBits) {
+    return concat("its taps read inputs ", halo, " apart along an axis, of which a box has less than ",
+                  1 << kFewOffsetBits);
+  }
   if (saturating_product(volume(p.kernel) + groups * kFewLists, fixed.chunks) > 2 * kFewMaxSteps) {
     return concat("its taps and channels, ", volume(p.kernel), " and ", p.c, ", take more than ",
                   kFewMaxSteps, " steps");
@@ -297,10 +303,7 @@ std::string few_channels_obstacle(const Problem& p, const Device& device, FewCha
   }
   const std::string obstacle = few_channels_shape_obstacle(p, layout);
   if (!obstacle.empty()) return obstacle;
-  // Of a block: 8.0 and 8.7, then 8.6, 8.9 and 12.x, then 9.0 and 10.x.
-  const int capability = device.compute_capability;
-  const bool small = capability == 86 || capability == 89 || capability >= 120;
-  const std::int64_t available = (small ? 99 : capability < 90 ? 163 : 227) * 1024;
+  const std::int64_t available = shared_bytes_per_block(device.compute_capability);
   if (layout.shared_bytes > available) {
     return concat("its tiles take ", layout.shared_bytes, " bytes of shared memory, of which a block has ",
                   available);
@@ -308,39 +311,14 @@ std::string few_channels_obstacle(const Problem& p, const Device& device, FewCha
   return "";
 }
 
-namespace {
-
-/// Whether a layout of one problem is that of the other.
-bool same_layout(const Problem& a, const Problem& b) {
-  const auto key = [](const Problem& p) {
-    return std::tie(p.n, p.c, p.k, p.in, p.kernel, p.stride, p.padding, p.output_padding, p.dilation,
-                    p.groups, p.dtype, p.precision, p.x_layout, p.x_aligned, p.operation, p.tail.norm,
-                    p.tail.has_skip, p.tail.returns_conv);
-  };
-  return key(a) == key(b);
-}
-
-}  // namespace
-
-std::shared_ptr<const FewChannelsLayout> few_channels_layout(const Problem& p) {
-  using Known = std::pair<Problem, std::shared_ptr<const FewChannelsLayout>>;
-  constexpr std::size_t kRemembered = 32;  // blocks of a network
-  static std::mutex mutex;
-  static std::vector<Known> known;
-  static std::size_t next = 0;
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found =
-      std::find_if(known.begin(), known.end(), [&p](const Known& k) { return same_layout(k.first, p); });
-  if (found != known.end()) return found->second;
-  const auto layout = std::make_shared<FewChannelsLayout>();
-  const std::string obstacle = few_channels_shape_obstacle(p, *layout);
+FewChannelsLayout few_channels_layout(const Problem& p) {
+  FewChannelsLayout layout;
+  const std::string obstacle = few_channels_shape_obstacle(p, layout);
   if (!obstacle.empty()) {
     throw std::logic_error(
         concat("upconv3d: conv_transpose_few_channels_sm80 must be able to run the block; got ", describe(p),
                ", but ", obstacle, ". select_plan must choose another plan."));
   }
-  if (known.size() < kRemembered) known.emplace_back();
-  known[next++ % kRemembered] = {p, layout};
   return layout;
 }
 

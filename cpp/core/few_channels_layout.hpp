@@ -16,7 +16,6 @@
 
 #include <array>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -94,9 +93,9 @@ std::string few_channels_shape_obstacle(const Problem& problem, FewChannelsLayou
 std::string few_channels_obstacle(const Problem& problem, const Device& device, FewChannelsLayout& layout);
 
 /// The layout of a block that the kernel takes. A pure function of the problem: what moments are merged from
-/// does not depend on the device. Those last asked for are remembered; safe to use from several threads.
+/// does not depend on the device. Working it out takes longer than a launch.
 /// \throws std::logic_error for a block that it does not take
-std::shared_ptr<const FewChannelsLayout> few_channels_layout(const Problem& problem);
+FewChannelsLayout few_channels_layout(const Problem& problem);
 
 /// Estimated time in ms of both passes and of what is launched between them.
 double few_channels_ms(const Problem& problem, const FewChannelsLayout& layout);

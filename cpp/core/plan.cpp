@@ -43,7 +43,10 @@ std::string describe(const Plan& plan) {
     text += concat("\n  kernel: ", plan.instance->name, ", tile ", plan.instance->block_channels,
                    " channels x ", plan.instance->block_positions, " positions");
   }
-  if (plan.twice || plan.algorithm == Algorithm::kCudaDirect) {
+  const bool direct = plan.algorithm == Algorithm::kCudaDirect;
+  if (direct && plan.tiles == 0) {
+    text += "\n  convolution: computed once, and stored as y";
+  } else if (plan.twice || direct) {
     text += "\n  convolution: computed for its moments, and once more to be normalized and stored";
   } else {
     text += concat("\n  convolution: stores ", name(plan.activation), steps_text(plan), ' ',
@@ -57,6 +60,7 @@ std::string describe(const Plan& plan) {
     text += concat("\n  estimates after packing: stored ", estimate(plan.estimated_stored_ms),
                    ", computed twice ", estimate(plan.estimated_twice_ms));
   }
+  if (direct) text += concat("\n  estimate: ", plan.estimated_direct_ms, " ms");
   if (plan.split_axes > 0) {
     text += concat("\n  borders: cut off along ", plan.split_axes, plan.split_axes == 1 ? " axis" : " axes",
                    ", so that taps which read only padding are skipped");

@@ -335,7 +335,7 @@ void run_forward(const Problem& problem, const Plan& plan, const Device& device,
     } else if (plan.algorithm == Algorithm::kSm80ImplicitGemm) {
       run_sm80(problem, plan, tensors, stream);
     } else if (plan.algorithm == Algorithm::kCudaDirect) {
-      run_direct(problem, plan, tensors, stream);
+      run_direct(problem, plan, tensors, stream, memo);
     } else {
       run_library(problem, plan, device, tensors, stream);
     }

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/forward_direct.hpp"
 
+#include <memory>
 #include <stdexcept>
 
+#include "core/few_channels_layout.hpp"
+#include "core/launch_memo.hpp"
 #include "cuda/conv_transpose/conv_transpose_direct.hpp"
 #include "cuda/conv_transpose/conv_transpose_few_channels_sm80.hpp"
 #include "cuda/group_norm/group_norm.hpp"
@@ -36,13 +39,20 @@ struct DirectWorkspace {
   }
 };
 
-void convolve(const ConvTransposeDirectParams& params, const Plan& plan, const char* stage,
+/// What working out anew would take longer than the launches.
+struct RememberedLayout : RememberedLaunch {
+  FewChannelsLayout layout;
+  explicit RememberedLayout(const Problem& problem) : layout(few_channels_layout(problem)) {}
+};
+
+/// \param layout of the plan on tensor cores; null: that on CUDA cores
+void convolve(const ConvTransposeDirectParams& params, const FewChannelsLayout* layout, const char* stage,
               cudaStream_t stream) {
   const StageRange range(stage);
 #ifdef UPCONV3D_HAS_SM80
-  if (plan.few_channels) return launch_few_channels(params, stream);
+  if (layout) return launch_few_channels(params, *layout, stream);
 #endif
-  if (plan.few_channels) {
+  if (layout) {
     throw std::logic_error(
         "upconv3d: conv_transpose_few_channels_sm80 is not part of this build; an arch from 80 on is missing "
         "from UPCONV3D_CUDA_ARCHS");
@@ -50,14 +60,9 @@ void convolve(const ConvTransposeDirectParams& params, const Plan& plan, const c
   launch_direct(params, stream);
 }
 
-}  // namespace
-
-std::int64_t direct_workspace_bytes(const Problem& problem, const Plan& plan) {
-  return DirectWorkspace(problem, plan, nullptr).bytes;
-}
-
-void run_direct(const Problem& problem, const Plan& plan, const ForwardTensors& tensors,
-                cudaStream_t stream) {
+/// \param layout as of convolve
+void run_passes(const Problem& problem, const Plan& plan, const FewChannelsLayout* layout,
+                const ForwardTensors& tensors, cudaStream_t stream) {
   const DirectWorkspace workspace(problem, plan, tensors.workspace);
   const Tail& tail = problem.tail;
   const int slope_step = tail.slopes > 1 ? 1 : 0;
@@ -74,7 +79,7 @@ void run_direct(const Problem& problem, const Plan& plan, const ForwardTensors& 
     ConvTransposeDirectParams moments = conv;
     moments.part = workspace.part;
     moments.counts = workspace.counts;
-    convolve(moments, plan, "upconv3d::conv_transpose_moments", stream);
+    convolve(moments, layout, "upconv3d::conv_transpose_moments", stream);
 
     FinalizeParams finalize;
     finalize.shape = group_norm_shape(problem, plan);
@@ -91,7 +96,21 @@ void run_direct(const Problem& problem, const Plan& plan, const ForwardTensors& 
   }
   conv.table = workspace.table;
   conv.y = tensors.y;
-  convolve(conv, plan, "upconv3d::conv_transpose_normalize", stream);
+  convolve(conv, layout, "upconv3d::conv_transpose_normalize", stream);
+}
+
+}  // namespace
+
+std::int64_t direct_workspace_bytes(const Problem& problem, const Plan& plan) {
+  return DirectWorkspace(problem, plan, nullptr).bytes;
+}
+
+void run_direct(const Problem& problem, const Plan& plan, const ForwardTensors& tensors, cudaStream_t stream,
+                LaunchMemo* memo) {
+  if (!plan.few_channels) return run_passes(problem, plan, nullptr, tensors, stream);
+  LaunchMemo::run<RememberedLayout>(
+      memo, [&] { return std::make_unique<RememberedLayout>(problem); },
+      [&](const RememberedLayout& kept) { run_passes(problem, plan, &kept.layout, tensors, stream); });
 }
 
 }  // namespace upconv3d::cuda

@@ -15,6 +15,8 @@ std::int64_t direct_workspace_bytes(const Problem& problem, const Plan& plan);
 
 /// Convolve for the moments, merge those, convolve again and normalize into y; without a normalization,
 /// convolve into y.
-void run_direct(const Problem& problem, const Plan& plan, const ForwardTensors& tensors, cudaStream_t stream);
+/// \param memo of calls of this plan; or null
+void run_direct(const Problem& problem, const Plan& plan, const ForwardTensors& tensors, cudaStream_t stream,
+                LaunchMemo* memo);
 
 }  // namespace upconv3d::cuda

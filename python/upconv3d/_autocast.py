@@ -17,6 +17,8 @@ from ._tail import composite
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 
+_FEW_CHANNELS_KERNEL = "conv_transpose_few_channels_sm80"
+
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
 )
@@ -30,30 +32,45 @@ def autocast_dtype(input: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-# Whether calls of a kind take the SM90 plan in float32 "tf32". Asking takes longer than the block itself.
-_takes_sm90: dict[tuple[Any, ...], bool] = {}
+# Whether calls of a kind are quicker in float32 "tf32". Asking takes longer than the block itself.
+_quicker_in_float32: dict[tuple[Any, ...], bool] = {}
 _MOST_KINDS = 1024  # beyond which all are forgotten, as where shapes never repeat
 
 
-def _takes_sm90_plan(input: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> bool:
-    kind = (input.shape, input.stride(), weight.shape, weight.stride(), input.device, settings)
+def _is_quicker_in_float32(
+    input: Tensor, weight: Tensor, settings: tuple[Any, ...], inference_dtype: torch.dtype | None
+) -> bool:
+    """inference_dtype: what the casts are to; None where gradients are recorded."""
+    shapes = (input.shape, input.stride(), weight.shape, weight.stride())
+    kind = (shapes, input.device, settings, inference_dtype)
     try:
-        found = _takes_sm90.get(kind)
+        found = _quicker_in_float32.get(kind)
     except TypeError:  # a symbolic size, which has no hash
         return False
-    return _ask_for_plan(kind, input, weight, settings) if found is None else found
+    return _ask_for_plans(kind, input, weight, settings, inference_dtype) if found is None else found
 
 
-def _ask_for_plan(kind: tuple[Any, ...], input: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> bool:
+def _ask_for_plans(
+    kind: tuple[Any, ...],
+    input: Tensor,
+    weight: Tensor,
+    settings: tuple[Any, ...],
+    inference_dtype: torch.dtype | None,
+) -> bool:
     stride, padding, output_padding, groups, dilation, num_groups, eps = settings[:7]
     convolution = (stride, padding, output_padding, groups, dilation)
     facts = block_facts(input, weight, None, *convolution, num_groups, None, None, eps, "tf32")
     facts["input"]["dtype"] = "float32"
     # The plan that a backward pass follows is the one that is more often the library's.
     found: bool = _C.explain(facts | {"training": True})["plan"]["algorithm"] == "sm90_implicit_gemm"
-    if len(_takes_sm90) >= _MOST_KINDS:
-        _takes_sm90.clear()
-    _takes_sm90[kind] = found
+    if found and inference_dtype is not None:
+        dtype = {"dtype": str(inference_dtype).removeprefix("torch.")}
+        low = facts | {"input": facts["input"] | dtype, "weight": facts["weight"] | dtype}
+        # Of few channels, 16 bit is quicker with its casts too (1, 16 > 8, 96x64x80: 134 us, float32 187).
+        found = _FEW_CHANNELS_KERNEL not in _C.explain(low)["plan"]["stages"]
+    if len(_quicker_in_float32) >= _MOST_KINDS:
+        _quicker_in_float32.clear()
+    _quicker_in_float32[kind] = found
     return found
 
 
@@ -73,7 +90,8 @@ def computes_in_float32(
     recording: bool,
     most_values: int = _MOST_FLOAT32_VALUES,
 ) -> bool:
-    """Whether autocast's casts, to `low`, are left out: where float32 "tf32" takes the SM90 plan.
+    """Whether autocast's casts, to `low`, are left out: where float32 "tf32" takes the SM90 plan, unless in
+    inference 16 bit takes the direct plan on tensor cores.
 
     That plan multiplies in 16 bit too, in float16 with scales, which is more exact than either `low`, and its
     result is the float32 that autocast wants of a group norm. Six casts with their gradients are saved. (In
@@ -92,7 +110,7 @@ def computes_in_float32(
     positions = input.numel() // max(input.size(-4), 1) * stride[0] * stride[1] * stride[2]  # about
     values = positions * weight.size(1) * settings[3]
     fits = values <= most_values or (recording and low is torch.float16)
-    return fits and _takes_sm90_plan(input, weight, settings)
+    return fits and _is_quicker_in_float32(input, weight, settings, None if recording else low)
 
 
 def graph_without_casts(tensors: Sequence[Tensor | None], low: torch.dtype, settings: Sequence[Any]) -> bool:

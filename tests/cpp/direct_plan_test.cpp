@@ -8,6 +8,7 @@
 #include <iostream>
 #include <string>
 
+#include "core/direct_limits.hpp"
 #include "core/direct_plan.hpp"
 #include "core/direct_tiling.hpp"
 #include "core/errors.hpp"
@@ -60,6 +61,8 @@ void test_tiling_of(const Problem& p) {
   expect(t.lanes_c * t.lanes_q * t.lanes_z == kDirectThreads, what + ": lanes");
   expect(t.channel_blocks * t.lanes_c * t.vector >= p.k, what + ": channels");
   expect(p.k % t.vector == 0, what + ": whole vectors");
+  expect(!t.depthwise || t.lanes_c <= kMaxDepthwiseLanes,
+         what + ": a block's threads cover a row of weights");
   expect(t.vector == 1 || t.depthwise || (p.k / p.groups) % t.vector == 0, what + ": vectors of one group");
 }
 
@@ -77,6 +80,16 @@ void test_tiling() {
       }
     }
     test_tiling_of(few_channels(layout));
+    // Hardly any positions beside the channels, so that threads are left over for these.
+    for (const Extent3& in : {Extent3{1, 9, 1}, Extent3{1, 9, 2}, Extent3{2, 9, 1}, Extent3{2, 2, 2}}) {
+      for (const std::int64_t channels : {3, 64, 512}) {
+        for (const std::int64_t taps : {3, 5, 7}) {
+          Problem p = mednext(channels, 1, taps, layout);
+          p.in = in;
+          if (p.out()[0] > 0 && p.out()[2] > 0) test_tiling_of(p);
+        }
+      }
+    }
   }
 }
 
@@ -89,7 +102,7 @@ void test_choice() {
       expect(has_part(plan.reason, "not the SM90 kernel") && has_part(plan.reason, "direct kernel"),
              "reason: " + plan.reason);
       const std::int64_t tiles =
-          plan.few_channels ? few_channels_layout(p)->tile_count() : direct_tiling(p).tile_count();
+          plan.few_channels ? few_channels_layout(p).tile_count() : direct_tiling(p).tile_count();
       expect(plan.stages.size() == 3 && plan.tiles == tiles, "three launches");
       expect(plan.few_channels == (p.groups == 1), "tensor cores wherever channels are not apart");
       expect(select_training_plan(p, hopper(), all_compiled()).algorithm == Algorithm::kCudaLibrary,
@@ -115,6 +128,41 @@ void test_no_norm_is_one_launch() {
   p.tail.norm = false, p.num_groups = 1;
   const Plan plan = direct_plan(p, hopper());
   expect(plan.stages.size() == 1 && plan.tiles == 0, "nothing is computed twice without a norm");
+  const std::string text = describe(plan);
+  expect(has_part(text, "computed once") && !has_part(text, "moments"), "described so: " + text);
+}
+
+void test_estimate_is_described() {
+  for (const char* forced : {"", "direct"}) {
+    Device device = hopper();
+    device.forced_plan = forced;
+    const Plan plan = select_plan(mednext(64, 64), device, all_compiled());
+    const std::string estimate = concat("estimate: ", plan.estimated_direct_ms, " ms");
+    expect(has_part(describe(plan), estimate.c_str()), "described with its estimate: " + describe(plan));
+  }
+}
+
+/// Weights of 8 channels of k7 and 8 inputs take 86 KB, and their moments 17.
+void test_shared_memory() {
+  Problem p = few_channels();
+  p.n = 1, p.c = 64, p.groups = 8, p.k = 64, p.num_groups = 8, p.in = {32, 32, 32};
+  p.kernel = {7, 7, 7}, p.padding = {3, 3, 3};
+  Device device = hopper();
+  expect(direct_obstacle(p, device).empty(), "taken on Hopper: " + direct_obstacle(p, device));
+  for (const int capability : {75, 86, 89, 120}) {
+    device.compute_capability = capability;
+    const std::string obstacle = direct_obstacle(p, device);
+    expect(has_part(obstacle, "shared memory"), concat("refused on ", capability, ": ", obstacle));
+  }
+  for (const std::int64_t inputs : {1, 2, 4, 8}) {
+    for (const std::int64_t taps : {2, 4, 5, 7}) {
+      p.kernel = {taps, taps, taps}, p.c = 8 * inputs;
+      const DirectTiling tiling = direct_tiling(p);
+      const std::int64_t taken = tiling.shared_bytes + direct_moment_bytes(tiling);
+      expect(taken <= shared_bytes_per_block(89) || tiling.lanes_c == 1,
+             concat(taken, " bytes for ", tiling.lanes_c, " lanes of ", describe(p)));
+    }
+  }
 }
 
 void test_obstacles() {
@@ -151,6 +199,8 @@ int main() {
   upconv3d::test_tiling();
   upconv3d::test_choice();
   upconv3d::test_no_norm_is_one_launch();
+  upconv3d::test_estimate_is_described();
+  upconv3d::test_shared_memory();
   upconv3d::test_obstacles();
   if (upconv3d::failures == 0) std::cout << "direct plan: all passed\n";
   return upconv3d::failures == 0 ? 0 : 1;

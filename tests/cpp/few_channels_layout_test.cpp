@@ -41,11 +41,11 @@ Problem with(Problem p, const Extent3& kernel, const Extent3& stride, const Exte
 /// that no other product has; what is left of a step is zeros of x.
 void test_steps(const Problem& p) {
   const std::string what = describe(p);
-  const auto layout = few_channels_layout(p);
-  std::vector<int> used(static_cast<std::size_t>(layout->fragments * 2), 0);
+  const FewChannelsLayout layout = few_channels_layout(p);
+  std::vector<int> used(static_cast<std::size_t>(layout.fragments * 2), 0);
   // What is read by which unit and phase: the unit's half to the place in the box.
   std::map<std::pair<int, int>, std::pair<int, Extent3>> reads;
-  for (const FewGroup& group : layout->groups) {
+  for (const FewGroup& group : layout.groups) {
     int step = group.first_step, unit = group.first_fragment;
     for (int list = 0; list < kFewLists; ++list) {
       for (int i = 0; i < group.steps[list]; ++i, ++step) {
@@ -54,7 +54,7 @@ void test_steps(const Problem& p) {
           const bool second = list == kFewSecond || slot == 1;
           const Extent3 phase = {group.phase[0], group.phase[1], group.phase[2] + (second ? 1 : 0)};
           for (int half = 0; half < 2; ++half) {
-            const std::uint32_t place = layout->steps[step] >> half * kFewOffsetBits;
+            const std::uint32_t place = layout.steps[step] >> half * kFewOffsetBits;
             reads[{unit, half}] = {static_cast<int>(place & ((1u << kFewOffsetBits) - 1)), phase};
           }
         }
@@ -64,19 +64,19 @@ void test_steps(const Problem& p) {
   expect(reads.size() == used.size(), what + ": all units are used");
   for (std::int64_t tap = 0; tap < volume(p.kernel); ++tap) {
     const Extent3 at = {tap / p.kernel[2] / p.kernel[1], tap / p.kernel[2] % p.kernel[1], tap % p.kernel[2]};
-    const FewTap& from = layout->taps[tap];
-    for (int chunk = 0; chunk < layout->chunks; ++chunk) {
+    const FewTap& from = layout.taps[tap];
+    for (int chunk = 0; chunk < layout.chunks; ++chunk) {
       const int number = from.first_chunk + chunk;
       const int unit = from.fragment + number / 2 * from.stride;
       ++used[unit * 2 + number % 2];
       const auto& [place, phase] = reads.at({unit, number % 2});
-      const int position = place / layout->pitch;
-      expect(place % layout->pitch == chunk, what + ": the chunk of channels");
-      const Extent3 in = {position / layout->box[2] / layout->box[1],
-                          position / layout->box[2] % layout->box[1], position % layout->box[2]};
+      const int position = place / layout.pitch;
+      expect(place % layout.pitch == chunk, what + ": the chunk of channels");
+      const Extent3 in = {position / layout.box[2] / layout.box[1], position / layout.box[2] % layout.box[1],
+                          position % layout.box[2]};
       for (int axis = 0; axis < 3; ++axis) {
         // Output j*stride + phase of j = 0 reads this input through this tap.
-        const std::int64_t input = in[axis] + layout->lower[axis];
+        const std::int64_t input = in[axis] + layout.lower[axis];
         expect(input * p.stride[axis] - p.padding[axis] + at[axis] * p.dilation[axis] == phase[axis],
                concat(what, ": tap ", tap, " along axis ", axis));
       }
@@ -84,25 +84,24 @@ void test_steps(const Problem& p) {
   }
   for (std::size_t i = 0; i < used.size(); ++i) {
     const int place = reads.at({static_cast<int>(i / 2), static_cast<int>(i % 2)}).first;
-    expect(used[i] == (place == layout->chunks ? 0 : 1), what + ": weights once, or zeros of x");
+    expect(used[i] == (place == layout.chunks ? 0 : 1), what + ": weights once, or zeros of x");
   }
 }
 
 void test_tiles(const Problem& p) {
-  const auto layout = few_channels_layout(p);
+  const FewChannelsLayout layout = few_channels_layout(p);
   const Extent3 out = p.out();
   for (int axis = 0; axis < 3; ++axis) {
-    const std::int64_t each = layout->tile[axis] * p.stride[axis];
-    expect(layout->tiles[axis] * each >= out[axis] && (layout->tiles[axis] - 1) * each < out[axis],
+    const std::int64_t each = layout.tile[axis] * p.stride[axis];
+    expect(layout.tiles[axis] * each >= out[axis] && (layout.tiles[axis] - 1) * each < out[axis],
            describe(p) + ": tiles cover an axis");
   }
-  expect(volume(layout->tile) <= layout->rows() && kFewWarps % layout->row_warps == 0, "rows of a tile");
-  expect(few_shared_bytes(*layout).total() == layout->shared_bytes, "shared memory");
-  expect(layout->pitch % 2 == 1 && layout->pitch > layout->chunks, "positions in different banks, and zeros");
+  expect(volume(layout.tile) <= layout.rows() && kFewWarps % layout.row_warps == 0, "rows of a tile");
+  expect(few_shared_bytes(layout).total() == layout.shared_bytes, "shared memory");
+  expect(layout.pitch % 2 == 1 && layout.pitch > layout.chunks, "positions in different banks, and zeros");
 }
 
 void test_layouts() {
-  const Problem base = up_block(32, 16, {9, 10, 11});
   for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
     for (const std::int64_t c : {1, 3, 8, 16, 24, 33}) {
       Problem p = up_block(c, 16, {9, 10, 11});
@@ -116,7 +115,6 @@ void test_layouts() {
       }
     }
   }
-  expect(few_channels_layout(base) == few_channels_layout(base), "a layout is remembered");
 }
 
 void test_obstacles() {
@@ -144,6 +142,19 @@ void test_obstacles() {
   refuses(up_block(256, 64, {9, 10, 11}), "steps");
   refuses(up_block(128, 32, {9, 10, 11}), "shared memory");
   refuses(up_block(32, 16, {1000, 1000, 1000}), "32-bit");
+  // Products of these would wrap.
+  constexpr std::int64_t kStride = 1 << 22, kDilation = 1 << 28, kApart = 1 << 14;
+  const Problem voxel = up_block(16, 8, {1, 1, 1});
+  refuses(with(voxel, {1, 1, 1}, {kStride, kStride, kStride}, {0, 0, 0}), "groups of phases");
+  refuses(with(voxel, {2, 2, 2}, {1, 1, 1}, {kDilation / 2, kDilation / 2, kDilation / 2},
+               {kDilation, kDilation, kDilation}),
+          "32-bit");
+  const auto apart = [&](std::int64_t distance) {
+    return with(voxel, {2, 2, 2}, {1, 1, 1}, {distance / 2, distance / 2, distance / 2},
+                {distance, distance, distance});
+  };
+  refuses(apart(kApart), "16384 apart");
+  refuses(apart(kApart / 2), "shared memory");
   FewChannelsLayout layout;
   Device volta = hopper();
   volta.compute_capability = 70;

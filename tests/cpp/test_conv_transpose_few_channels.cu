@@ -212,8 +212,9 @@ std::vector<double> ordered_weight(const Case& c, int order, const std::vector<d
 
 /// y of a run over poisoned memory, as it lies.
 template <class T>
-std::vector<T> run(const Case& c, const Problem& p, const Operands& from, int order) {
-  const std::int64_t tiles = cuda::few_channels_tiles(p);
+std::vector<T> run(const Case& c, const Problem& p, const FewChannelsLayout& layout, const Operands& from,
+                   int order) {
+  const std::int64_t tiles = layout.tile_count();
   DeviceBuffer<T> x(from.x.size()), w(from.w.size()), y(p.n * p.k * p.positions());
   DeviceBuffer<T> bias(p.k), gamma(p.k), beta(p.k), slopes(p.k);
   DeviceBuffer<float> part(p.n * tiles * p.k * 2), table(3 * p.n * p.k);
@@ -231,7 +232,7 @@ std::vector<T> run(const Case& c, const Problem& p, const Operands& from, int or
   params.before = {p.tail.before(), p.tail.parameter, slopes.get(), p.tail.slopes == 1 ? 0 : 1};
   params.after = params.before, params.after.kind = p.tail.after();
   params.part = part.get(), params.counts = counts.get();
-  cuda::launch_few_channels(params, nullptr);
+  cuda::launch_few_channels(params, layout, nullptr);
 
   cuda::FinalizeParams finalize;
   finalize.shape = {p.n, p.k, p.positions(), p.num_groups, 0, tiles};
@@ -244,7 +245,7 @@ std::vector<T> run(const Case& c, const Problem& p, const Operands& from, int or
 
   params.part = nullptr, params.counts = nullptr;
   params.table = table.get(), params.y = y.get();
-  cuda::launch_few_channels(params, nullptr);
+  cuda::launch_few_channels(params, layout, nullptr);
   check(cudaDeviceSynchronize(), "conv_transpose_few_channels_sm80");
   std::int64_t counted = 0;
   for (const std::int32_t count : counts.download()) counted += count;
@@ -300,10 +301,10 @@ void check_case(const Case& c, Counts& counts) {
         continue;
       }
       try {
-        const std::vector<T> y = run<T>(c, p, operands, number % kWeightOrders);
+        const std::vector<T> y = run<T>(c, p, layout, operands, number % kWeightOrders);
         // One rounding of the mean counts for more where it is far from zero.
         failure = compare(p, y, expected(p, operands), c.values == Values::kFarFromZero ? 2e-3 : 3e-5);
-        const std::vector<T> again = run<T>(c, p, operands, number % kWeightOrders);
+        const std::vector<T> again = run<T>(c, p, layout, operands, number % kWeightOrders);
         if (failure.empty() && std::memcmp(y.data(), again.data(), y.size() * sizeof(T)) != 0) {
           failure = "a second run gives other bits";
         }

@@ -55,7 +55,8 @@ template <class Traits, class T>
 __device__ __forceinline__ void stage_depthwise_weights(const DirectArgs<T>& args, int lane_begin,
                                                         float* shared) {
   constexpr int kTaps = Traits::kTaps, kChannels = Traits::kChannels, kLast = Traits::kVolume - 1;
-  // Rows are parts of the block's threads, so that a thread stays with its channel.
+  // Rows are parts of the block's threads, so that a thread stays with its channel: no row is longer, and
+  // `loads` at least 1, since lanes_c is at most kMaxDepthwiseLanes, which the launch checks.
   const int row_shift = args.lanes_c_shift + 2, thread = static_cast<int>(threadIdx.x);
   const int lane = (thread & ((1 << row_shift) - 1)) >> 2;
   const int channel = (lane_begin + lane) * kChannels + thread % kChannels;

@@ -145,11 +145,18 @@ struct PhaseProducts {
     const int channel_step = args.kernel[0] * args.kernel[1] * args.kernel[2] * row;
     for (int c = 0; c < args.group_inputs; ++c, weight += channel_step) {
       const auto w = load_vector<kChannels, false>(weight);
+      float values[kDirectColumns];
 #pragma unroll
       for (int j = 0; j < kDirectColumns; ++j) {
-        const float value = valid[j] ? to_stat(from[j][c * args.x_channel]) : 0.f;
+        values[j] = valid[j] ? to_stat(from[j][c * args.x_channel]) : 0.f;
+      }
 #pragma unroll
-        for (int l = 0; l < kChannels; ++l) v[j * kChannels + l] = fmaf(value, w.at[l], v[j * kChannels + l]);
+      for (int j = 0; j < kDirectColumns; ++j) {
+        // Not by zero, of which an infinite weight would make NaN.
+        if (!valid[j]) continue;
+#pragma unroll
+        for (int l = 0; l < kChannels; ++l)
+          v[j * kChannels + l] = fmaf(values[j], w.at[l], v[j * kChannels + l]);
       }
     }
   }

@@ -2,7 +2,6 @@
 #include "cuda/conv_transpose/conv_transpose_few_channels_sm80.hpp"
 
 #include <algorithm>
-#include <memory>
 #include <stdexcept>
 
 #include "core/few_channels_layout.hpp"
@@ -91,14 +90,9 @@ bool has_whole_runs(const Problem& p, const FewChannelsLayout& layout, const voi
 
 }  // namespace
 
-std::int64_t few_channels_tiles(const Problem& problem) {
-  return few_channels_layout(problem)->tile_count();
-}
-
-void launch_few_channels(const ConvTransposeDirectParams& from, cudaStream_t stream) {
+void launch_few_channels(const ConvTransposeDirectParams& from, const FewChannelsLayout& layout,
+                         cudaStream_t stream) {
   if (from.problem.n == 0) return;
-  const std::shared_ptr<const FewChannelsLayout> remembered = few_channels_layout(from.problem);
-  const FewChannelsLayout& layout = *remembered;
   FewParams params{};
   set_tensors(from, params);
   set_layout(from.problem, layout, params);

@@ -15,7 +15,9 @@ void launch_depthwise_pass(const ConvTransposeDirectParams& params, const Direct
     constexpr bool kPlain = decltype(plain)::value;
     const auto kernel = params.part != nullptr ? conv_transpose_depthwise<T, kTaps, kChannels, kPlain, true>
                                                : conv_transpose_depthwise<T, kTaps, kChannels, kPlain, false>;
-    launch_direct_kernel<T>("conv_transpose_depthwise", kernel, params, tiling, stream);
+    static ReservedSharedMemory reserved[2];  // of the output pass, of the moments'
+    launch_direct_kernel<T>("conv_transpose_depthwise", kernel, params, tiling,
+                            reserved[params.part != nullptr ? 1 : 0], stream);
   };
   return is_plain(params) ? pass(std::true_type{}) : pass(std::false_type{});
 }
@@ -32,6 +34,12 @@ void launch_depthwise_taps(const ConvTransposeDirectParams& params, const Direct
 template <class T>
 void launch_depthwise(const ConvTransposeDirectParams& params, const DirectTiling& tiling,
                       cudaStream_t stream) {
+  if (tiling.lanes_c > kMaxDepthwiseLanes) {
+    throw std::logic_error("upconv3d: conv_transpose_depthwise has at most " +
+                           std::to_string(kMaxDepthwiseLanes) + " threads along the channels; got " +
+                           std::to_string(tiling.lanes_c) + " for " + describe(params.problem) +
+                           ". direct_tiling must give the others to the depth.");
+  }
   switch (params.problem.kernel[0]) {
     case 3:
       return launch_depthwise_taps<T, 3>(params, tiling, stream);

@@ -16,6 +16,7 @@
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_direct.hpp"
 #include "cuda/conv_transpose/direct_pass.cuh"
+#include "cuda/reserved_shared_memory.hpp"
 
 namespace upconv3d::cuda {
 
@@ -106,16 +107,19 @@ inline bool is_plain(const ConvTransposeDirectParams& params) {
 }
 
 /// One pass, a block for each sample, tile and block of channels.
+/// \param reserved static, the kernel's own
 template <class T>
 void launch_direct_kernel(const char* name, void (*kernel)(DirectArgs<T>),
                           const ConvTransposeDirectParams& params, const DirectTiling& tiling,
-                          cudaStream_t stream) {
-  // Less what the kernels exchange moments through.
-  constexpr std::int64_t kSharedByDefault = 24 * 1024;
-  if (tiling.shared_bytes > kSharedByDefault) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(tiling.shared_bytes)),
-          "reserving shared memory for conv_transpose_direct");
+                          ReservedSharedMemory& reserved, cudaStream_t stream) {
+  constexpr std::int64_t kUnasked = 48 * 1024;  // bytes that kernels get
+  const std::int64_t for_moments = direct_moment_bytes(tiling);
+  if (tiling.shared_bytes + for_moments > kUnasked) {
+    // All that there is: another thread may be about to launch the kernel for a shape that takes more.
+    int device = 0, most = 0;
+    check(cudaGetDevice(&device), "asking for the current device");
+    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), name);
+    reserved.ensure(name, reinterpret_cast<const void*>(kernel), most - static_cast<int>(for_moments));
   }
   const std::int64_t blocks =
       saturating_product(params.problem.n, tiling.tile_count(), tiling.channel_blocks);
