@@ -32,7 +32,7 @@
 /// One block per multiprocessor, three warpgroups:
 ///   warp 0       hands out tiles and loads their operands by TMA (mainloop_sm90.cuh)
 ///   warps 4-11   two warpgroups multiply by wgmma; bias, before(), rounding (relu_epilogue_sm90.cuh); of
-///                tiles of few k-blocks the moments
+///                tiles of few k-blocks, or stored with a step, the moments
 ///   warps 1, 2   store the results of warpgroup 1, 2 and take the other tiles' moments (drain_sm90.cuh)
 ///   warp 3       merges moments and normalizes finished samples; when no tile is left, the warps that
 ///                multiplied help with what remains (group_norm_sm90.cuh). A few blocks stop early for that.
@@ -331,7 +331,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
       slab.taps[axis] = reached ? static_cast<int>(from.taps[axis]) : 1;
     }
     const int k_blocks = slab.taps[0] * slab.taps[1] * slab.taps[2] * (slab.c_end - slab.c_begin);
-    slab.row_moments = Traits::TAKES_ROW_MOMENTS && !to.linear && k_blocks <= kRowMomentBlocks;
+    slab.row_moments = wants_row_moments<Traits>(k_blocks) && !to.linear;
     const std::int64_t pos_tiles = ceil_div(from.positions(), Traits::BLK_POS);
     slab.first_tile = static_cast<int>(tiles);
     slab.first_moment = static_cast<int>(moments);

@@ -101,9 +101,8 @@ struct ConvTransposeTraitsSm90 {
 
   /// Whether the loading thread tells the block's other warps all of a tile, and consumers load bias and
   /// exponents beside its last k-blocks; else every warp finds a tile by its place, and loads when it needs
-  /// to. Told, unet_256 gained 2 % where exponents are needed. In 16 bits it lost as much: the compiler
-  /// cannot know that what comes from shared memory is the same for a whole warp, and guards the
-  /// multiplications.
+  /// to. Told tiles gain 1 % where there are exponents to load. Elsewhere they lost 1 to 2 %, in a form in
+  /// which the compiler did not see that they are the same for a whole warp and guarded each k-block.
   static constexpr bool TELLS_TILES = QUANTIZED;
 
   /// Normalization items: as many positions as an eighth of what is staged has, and its channels.
@@ -241,6 +240,14 @@ struct KernelSlab : SlabGeometry {
 /// drain warp takes 12000, in which 11 k-blocks are multiplied. With 27 k-blocks one was as quick as the
 /// other.
 inline constexpr int kRowMomentBlocks = 16;
+
+/// Whether consumers take the moments of the whole half tiles of a slab, of so many k-blocks. Of 16 bits with
+/// a step always: their integers are as they will be stored, which saves a third of the instructions, and
+/// wgmma no longer waits for a drain warp's reads (27 k-blocks: 2 % of the block).
+template <class Traits>
+bool wants_row_moments(int k_blocks) {
+  return Traits::TAKES_ROW_MOMENTS && (Traits::QUANTIZED || k_blocks <= kRowMomentBlocks);
+}
 
 /// Whether the consumers take a half tile's moments from their accumulators; else its drain warp does, from
 /// what is staged. \param valid positions inside the slab

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// The epilogue's first half, by the consumer warps: unscale, bias, activation, conversion, the moments of
-/// tiles of few k-blocks, and the way into shared memory, where drain_sm90.cuh takes over.
+/// tiles of few k-blocks or with a step, and the way into shared memory, where drain_sm90.cuh takes over.
 ///
 /// A consumer warpgroup holds 64 output channels x WG_POS output positions in wgmma's accumulator layout: a
 /// thread owns two channels (rows lane/4 and lane/4 + 8 of its warp's 16) and, in each block of 8 positions,
