@@ -32,7 +32,7 @@
 /// One block per multiprocessor, three warpgroups:
 ///   warp 0       hands out tiles and loads their operands by TMA (mainloop_sm90.cuh)
 ///   warps 4-11   two warpgroups multiply by wgmma; bias, before(), rounding (relu_epilogue_sm90.cuh); of
-///                tiles of few k-blocks the moments
+///                tiles of few k-blocks, or stored with a step, the moments
 ///   warps 1, 2   store the results of warpgroup 1, 2 and take the other tiles' moments (drain_sm90.cuh)
 ///   warp 3       merges moments and normalizes finished samples; when no tile is left, the warps that
 ///                multiplied help with what remains (group_norm_sm90.cuh). A few blocks stop early for that.
@@ -82,6 +82,7 @@ namespace upconv3d::cuda {
 template <class Traits, bool W_IN_PLACE>
 CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, SharedMemory<Traits> const& shared) {
   using namespace cute;
+  using Epilogue = ReluEpilogue<Traits>;
   ControlStorage<Traits>& control = *shared.control;
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
   auto rings = make_operand_rings<Traits, W_IN_PLACE>(params, shared);
@@ -93,20 +94,26 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, SharedMem
   RingCursor staged{warpgroup, 0};
   for (;;) {
     control.tiles.wait_full(slot);
-    int const tile = control.tile[slot.slot];
+    TileNote<Traits> const note = control.tile[slot.slot];
     __syncwarp();
     if (threadIdx.x % 32 == 0) control.tiles.arrive_empty(slot.slot);
     slot.advance(kTileSlots);
-    if (tile < 0) break;
-    TileCoord const coord = tile_of_launch(params, tile);
-    KernelSlab<Traits> const& slab = params.slabs[coord.slab];
-    int const x_loads =
-        slab.taps[0] * (slab.taps[1] / slab.shared_taps) * slab.taps[2] * (slab.c_end - slab.c_begin);
-    int const shared_rows = slab.width.divisor;
+    if (is_end(note)) break;
+    TileWork const tile = noted_tile(params, note);
+    int const channel = tile.channel + warpgroup % Traits::WARPGROUPS_K * 64;
+    int const valid = tile.positions - warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS;
+    typename Epilogue::Terms terms;
+    auto const load_terms = [&] { terms = Epilogue::load_terms(params, tile.n, channel); };
     if constexpr (Traits::PRODUCTS == 1) {
-      mma_one_product(rings, x_loads, slab.shared_taps, shared_rows, acc);
+      mma_one_product(rings, tile.x_loads, tile.shared_taps, tile.shared_rows, acc, [&] {
+        if constexpr (Traits::TELLS_TILES) {
+          load_terms();
+          // Here already, because ptxas would let the loads follow the wait for wgmma, but for a branch.
+          control.staging.wait_empty(staged);
+        }
+      });
     } else {
-      mma_three_products(rings, x_loads, slab.shared_taps, shared_rows, acc);
+      mma_three_products(rings, tile.x_loads, tile.shared_taps, tile.shared_rows, acc);
     }
     auto const hand_over = [&] {
       cute::tma_store_fence();
@@ -114,15 +121,17 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, SharedMem
       if (threadIdx.x % 32 == 0) control.staging.arrive_full(warpgroup);
       staged.phase ^= 1;
     };
-    control.staging.wait_empty(staged);
-    int const channel = coord.channel + warpgroup % Traits::WARPGROUPS_K * 64;
-    int const valid = slab.positions - coord.position - warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS;
-    ReluEpilogue<Traits>::stage(params, coord.n, channel, valid, acc, staging, control.step[warpgroup],
-                                consumers_take_moments(slab, valid) ? control.row[warpgroup] : nullptr);
+    control.staging.wait_empty(staged);  // told or not: else the last slots of the rings are released late
+    if constexpr (!Traits::TELLS_TILES) load_terms();
+    int step[2];
+    Epilogue::prepare(params, terms, valid, acc, step);
+    bool const takes_moments = consumers_take_moments(params.slabs[tile.slab], valid);
+    Epilogue::stage(params, acc, step, staging, control.step[warpgroup],
+                    takes_moments ? control.row[warpgroup] : nullptr);
     hand_over();
     if constexpr (Traits::STAGE_ROUNDS == 2) {
       control.staging.wait_empty(staged);
-      ReluEpilogue<Traits>::template stage_round<1>(params, acc, staging);
+      Epilogue::template stage_round<1>(params, acc, staging);
       hand_over();
     }
   }
@@ -145,12 +154,12 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
   for (;;) {
     if (!control.tiles.is_full(slot) || !control.staging.is_full(staged)) arrive_stored<0>(pending);
     control.tiles.wait_full(slot);
-    int const tile = control.tile[slot.slot];
+    TileNote<Traits> const note = control.tile[slot.slot];
     __syncwarp();
     if (threadIdx.x % 32 == 0) control.tiles.arrive_empty(slot.slot);
     slot.advance(kTileSlots);
-    if (tile < 0) break;
-    TileCoord const coord = tile_of_launch(params, tile);
+    if (is_end(note)) break;
+    TileCoord const coord = noted_tile(params, note);
     KernelSlab<Traits> const& slab = params.slabs[coord.slab];
     for (int round = 0; round < Traits::STAGE_ROUNDS; ++round) {
       if (round > 0 && !control.staging.is_full(staged)) arrive_stored<0>(pending);
@@ -256,11 +265,6 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
 #endif
 }
 
-/// In tiles of at most this many k-blocks the consumers take the moments, which costs them 2000 cycles: a
-/// drain warp takes 12000, in which 11 k-blocks are multiplied. With 27 k-blocks one was as quick as the
-/// other.
-inline constexpr int kRowMomentBlocks = 16;
-
 /// The slabs' descriptors and geometry.
 template <class Traits>
 void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, KernelParams<Traits>& to,
@@ -327,7 +331,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
       slab.taps[axis] = reached ? static_cast<int>(from.taps[axis]) : 1;
     }
     const int k_blocks = slab.taps[0] * slab.taps[1] * slab.taps[2] * (slab.c_end - slab.c_begin);
-    slab.row_moments = Traits::TAKES_ROW_MOMENTS && !to.linear && k_blocks <= kRowMomentBlocks;
+    slab.row_moments = wants_row_moments<Traits>(k_blocks) && !to.linear;
     const std::int64_t pos_tiles = ceil_div(from.positions(), Traits::BLK_POS);
     slab.first_tile = static_cast<int>(tiles);
     slab.first_moment = static_cast<int>(moments);

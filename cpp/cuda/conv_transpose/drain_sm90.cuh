@@ -36,12 +36,6 @@ CUTLASS_DEVICE float stored_to_float(Stepped16 v, float zero) {
   return __uint_as_float(0x4b000000u | v.bits) - zero;
 }
 
-/// 2^step of Stepped16; NaN where the values were not finite, so that the whole group becomes NaN as in
-/// PyTorch.
-CUTLASS_DEVICE float step_value(int step) {
-  return step == kNoStep ? __int_as_float(0x7fc00000) : clamped_power_of_two(step);
-}
-
 /// A half tile's place.
 struct HalfTile {
   int n;         // sample
@@ -262,12 +256,6 @@ struct Drain {
   CUTLASS_DEVICE static cutlass::Array<Stored, kVector> load_chunk(char const* address) {
     uint4 const word = *reinterpret_cast<uint4 const*>(address);
     return reinterpret_cast<cutlass::Array<Stored, kVector> const&>(word);
-  }
-
-  CUTLASS_DEVICE static void scale_by_step(RunningMoments& moments, int step) {
-    float const value = step_value(step);
-    moments.mean *= value;
-    moments.m2 = moments.m2 * value * value;
   }
 
   /// Merges kVector neighbouring channels, whose counts are equal, into granules, and those of neighbouring

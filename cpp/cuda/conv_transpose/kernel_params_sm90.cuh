@@ -97,7 +97,13 @@ struct ConvTransposeTraitsSm90 {
   static constexpr int WG_STAGING_BYTES = STAGING_BYTES / 2;
 
   /// Whether consumers can take moments, of all positions that they stage.
-  static constexpr bool TAKES_ROW_MOMENTS = !QUANTIZED && sizeof(Stored) == 2 && STAGE_ROUNDS == 1;
+  static constexpr bool TAKES_ROW_MOMENTS = sizeof(Stored) == 2 && STAGE_ROUNDS == 1;
+
+  /// Whether the loading thread tells the block's other warps all of a tile, and consumers load bias and
+  /// exponents beside its last k-blocks; else every warp finds a tile by its place, and loads when it needs
+  /// to. Told tiles gain 1 % where there are exponents to load. Elsewhere they lost 1 to 2 %, in a form in
+  /// which the compiler did not see that they are the same for a whole warp and guarded each k-block.
+  static constexpr bool TELLS_TILES = QUANTIZED;
 
   /// Normalization items: as many positions as an eighth of what is staged has, and its channels.
   static constexpr int ITEMS_PER_TILE = 8 * STAGE_ROUNDS;
@@ -145,6 +151,34 @@ RingShape ring_shape(int shared_rows) {
   return {x_stages * Traits::SPLITS, x_bytes, std::min(w_units(x_stages), kMaxWUnits)};
 }
 
+/// A tile's place.
+struct TileCoord {
+  int n;  // sample
+  int slab;
+  int channel;   // first output channel
+  int position;  // first position within the slab
+};
+
+/// A tile, and what it takes to multiply it.
+struct alignas(16) TileWork : TileCoord {
+  int positions;    // from the first one to the slab's end
+  int x_loads;      // loads of x
+  int shared_taps;  // that each serves
+  int shared_rows;  // of x, from one of those taps to the next
+};
+
+/// What the loading thread tells of a tile: all, or its place in launch order. A negative place or sample
+/// means that there are no more.
+template <class Traits>
+using TileNote = std::conditional_t<Traits::TELLS_TILES, TileWork, int>;
+
+CUTLASS_DEVICE bool is_end(int place) {
+  return place < 0;
+}
+CUTLASS_DEVICE bool is_end(TileWork const& work) {
+  return work.n < 0;
+}
+
 /// Barriers and small exchanges; at the end of shared memory.
 template <class Traits>
 struct ControlStorage {
@@ -153,8 +187,8 @@ struct ControlStorage {
   RingBarriers<kTileSlots> tiles;
   RingBarriers<2> staging;                                       // slot: consumer warpgroup
   RingBarriers<Traits::ITEM_BUFFERS> items[1 + kConsumerWarps];  // of warp 3, of the warps that multiplied
-  int tile[kTileSlots];                                          // index in launch order, or -1: no more
-  int tile_sample;                                               // of the last tile handed out, or INT_MAX
+  TileNote<Traits> tile[kTileSlots];
+  int tile_sample;  // of the last tile handed out, or INT_MAX
   // Of the slabs, for lanes that each look at another one: constant memory answers those one after the other.
   int first_tile[kMaxSlabs];
   int first_moment[kMaxSlabs];
@@ -201,6 +235,19 @@ struct KernelSlab : SlabGeometry {
   int first_moment;    // of a sample's partial moments
   bool row_moments;    // consumers take the moments of whole half tiles
 };
+
+/// In tiles of at most this many k-blocks the consumers take the moments, which costs them 2000 cycles: a
+/// drain warp takes 12000, in which 11 k-blocks are multiplied. With 27 k-blocks one was as quick as the
+/// other.
+inline constexpr int kRowMomentBlocks = 16;
+
+/// Whether consumers take the moments of the whole half tiles of a slab, of so many k-blocks. Of 16 bits with
+/// a step always: their integers are as they will be stored, which saves a third of the instructions, and
+/// wgmma no longer waits for a drain warp's reads (27 k-blocks: 2 % of the block).
+template <class Traits>
+bool wants_row_moments(int k_blocks) {
+  return Traits::TAKES_ROW_MOMENTS && (Traits::QUANTIZED || k_blocks <= kRowMomentBlocks);
+}
 
 /// Whether the consumers take a half tile's moments from their accumulators; else its drain warp does, from
 /// what is staged. \param valid positions inside the slab
@@ -278,14 +325,6 @@ struct KernelParams {
   int* finalized;  // [N] steps whose groups are in table
 };
 
-/// A tile's place.
-struct TileCoord {
-  int n;  // sample
-  int slab;
-  int channel;   // first output channel
-  int position;  // first position within the slab
-};
-
 /// First output channel of a tile.
 template <class Traits>
 CUTLASS_DEVICE int tile_channel(KernelParams<Traits> const& params, int k_tile) {
@@ -344,6 +383,48 @@ CUTLASS_DEVICE TileCoord tile_of_launch(KernelParams<Traits> const& params, int 
   coord.channel = tile_channel(params, k_tile);
   coord.position = pos_tile * Traits::BLK_POS;
   return coord;
+}
+
+/// What it takes to multiply the tile at `coord`.
+template <class Traits>
+CUTLASS_DEVICE TileWork tile_work(KernelParams<Traits> const& params, TileCoord const& coord) {
+  KernelSlab<Traits> const& slab = params.slabs[coord.slab];
+  int const x_loads =
+      slab.taps[0] * (slab.taps[1] / slab.shared_taps) * slab.taps[2] * (slab.c_end - slab.c_begin);
+  return {coord, slab.positions - coord.position, x_loads, slab.shared_taps, slab.width.divisor};
+}
+
+/// The loading thread's note of the tile at `coord`, which has place `place` of the launch order.
+template <class Traits>
+CUTLASS_DEVICE TileNote<Traits> note_tile(KernelParams<Traits> const& params, TileCoord const& coord,
+                                          int place) {
+  if constexpr (Traits::TELLS_TILES) {
+    return tile_work(params, coord);
+  } else {
+    return place;
+  }
+}
+
+/// The note behind the last tile.
+template <class Traits>
+CUTLASS_DEVICE TileNote<Traits> note_end() {
+  if constexpr (Traits::TELLS_TILES) {
+    TileWork end{};
+    end.n = -1;
+    return end;
+  } else {
+    return -1;
+  }
+}
+
+/// The tile of a note that is not the end.
+template <class Traits>
+CUTLASS_DEVICE TileWork noted_tile(KernelParams<Traits> const& params, TileNote<Traits> const& note) {
+  if constexpr (Traits::TELLS_TILES) {
+    return note;
+  } else {
+    return tile_work(params, tile_of_launch(params, note));
+  }
 }
 
 /// Windows of the launch order that are taken as one at its end. Of a single window the last long tile would

@@ -57,7 +57,7 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
       continue;
     }
     control.tiles.wait_empty(slot);
-    control.tile[slot.slot] = more ? tile : -1;
+    control.tile[slot.slot] = more ? note_tile(params, coord, tile) : note_end<Traits>();
     *static_cast<int volatile*>(&control.tile_sample) = more ? coord.n : INT_MAX;
     control.tiles.arrive_full(slot.slot);
     slot.advance(kTileSlots);
@@ -199,9 +199,11 @@ CUTLASS_DEVICE auto make_operand_rings(KernelParams<Traits> const& params,
 
 /// acc = sum over k-blocks of w*x, taps that share a load of x lying `shared_rows` rows apart in it;
 /// accumulated by the tensor cores throughout.
-template <class Rings, class Accumulator>
+///
+/// \param beside () called once all multiplications are issued: for loads that take as long as the last ones
+template <class Rings, class Accumulator, class Beside>
 CUTLASS_DEVICE void mma_one_product(Rings& rings, int x_loads, int shared_taps, int shared_rows,
-                                    Accumulator& acc) {
+                                    Accumulator& acc, Beside const& beside) {
   int x_slot[1], w_slot[1], x_done[1] = {-1}, w_done[1] = {-1};
   rings.clear_accumulator();
   CUTLASS_PRAGMA_NO_UNROLL
@@ -221,6 +223,7 @@ CUTLASS_DEVICE void mma_one_product(Rings& rings, int x_loads, int shared_taps, 
     }
     x_done[0] = x_slot[0];
   }
+  beside();
   cute::warpgroup_wait<0>();
   cute::warpgroup_fence_operand(acc);
   rings.release_w(w_done);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// The epilogue's first half, by the consumer warps: unscale, bias, activation, conversion, the moments of
-/// tiles of few k-blocks, and the way into shared memory, where drain_sm90.cuh takes over.
+/// tiles of few k-blocks or with a step, and the way into shared memory, where drain_sm90.cuh takes over.
 ///
 /// A consumer warpgroup holds 64 output channels x WG_POS output positions in wgmma's accumulator layout: a
 /// thread owns two channels (rows lane/4 and lane/4 + 8 of its warp's 16) and, in each block of 8 positions,
@@ -70,6 +70,19 @@ CUTLASS_DEVICE float clamped_power_of_two(int e) {
 
 /// Exponent that Stepped16 uses for "not finite".
 inline constexpr int kNoStep = -128;
+
+/// 2^step of Stepped16; NaN where the values were not finite, so that the whole group becomes NaN as in
+/// PyTorch.
+CUTLASS_DEVICE float step_value(int step) {
+  return step == kNoStep ? __int_as_float(0x7fc00000) : clamped_power_of_two(step);
+}
+
+/// Moments of Stepped16's integers to those of the values.
+CUTLASS_DEVICE void scale_by_step(RunningMoments& moments, int step) {
+  float const value = step_value(step);
+  moments.mean *= value;
+  moments.m2 = moments.m2 * value * value;
+}
 
 /// The thread's first of two rows of wgmma's accumulator, within the warpgroup's 64; the other is 8 further.
 CUTLASS_DEVICE int accumulator_row() {
@@ -214,23 +227,54 @@ struct ReluEpilogue {
   static constexpr int WG_POS = Traits::WG_POS;
   static constexpr int kBlocks = WG_POS / 8;  // blocks of 8 positions, wgmma's column unit
 
-  /// Consumes acc ((2,2,WG_POS/8),1,1), and stages its first STAGED_POS positions.
+  using Output = typename Traits::Output;
+
+  /// What applies to the thread's two channels, as it comes from memory.
+  struct Terms {
+    Output bias[2];
+    std::int32_t unscale_sample, unscale_column[2];  // exponents; float32 output only
+  };
+
+  /// \param channel0 first of the warpgroup's 64
+  CUTLASS_DEVICE static Terms load_terms(KernelParams<Traits> const& params, int n, int channel0) {
+    Terms terms{};
+    if constexpr (sizeof(Output) == 4) terms.unscale_sample = params.unscale_sample[n * params.unscale_step];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      // Rows beyond K are computed like the last one and never stored: no branch in which warps diverge may
+      // come between wgmma and the use of its result.
+      int const channel = min(channel0 + accumulator_row() + 8 * j, params.k - 1);
+      if (params.bias) terms.bias[j] = params.bias[channel];
+      if constexpr (sizeof(Output) == 4) terms.unscale_column[j] = params.unscale_column[channel];
+    }
+    return terms;
+  }
+
+  /// Makes of acc ((2,2,WG_POS/8),1,1) what is to be staged.
   ///
-  /// \param channel first of the warpgroup's 64
-  /// \param valid   positions inside the slab; those beyond belong to the next sample
+  /// \param valid positions inside the slab; those beyond belong to the next sample
+  /// \param step  written: exponents of the thread's two channels, Stepped16 only
+  template <class Accumulator>
+  CUTLASS_DEVICE static void prepare(KernelParams<Traits> const& params, Terms const& terms,
+                                     [[maybe_unused]] int valid, Accumulator& acc,
+                                     [[maybe_unused]] int (&step)[2]) {
+    activate(params, terms, acc);
+    if constexpr (Traits::QUANTIZED) quantize(params, acc, valid, step);
+  }
+
+  /// Stages the first STAGED_POS positions of a prepared acc.
+  ///
+  /// \param step    exponents of the thread's two channels, Stepped16 only
   /// \param staging [64 channels x STAGED_POS positions] Stored, this warpgroup's
   /// \param steps   [64] written: exponents of the channels, Stepped16 only
   /// \param rows    [64] written, unless null: (mean, M2) of the channels, of which all positions are valid
   template <class Accumulator>
-  CUTLASS_DEVICE static void stage(KernelParams<Traits> const& params, int n, int channel, int valid,
-                                   Accumulator& acc, char* staging, std::int8_t* steps,
-                                   [[maybe_unused]] float2* rows) {
-    activate(params, n, channel, acc);
+  CUTLASS_DEVICE static void stage(KernelParams<Traits> const& params, Accumulator const& acc,
+                                   [[maybe_unused]] int const (&step)[2], char* staging,
+                                   [[maybe_unused]] std::int8_t* steps, [[maybe_unused]] float2* rows) {
     if constexpr (Traits::TAKES_ROW_MOMENTS) {
-      if (rows != nullptr) take_moments(acc, rows);
+      if (rows != nullptr) take_moments(params, acc, step, rows);
     }
-    [[maybe_unused]] int step[2];
-    if constexpr (Traits::QUANTIZED) quantize(params, acc, valid, step);
     stage_round<0>(params, acc, staging);
     if constexpr (Traits::QUANTIZED) {
       if (threadIdx.x % 4 == 0) {
@@ -240,7 +284,7 @@ struct ReluEpilogue {
     }
   }
 
-  /// Stages positions kRound * STAGED_POS on of an acc that `stage` has consumed.
+  /// Stages positions kRound * STAGED_POS on of a prepared acc.
   template <int kRound, class Accumulator>
   CUTLASS_DEVICE static void stage_round(KernelParams<Traits> const& params, Accumulator const& acc,
                                          char* staging) {
@@ -257,19 +301,16 @@ struct ReluEpilogue {
  private:
   /// acc = activation(unscaled acc + bias).
   template <class Accumulator>
-  CUTLASS_DEVICE static void activate(KernelParams<Traits> const& params, int n, int channel0,
+  CUTLASS_DEVICE static void activate(KernelParams<Traits> const& params, Terms const& terms,
                                       Accumulator& acc) {
     ActivationFn const activation{params.floor};
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
-      // Rows beyond K are computed like the last one and never stored: no branch in which warps diverge may
-      // come between wgmma and the use of its result.
-      int const channel = min(channel0 + accumulator_row() + 8 * j, params.k - 1);
-      float const bias = params.bias ? float(params.bias[channel]) : 0.f;
+      float const bias = float(terms.bias[j]);
       // Two factors, since 2^e of a product of scales may leave float's range where the value does not.
       float scale[2] = {1.f, 1.f};
-      if constexpr (sizeof(typename Traits::Output) == 4) {
-        int const exponent = params.unscale_sample[n * params.unscale_step] + params.unscale_column[channel];
+      if constexpr (sizeof(Output) == 4) {
+        int const exponent = terms.unscale_sample + terms.unscale_column[j];
         scale[0] = clamped_power_of_two(exponent / 2);
         scale[1] = clamped_power_of_two(exponent - exponent / 2);
       }
@@ -278,7 +319,7 @@ struct ReluEpilogue {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2; ++i) {
           float& v = acc(i + 2 * j + 4 * block);
-          if constexpr (sizeof(typename Traits::Output) == 4) {
+          if constexpr (sizeof(Output) == 4) {
             v = activation(v * scale[0] * scale[1] + bias);
           } else {
             v = activation(v + bias);
@@ -288,26 +329,44 @@ struct ReluEpilogue {
     }
   }
 
+  /// Two neighbouring positions' values as they will be stored; Stepped16's integers beside 2^23.
+  CUTLASS_DEVICE static cutlass::Array<float, 2> stored_pair(float first, float second) {
+    cutlass::Array<float, 2> const pair{first, second};
+    if constexpr (Traits::QUANTIZED) {
+      return pair;
+    } else {
+      auto const rounded = cutlass::NumericArrayConverter<Stored, float, 2>{}(pair);
+      return {float(rounded[0]), float(rounded[1])};
+    }
+  }
+
+  /// v of the first of a row's four lanes. In assembly, as in StagedTile::pack: __shfl_sync takes integers.
+  CUTLASS_DEVICE static float of_first_lane(float v) {
+    float first;
+    asm volatile("shfl.sync.idx.b32 %0, %1, 0, 0x1c1f, 0xffffffff;" : "=f"(first) : "f"(v));
+    return first;
+  }
+
   /// Moments of the rows of acc as they will be stored, around their first position's value: as
   /// Drain::moments takes them, but added up in another order.
   template <class Accumulator>
-  CUTLASS_DEVICE static void take_moments(Accumulator const& acc, float2* rows) {
-    using Pair = cutlass::Array<float, 2>;
+  CUTLASS_DEVICE static void take_moments([[maybe_unused]] KernelParams<Traits> const& params,
+                                          Accumulator const& acc, [[maybe_unused]] int const (&step)[2],
+                                          float2* rows) {
     float pivot[2], sum[2] = {0.f, 0.f}, sum_squares[2] = {0.f, 0.f};
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       // Lanes of a row are four neighbours, of which the first has the first position.
-      pivot[j] = __shfl_sync(0xffffffffu, float(Stored(acc(2 * j))), 0, 4);
+      pivot[j] = of_first_lane(stored_pair(acc(2 * j), acc(1 + 2 * j))[0]);
     }
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < 2; ++j) {
-        auto const rounded = cutlass::NumericArrayConverter<Stored, float, 2>{}(
-            Pair{acc(2 * j + 4 * block), acc(1 + 2 * j + 4 * block)});
+        auto const values = stored_pair(acc(2 * j + 4 * block), acc(1 + 2 * j + 4 * block));
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2; ++i) {
-          float const shifted = float(rounded[i]) - pivot[j];
+          float const shifted = values[i] - pivot[j];
           sum[j] += shifted;
           sum_squares[j] += shifted * shifted;
         }
@@ -320,7 +379,9 @@ struct ReluEpilogue {
         sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], mask);
         sum_squares[j] += __shfl_xor_sync(0xffffffffu, sum_squares[j], mask);
       }
-      RunningMoments const row = shifted_moments(float(WG_POS), pivot[j], sum[j], sum_squares[j]);
+      if constexpr (Traits::QUANTIZED) pivot[j] -= params.stepped_zero;
+      RunningMoments row = shifted_moments(float(WG_POS), pivot[j], sum[j], sum_squares[j]);
+      if constexpr (Traits::QUANTIZED) scale_by_step(row, step[j]);
       if (threadIdx.x % 4 == 0) rows[accumulator_row() + 8 * j] = make_float2(row.mean, row.m2);
     }
   }
