@@ -303,27 +303,48 @@ struct ReluEpilogue {
   template <class Accumulator>
   CUTLASS_DEVICE static void activate(KernelParams<Traits> const& params, Terms const& terms,
                                       Accumulator& acc) {
+    if constexpr (sizeof(Output) == 4) {
+      int const exponent[2] = {terms.unscale_sample + terms.unscale_column[0],
+                               terms.unscale_sample + terms.unscale_column[1]};
+      scale_beyond_float(exponent, acc);
+      activate_scaled(params, terms, {clamped_power_of_two(exponent[0]), clamped_power_of_two(exponent[1])},
+                      acc);
+    } else {
+      activate_scaled(params, terms, {1.f, 1.f}, acc);
+    }
+  }
+
+  /// Where 2^e of a product of scales leaves float's range, which the values need not: acc *= what a clamped
+  /// power of two lacks. Hardly ever, so by whole warps.
+  template <class Accumulator>
+  CUTLASS_DEVICE static void scale_beyond_float(int const (&exponent)[2], Accumulator& acc) {
+    int const rest[2] = {exponent[0] - max(-126, min(127, exponent[0])),
+                         exponent[1] - max(-126, min(127, exponent[1]))};
+    if (__all_sync(0xffffffffu, rest[0] == 0 && rest[1] == 0)) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      float const scale = clamped_power_of_two(rest[j]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < kBlocks; ++block) {
+        acc(2 * j + 4 * block) *= scale;
+        acc(1 + 2 * j + 4 * block) *= scale;
+      }
+    }
+  }
+
+  template <class Accumulator>
+  CUTLASS_DEVICE static void activate_scaled(KernelParams<Traits> const& params, Terms const& terms,
+                                             cutlass::Array<float, 2> const& scale, Accumulator& acc) {
     ActivationFn const activation{params.floor};
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       float const bias = float(terms.bias[j]);
-      // Two factors, since 2^e of a product of scales may leave float's range where the value does not.
-      float scale[2] = {1.f, 1.f};
-      if constexpr (sizeof(Output) == 4) {
-        int const exponent = terms.unscale_sample + terms.unscale_column[j];
-        scale[0] = clamped_power_of_two(exponent / 2);
-        scale[1] = clamped_power_of_two(exponent - exponent / 2);
-      }
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2; ++i) {
           float& v = acc(i + 2 * j + 4 * block);
-          if constexpr (sizeof(Output) == 4) {
-            v = activation(v * scale[0] * scale[1] + bias);
-          } else {
-            v = activation(v + bias);
-          }
+          v = activation(v * scale[j] + bias);
         }
       }
     }
@@ -391,15 +412,13 @@ struct ReluEpilogue {
   template <class Accumulator>
   CUTLASS_DEVICE static void quantize(KernelParams<Traits> const& params, Accumulator& acc, int valid,
                                       int (&steps)[2]) {
-    int const end =
-        valid - 2 * int(threadIdx.x % 4);  // of the thread's positions, each block's first being 0
+    if (valid < WG_POS) clear_beyond(valid, acc);
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       float largest = 0.f;
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
-        float const first = 8 * block < end ? acc(2 * j + 4 * block) : 0.f;
-        float const second = 8 * block + 1 < end ? acc(1 + 2 * j + 4 * block) : 0.f;
+        float const first = acc(2 * j + 4 * block), second = acc(1 + 2 * j + 4 * block);
         largest = max_nan(largest, max_nan(fabsf(first), fabsf(second)));
       }
       largest = max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
@@ -421,6 +440,20 @@ struct ReluEpilogue {
           float& v = acc(i + 2 * j + 4 * block);
           v = fmaxf(v * scale + params.stepped_zero, v > 0.f ? 0x1.000002p23f : 0x1p23f);
         }
+      }
+    }
+  }
+
+  /// Positions from `valid` on become 0: they are the next sample's, or anything.
+  template <class Accumulator>
+  CUTLASS_DEVICE static void clear_beyond(int valid, Accumulator& acc) {
+    int const end =
+        valid - 2 * int(threadIdx.x % 4);  // of the thread's positions, each block's first being 0
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < kBlocks; ++block) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        if (8 * block + i % 2 >= end) acc(i + 4 * block) = 0.f;
       }
     }
   }
