@@ -17,9 +17,9 @@
 ///
 /// Rows of a tile are output channels, columns are positions of one phase of the stride
 /// (core/twice_layout.hpp says which share a block). One block per multiprocessor, three warpgroups:
-///   warp 0       deals tiles out (twice_tiles_sm90.cuh) and loads: a set of weights, which stays, and x
-///                through a ring
+///   warp 0       loads x through a ring (twice_loads_sm90.cuh)
 ///   warps 1-2    finish what warpgroups hand over (twice_helper_sm90.cuh)
+///   warp 3       deals tiles out (twice_tiles_sm90.cuh) and loads sets of weights, which stay
 ///   warps 4-11   two warpgroups take turns: one multiplies while the other has its epilogue
 /// Blocks wait for each other twice, before moments are merged and before these are used, so the launch is
 /// cooperative. Where no launch packs anything, none has cleared the counters either: block 0 does, and all
@@ -45,126 +45,10 @@
 #include "cuda/conv_transpose/merge_moments_sm90.cuh"
 #include "cuda/conv_transpose/twice_epilogue_sm90.cuh"
 #include "cuda/conv_transpose/twice_helper_sm90.cuh"
+#include "cuda/conv_transpose/twice_loads_sm90.cuh"
 #include "cuda/conv_transpose/twice_tiles_sm90.cuh"
 
 namespace upconv3d::cuda {
-
-/// The producer thread.
-template <class Traits>
-class TwiceLoader {
- public:
-  CUTLASS_DEVICE TwiceLoader(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared)
-      : params_(params), shared_(shared) {}
-
-  /// Loads every tile's operands. Nothing here waits for the moments: the second pass's first operands are
-  /// there when it begins.
-  CUTLASS_DEVICE void run() {
-    TwiceDealer<Traits> dealer(params_, *shared_.control);
-    int loaded = -1;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int pass = 0; pass < 2; ++pass) {
-      dealer.begin_pass(pass == 1);
-      TwiceTile tile = dealer.resolve(dealer.request());
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (; tile.set >= 0;) {
-        dealer.publish(tile);
-        int const number = dealer.request();
-        TwiceClassParams const& cls = params_.classes[tile.cls];
-        if (tile.set != loaded) load_weights(cls, tile.set);
-        loaded = tile.set;
-        load_x(cls, tile);
-        tile = dealer.resolve(number);
-      }
-      dealer.publish(tile);
-    }
-  }
-
- private:
-  CUTLASS_DEVICE void load_weights(TwiceClassParams const& cls, int set) {
-    RingBarriers<1>& barriers = shared_.control->w;
-    barriers.wait_empty(w_);
-    w_.advance(1);
-    std::uint64_t* const full =
-        barriers.expect(0, (cls.units[0].count + cls.units[1].count) * Traits::W_BYTES);
-    char* to = shared_.w;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int group = 0; group < 2; ++group) {
-      TwiceRowsParams const rows = twice_rows(params_, set, group);
-      std::uint32_t bit = 1;
-      for (int t = 0; t < cls.taps[0]; ++t) {
-        for (int r = 0; r < cls.taps[1]; ++r) {
-          for (int s = 0; s < cls.taps[2]; ++s, bit <<= 1) {
-            if (!(cls.units[group].taps & bit)) continue;
-            load_units(cls, rows, t, r, s, full, to);
-            to += cls.c_blocks * Traits::W_BYTES;
-          }
-        }
-      }
-    }
-  }
-
-  /// 64 rows for one tap of the class, a unit per k-block of input channels, in boxes that lie in one phase
-  /// each; zeros, which lie beyond w, where that phase has no such tap or there are no more rows.
-  CUTLASS_DEVICE void load_units(TwiceClassParams const& cls, TwiceRowsParams const& rows, int t, int r,
-                                 int s, std::uint64_t* full, char* to) {
-    int const at[3] = {t, r, s};
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int row = 0; row < Traits::ROWS; row += params_.w_rows) {
-      int channel;
-      int const stacked = twice_phase_of(params_, channel, rows.row + row);
-      TwicePhase const& phase = params_.phases[rows.view * params_.fold + stacked];
-      int tap = 0;
-      bool has = rows.row + row < params_.view_k;
-      CUTLASS_PRAGMA_UNROLL
-      for (int axis = 0; axis < 3; ++axis) {
-        int const m = at[axis] + cls.window[axis] - phase.window[axis];
-        has = has && m >= 0 && m < phase.taps[axis];
-        tap = tap * params_.kernel[axis] + phase.tap[axis] - m * params_.tap_step[axis];
-      }
-      for (int c_block = 0; c_block < cls.c_blocks; ++c_block) {
-        load_box(full, to + c_block * Traits::W_BYTES + row * Traits::ROW_BYTES,
-                 (cls.c_begin + c_block) * Traits::BLK_C, channel, has ? tap : -1);
-      }
-    }
-  }
-
-  /// w_rows output channels from `channel` on x BLK_C input channels from `c` on.
-  CUTLASS_DEVICE void load_box(std::uint64_t* full, char* to, int c, int channel, int tap) const {
-    auto const hint = std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
-    if constexpr (Traits::READS_W_IN_PLACE) {
-      if (params_.w_in_place) {
-        cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, hint, to, channel, tap, c);
-        return;
-      }
-    }
-    cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, hint, to, c, channel, tap);
-  }
-
-  CUTLASS_DEVICE void load_x(TwiceClassParams const& cls, TwiceTile const& tile) {
-    int q, p;
-    int const z = cls.height.divmod(p, cls.width.divmod(q, tile.pos_tile * Traits::BLK_POS));
-    int const d = z + cls.corner[0], h = p + cls.corner[1], v = q + cls.corner[2];
-    for (int t = 0; t < cls.taps[0]; ++t) {
-      for (int r = 0; r < cls.taps[1]; ++r) {
-        for (int s = 0; s < cls.taps[2]; ++s) {
-          for (int c_block = 0; c_block < cls.c_blocks; ++c_block) {
-            shared_.control->x.wait_empty(x_);
-            cute::SM90_TMA_LOAD_IM2COL_5D::copy(
-                &cls.x, shared_.control->x.expect(x_.slot, Traits::X_BYTES),
-                shared_.x + x_.slot * Traits::X_BYTES, (cls.c_begin + c_block) * Traits::BLK_C, v, h, d,
-                tile.n, std::uint16_t(s * params_.dilation[2]), std::uint16_t(r * params_.dilation[1]),
-                std::uint16_t(t * params_.dilation[0]));
-            x_.advance(params_.x_slots);
-          }
-        }
-      }
-    }
-  }
-
-  TwiceParams<Traits> const& params_;
-  TwiceShared<Traits> const& shared_;
-  RingCursor x_, w_;
-};
 
 /// Named barriers of a block, see cutlass::arch::NamedBarrier.
 enum TwiceBarrier : std::uint32_t { kTurn0, kTurn1, kGroup0, kGroup1, kConsumers };
@@ -360,7 +244,7 @@ template <class Traits, bool W_IN_PLACE>
 CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared) {
   using namespace cute;
   int const group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
-  TwiceTileReader tiles(*shared.control);
+  TwiceTileReader tiles(*shared.control, params.tile_slots);
   auto multiplier = make_twice_multiplier<Traits, W_IN_PLACE>(params, shared, group);
   TwiceEpilogue<Traits> epilogue(params, shared, group, kGroup0 + group);
   Tensor acc =
@@ -399,6 +283,24 @@ CUTLASS_DEVICE void help_twice(TwiceParams<Traits> const& params, TwiceShared<Tr
   if constexpr (!Traits::CHANNELS_FIRST) helper.store();
 }
 
+/// The warp that deals tiles out, and loads weights when a tile needs others than the one before. Nothing
+/// here waits for the moments: the second pass's first operands are there when it begins.
+template <class Traits>
+CUTLASS_DEVICE void deal_twice(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared) {
+  TwiceDealer<Traits> dealer(params, *shared.control);
+  TwiceWeightLoader<Traits> weights(params, shared);
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int pass = 0; pass < 2; ++pass) {
+    dealer.begin_pass(pass == 1);
+    for (;;) {
+      TwiceTile const tile = dealer.next();
+      dealer.publish(tile);
+      if (tile.set < 0) break;
+      weights.load(tile);
+    }
+  }
+}
+
 /// By all threads of one block. \see counter_count
 template <class Traits>
 CUTLASS_DEVICE void clear_counters(TwiceParams<Traits> const& params) {
@@ -423,7 +325,7 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
   if (threadIdx.x == 0) {
     control.x.init(1, kConsumerWarps);
     control.w.init(1, kConsumerWarps);
-    control.tile_ring.init(1, kConsumerWarps);
+    control.tile_ring.init(1, kConsumerWarps + 1);
     for (int group = 0; group < 2; ++group) {
       control.sums[group].init(kConsumerWarps / 2, 1);
       control.staged[group].init(kConsumerWarps / 2, 1);
@@ -452,7 +354,8 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     cutlass::arch::warpgroup_reg_dealloc<Traits::HELPER_REGISTERS>();
     int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 1 || warp == 2) help_twice(params, shared, warp - 1);
-    if (threadIdx.x == 0) TwiceLoader<Traits>(params, shared).run();
+    if (threadIdx.x == 0) TwiceInputLoader<Traits>(params, shared).run();
+    if (warp == 3) deal_twice(params, shared);
   }
 #endif
 }

@@ -115,6 +115,8 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
     cls.pos_tiles = cutlass::FastDivmod(static_cast<int>(pos_tiles));
     cls.positions = static_cast<int>(window.positions());
     cls.tiles = static_cast<int>(pos_tiles * problem.n);
+    // A tile of one k-block takes hardly longer than the answer to a request for the next.
+    cls.tiles_at_once = from.loads() * cls.c_blocks > 1 ? 1 : 2;
     cls.set_cost = cls.tiles * twice_tile_cycles(from, c_blocks, !Traits::CHANNELS_FIRST);
     cls.first_cost = to.total_cost;
     fill_sets(from, cls, to);
@@ -139,6 +141,12 @@ void fill_shared_memory(TwiceParams<Traits>& to) {
                        : slots(kManyStagingBuffers) >= kWantedSlots ? kManyStagingBuffers
                                                                     : kFewStagingBuffers;
   to.x_slots = std::min(slots(to.staging_buffers), kMaxTwiceXSlots);
+  // One tile is being computed and the next one known; x of the others is to fill the ring where each tile
+  // takes one slot.
+  const bool any_short = std::any_of(to.classes, to.classes + to.num_classes,
+                                     [](const TwiceClassParams& cls) { return cls.tiles_at_once > 1; });
+  to.tile_slots =
+      any_short ? std::clamp(to.x_slots - 2, kMinTwiceTileSlots, kMaxTwiceTileSlots) : kMinTwiceTileSlots;
 }
 
 /// All parameters but those of point_to.

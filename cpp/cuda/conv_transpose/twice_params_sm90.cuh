@@ -67,8 +67,8 @@ struct TwiceTraitsSm90 {
 };
 
 inline constexpr int kMaxTwiceXSlots = 6;
-/// Tiles that the loading thread may be ahead.
-inline constexpr int kTwiceTileSlots = 4;
+/// Tiles that may have been dealt out ahead: fewer at the end of a pass where blocks differ.
+inline constexpr int kMinTwiceTileSlots = 2, kMaxTwiceTileSlots = 4;
 /// Staging buffers of a warpgroup: one or the other.
 inline constexpr int kManyStagingBuffers = 4, kFewStagingBuffers = 2;
 /// Their halves: one is staged while the other is stored.
@@ -113,6 +113,7 @@ struct TwiceClassParams {
   int positions;                  // of a sample
   int first_set, num_sets;
   int tiles;                // of all samples, for each set
+  int tiles_at_once;        // that a block is dealt
   std::int64_t set_cost;    // of a set's tiles, relative to other classes'
   std::int64_t first_cost;  // sum over the sets before this class's
 };
@@ -141,6 +142,7 @@ struct TwiceParams {
   std::int64_t total_cost;
   int w_units;  // room for weights
   int x_slots;
+  int tile_slots;
   int staging_buffers;                 // of each warpgroup; none for y [N,K,Z,P,Q]
   Output* y;                           // [N,Z,P,Q,K] or [N,K,Z,P,Q]
   Output const* bias;                  // [K], or null
@@ -193,13 +195,13 @@ struct TwiceTile {
 struct TwiceControl {
   RingBarriers<kMaxTwiceXSlots> x;
   RingBarriers<1> w;
-  RingBarriers<kTwiceTileSlots> tile_ring;
+  RingBarriers<kMaxTwiceTileSlots> tile_ring;
   // Of a warpgroup and its helper:
   RingBarriers<1> sums[2];               // rows, in the first pass
   RingBarriers<kStagingSets> staged[2];  // sets of staging buffers
   int4 sums_of[2];                       // set, or -1 at the end, sample, position tile
   int4 staged_of[2][kStagingSets];       // set, or -1 at the end, sample, first position
-  int4 tiles[kTwiceTileSlots];           // set, sample, position tile, class
+  int4 tiles[kMaxTwiceTileSlots];        // set, sample, position tile, class
   // Of a warpgroup's rows: a tile's sum, pivot, sum of squares and count, later mean, scale, shift.
   float4 rows[2][kTwiceRows];
   int first_moment[kMaxTwicePhases];

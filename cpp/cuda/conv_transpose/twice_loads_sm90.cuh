@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// What conv_transpose_twice_sm90 loads: x for every tile, by one thread, and weights for every change of the
+/// set, by the warp that deals tiles out. Neither waits for the other: x of a set's first tiles is on its way
+/// while its weights still wait for the last set's to be no longer needed.
+#pragma once
+
+#include <cstdint>
+
+#include "cute/arch/copy_sm90_tma.hpp"
+
+#include "cuda/conv_transpose/twice_helper_sm90.cuh"
+#include "cuda/conv_transpose/twice_params_sm90.cuh"
+
+namespace upconv3d::cuda {
+
+/// One thread, which reads dealt tiles as warpgroups do. Between two tiles of one k-block it has few
+/// instructions' time: what a class's tiles have in common stays in registers.
+template <class Traits>
+class TwiceInputLoader {
+ public:
+  CUTLASS_DEVICE TwiceInputLoader(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared)
+      : params_(params), shared_(shared), control_(*shared.control) {}
+
+  /// Of both passes.
+  CUTLASS_DEVICE void run() {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int passes = 0; passes < 2;) {
+      control_.tile_ring.wait_full(tiles_);
+      int4 const tile = control_.tiles[tiles_.slot];
+      control_.tile_ring.arrive_empty(tiles_.slot);
+      tiles_.advance(params_.tile_slots);
+      if (tile.x < 0) {
+        ++passes;
+        continue;
+      }
+      if (tile.w != cls_) enter(tile.w);
+      load(tile.y, tile.z);
+    }
+  }
+
+ private:
+  /// Parameters with a run-time index come late from constant memory.
+  CUTLASS_DEVICE void enter(int number) {
+    TwiceClassParams const& cls = params_.classes[number];
+    cls_ = number;
+    map_ = &cls.x;
+    width_ = cls.width;
+    height_ = cls.height;
+    CUTLASS_PRAGMA_UNROLL
+    for (int axis = 0; axis < 3; ++axis) {
+      corner_[axis] = cls.corner[axis];
+      taps_[axis] = cls.taps[axis];
+    }
+    c_begin_ = cls.c_begin * Traits::BLK_C;
+    c_end_ = c_begin_ + cls.c_blocks * Traits::BLK_C;
+  }
+
+  /// A tile's windows, every tap and k-block of input channels.
+  CUTLASS_DEVICE void load(int n, int pos_tile) {
+    int q, p;
+    int const z = height_.divmod(p, width_.divmod(q, pos_tile * Traits::BLK_POS));
+    int const d = z + corner_[0], h = p + corner_[1], v = q + corner_[2];
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int t = 0; t < taps_[0]; ++t) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int r = 0; r < taps_[1]; ++r) {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int s = 0; s < taps_[2]; ++s) {
+          CUTLASS_PRAGMA_NO_UNROLL
+          for (int c = c_begin_; c < c_end_; c += Traits::BLK_C) {
+            control_.x.wait_empty(x_);
+            cute::SM90_TMA_LOAD_IM2COL_5D::copy(
+                map_, control_.x.expect(x_.slot, Traits::X_BYTES), shared_.x + x_.slot * Traits::X_BYTES, c,
+                v, h, d, n, std::uint16_t(s * params_.dilation[2]), std::uint16_t(r * params_.dilation[1]),
+                std::uint16_t(t * params_.dilation[0]));
+            x_.advance(params_.x_slots);
+          }
+        }
+      }
+    }
+  }
+
+  TwiceParams<Traits> const& params_;
+  TwiceShared<Traits> const& shared_;
+  TwiceControl& control_;
+  RingCursor tiles_, x_;
+  // Of the class whose tile was last.
+  int cls_ = -1;
+  CUtensorMap const* map_;
+  cutlass::FastDivmod width_, height_;
+  int corner_[3], taps_[3];
+  int c_begin_, c_end_;  // input channels
+};
+
+/// A warp, all of whose lanes call it. A set may come in a hundred boxes, of 8 output channels where phases
+/// are stacked for y [N,K,Z,P,Q]: lanes divide them, and what a box's phase asks for is found once for all
+/// taps.
+template <class Traits>
+class TwiceWeightLoader {
+ public:
+  CUTLASS_DEVICE TwiceWeightLoader(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared)
+      : params_(params), shared_(shared) {}
+
+  /// The tile's set, unless it is there.
+  CUTLASS_DEVICE void load(TwiceTile const& tile) {
+    if (tile.set == loaded_) return;
+    loaded_ = tile.set;
+    TwiceClassParams const& cls = params_.classes[tile.cls];
+    RingBarriers<1>& barriers = shared_.control->w;
+    barriers.wait_empty(at_);
+    at_.advance(1);
+    int const units[2] = {cls.units[0].count, cls.units[1].count};
+    if (threadIdx.x % 32 == 0) barriers.expect(0, (units[0] + units[1]) * Traits::W_BYTES);
+    __syncwarp();
+    load_rows(cls, cls.units[0].taps, twice_rows(params_, tile.set, 0), shared_.w);
+    if (units[1] == 0) return;
+    load_rows(cls, cls.units[1].taps, twice_rows(params_, tile.set, 1),
+              shared_.w + units[0] * Traits::W_BYTES);
+  }
+
+ private:
+  /// 64 rows for each tap that `used` names, a unit per k-block of input channels, in boxes that lie in one
+  /// phase each; zeros, which lie beyond w, where that phase has no such tap or there are no more rows.
+  CUTLASS_DEVICE void load_rows(TwiceClassParams const& cls, std::uint32_t used, TwiceRowsParams const& rows,
+                                char* to) const {
+    int const lane = threadIdx.x % 32;
+    int const boxes = Traits::ROWS / params_.w_rows;  // of a unit, at most 8
+    int const row = lane % boxes * params_.w_rows, c_first = lane / boxes, c_step = 32 / boxes;
+    bool const is_row = rows.row + row < params_.view_k;
+    int channel;
+    int const stacked = twice_phase_of(params_, channel, rows.row + row);
+    TwicePhase const& phase = params_.phases[rows.view * params_.fold + min(stacked, params_.fold - 1)];
+    // Of the class's taps the first that is the phase's, the number of those, and the one of w that is read
+    // by the class's tap 0, if only in theory.
+    int first[3], taps[3], origin = 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int axis = 0; axis < 3; ++axis) {
+      first[axis] = phase.window[axis] - cls.window[axis];
+      taps[axis] = phase.taps[axis];
+      origin = origin * params_.kernel[axis] + phase.tap[axis] + first[axis] * params_.tap_step[axis];
+    }
+    int const c_blocks = cls.c_blocks;
+    to += row * Traits::ROW_BYTES;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int t = 0; t < cls.taps[0]; ++t) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int r = 0; r < cls.taps[1]; ++r) {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int s = 0; s < cls.taps[2]; ++s, used >>= 1) {
+          if (!(used & 1)) continue;
+          bool const has = is_row && unsigned(t - first[0]) < unsigned(taps[0]) &&
+                           unsigned(r - first[1]) < unsigned(taps[1]) &&
+                           unsigned(s - first[2]) < unsigned(taps[2]);
+          int const step =
+              (t * params_.tap_step[0] * params_.kernel[1] + r * params_.tap_step[1]) * params_.kernel[2] +
+              s * params_.tap_step[2];
+          int const tap = has ? origin - step : -1;
+          CUTLASS_PRAGMA_NO_UNROLL
+          for (int c_block = c_first; c_block < c_blocks; c_block += c_step) {
+            load_box(to + c_block * Traits::W_BYTES, (cls.c_begin + c_block) * Traits::BLK_C, channel, tap);
+          }
+          to += c_blocks * Traits::W_BYTES;
+        }
+      }
+    }
+    __syncwarp();
+  }
+
+  /// w_rows output channels from `channel` on x BLK_C input channels from `c` on.
+  CUTLASS_DEVICE void load_box(char* to, int c, int channel, int tap) const {
+    auto const hint = std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+    std::uint64_t* const full = &shared_.control->w.full[0];
+    if constexpr (Traits::READS_W_IN_PLACE) {
+      if (params_.w_in_place) {
+        cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, hint, to, channel, tap, c);
+        return;
+      }
+    }
+    cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, hint, to, c, channel, tap);
+  }
+
+  TwiceParams<Traits> const& params_;
+  TwiceShared<Traits> const& shared_;
+  RingCursor at_;
+  int loaded_ = -1;  // set
+};
+
+}  // namespace upconv3d::cuda
