@@ -17,9 +17,9 @@
 ///
 /// Rows of a tile are output channels, columns are positions of one phase of the stride
 /// (core/twice_layout.hpp says which share a block). One block per multiprocessor, three warpgroups:
-///   warp 0       loads x through a ring (twice_loads_sm90.cuh)
+///   warp 0       deals tiles out (twice_tiles_sm90.cuh) and loads x through a ring (twice_loads_sm90.cuh)
 ///   warps 1-2    finish what warpgroups hand over (twice_helper_sm90.cuh)
-///   warp 3       deals tiles out (twice_tiles_sm90.cuh) and loads sets of weights, which stay
+///   warp 3       loads sets of weights, which stay
 ///   warps 4-11   two warpgroups take turns: one multiplies while the other has its epilogue
 /// Blocks wait for each other twice, before moments are merged and before these are used, so the launch is
 /// cooperative. Where no launch packs anything, none has cleared the counters either: block 0 does, and all
@@ -51,14 +51,13 @@
 namespace upconv3d::cuda {
 
 /// Named barriers of a block, see cutlass::arch::NamedBarrier.
-enum TwiceBarrier : std::uint32_t { kTurn0, kTurn1, kGroup0, kGroup1, kConsumers };
+enum TwiceBarrier : std::uint32_t { kTurn0, kTurn1, kGroup0, kGroup1, kConsumers, kHelpers };
 
 /// One of the two warpgroups that multiply.
 ///
-/// \tparam TiledMma  that multiplies w as it lies in shared memory
 /// \tparam FragmentW (MMA,MMA_ROWS,BLK_C/16) descriptors of the first unit of w
 /// \tparam FragmentX (MMA,MMA_POS,BLK_C/16) descriptors of the first slot of x
-template <class Traits, class TiledMma, class FragmentW, class FragmentX>
+template <class Traits, class FragmentW, class FragmentX>
 class TwiceMultiplier {
  public:
   CUTLASS_DEVICE TwiceMultiplier(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared,
@@ -79,7 +78,7 @@ class TwiceMultiplier {
     int left_of_turn = turn_;
     int unit = first_unit_;
     int done = -1;
-    TiledMma mma;
+    typename Traits::TiledMma mma;
     mma.accumulate_ = GMMA::ScaleOut::Zero;
     take_turn();
     CUTLASS_PRAGMA_NO_UNROLL
@@ -163,46 +162,38 @@ class TwiceMultiplier {
   int turn_;        // k-blocks before the other warpgroup's turn comes
 };
 
-template <class Traits, bool W_IN_PLACE>
+template <class Traits>
 CUTLASS_DEVICE auto make_twice_multiplier(TwiceParams<Traits> const& params,
                                           TwiceShared<Traits> const& shared, int group) {
   using namespace cute;
   using Operand = typename Traits::Operand;
-  using TiledMma = typename Traits::template TiledMmaOf<W_IN_PLACE>;
-  using SmemLayoutW =
-      std::conditional_t<W_IN_PLACE, typename Traits::SmemLayoutWInPlace, typename Traits::SmemLayoutW>;
-  auto thread_mma = TiledMma{}.get_thread_slice(threadIdx.x % 128);
-  Tensor sW =
-      make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.w)), SmemLayoutW{});  // (ROWS,BLK_C)
+  auto thread_mma = typename Traits::TiledMma{}.get_thread_slice(threadIdx.x % 128);
+  Tensor sW = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.w)),
+                          typename Traits::SmemLayoutW{});  // (ROWS,BLK_C)
   Tensor sX = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.x)),
                           typename Traits::SmemLayoutX{});                // (BLK_POS,BLK_C)
   auto const w = thread_mma.make_fragment_A(thread_mma.partition_A(sW));  // (MMA,MMA_ROWS,BLK_C/16)
   auto const x = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (MMA,MMA_POS,BLK_C/16)
   using FragmentW = cute::remove_cvref_t<decltype(w)>;
   using FragmentX = cute::remove_cvref_t<decltype(x)>;
-  return TwiceMultiplier<Traits, TiledMma, FragmentW, FragmentX>(params, shared, group, w, x);
+  return TwiceMultiplier<Traits, FragmentW, FragmentX>(params, shared, group, w, x);
 }
 
-/// Two warps that help.
+/// Of the two warps that help.
 inline constexpr int kHelperThreads = 64;
 
-/// All consumers of all blocks: what any of them wrote before is seen by each after it.
-/// \param threads consumers of a block, and those of its threads that arrive (arrive_for_all_blocks)
-CUTLASS_DEVICE void wait_for_all_blocks(int* arrivals, int threads) {
-  __threadfence();
-  cutlass::arch::NamedBarrier::sync(threads, kConsumers);
+/// Tells all blocks, by one thread: what the block's threads that it has waited for wrote, others may read.
+CUTLASS_DEVICE void arrive_for_all_blocks(int* arrivals) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(arrivals) : "memory");
+}
+
+/// Consumers wait until all blocks have arrived.
+CUTLASS_DEVICE void wait_for_all_blocks(int* arrivals) {
   if (threadIdx.x == 128) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(arrivals) : "memory");
     while (load_acquire(arrivals) < int(gridDim.x)) {
     }
   }
   cutlass::arch::NamedBarrier::sync(256, kConsumers);
-}
-
-/// The same for threads that do not wait.
-CUTLASS_DEVICE void arrive_for_all_blocks(int threads) {
-  __threadfence();
-  cutlass::arch::NamedBarrier::arrive(threads, kConsumers);
 }
 
 /// Merges part into table, a segment per warp of any block.
@@ -238,14 +229,23 @@ CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceContr
   }
 }
 
-/// \tparam W_IN_PLACE of params. Known here, not where it is needed: between two ways to multiply into the
-/// same registers ptxas would wait for each instruction (C7515).
-template <class Traits, bool W_IN_PLACE>
+/// From all blocks' partial moments to the table that all of them read.
+template <class Traits>
+CUTLASS_DEVICE void merge_moments(TwiceParams<Traits> const& params, TwiceControl const& control) {
+  wait_for_all_blocks(params.arrivals);
+  merge_segments(params, control);
+  __threadfence();
+  cutlass::arch::NamedBarrier::sync(256, kConsumers);
+  if (threadIdx.x == 128) arrive_for_all_blocks(params.arrivals + 1);
+  wait_for_all_blocks(params.arrivals + 1);
+}
+
+template <class Traits>
 CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared) {
   using namespace cute;
   int const group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
-  TwiceTileReader tiles(*shared.control, params.tile_slots);
-  auto multiplier = make_twice_multiplier<Traits, W_IN_PLACE>(params, shared, group);
+  TwiceTileReader tiles(*shared.control);
+  auto multiplier = make_twice_multiplier(params, shared, group);
   TwiceEpilogue<Traits> epilogue(params, shared, group, kGroup0 + group);
   Tensor acc =
       partition_fragment_C(typename Traits::TiledMma{},
@@ -260,13 +260,19 @@ CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShare
     epilogue.add_moments(tile, acc);
   }
   epilogue.hand_over_sums();
-  epilogue.end_sums();
-  wait_for_all_blocks(params.arrivals, 256 + kHelperThreads);
-  merge_segments(params, *shared.control);
-  wait_for_all_blocks(params.arrivals + 1, 256);
+  epilogue.end_sums();  // the helpers arrive at the first wait
+  tile = tiles.next();
+  // The second pass's first tile is multiplied while other blocks have not arrived; beside scales there are
+  // no registers for both.
+  bool merged = Traits::SCALED || tile.set < 0;
+  if (merged) merge_moments(params, *shared.control);
   CUTLASS_PRAGMA_NO_UNROLL
-  for (tile = tiles.next(); tile.set >= 0; tile = next) {
+  for (; tile.set >= 0; tile = next) {
     multiplier.multiply(tile, acc, [&] { next = tiles.next(); });
+    if constexpr (!Traits::SCALED) {
+      if (!merged) merge_moments(params, *shared.control);
+      merged = true;
+    }
     epilogue.normalize(tile, acc);
   }
   multiplier.finish();
@@ -279,32 +285,28 @@ CUTLASS_DEVICE void help_twice(TwiceParams<Traits> const& params, TwiceShared<Tr
                                int group) {
   TwiceHelper<Traits> helper(params, shared, group);
   helper.write_moments();
-  arrive_for_all_blocks(256 + kHelperThreads);
+  __threadfence();
+  cutlass::arch::NamedBarrier::sync(kHelperThreads, kHelpers);
+  if (threadIdx.x == 32) arrive_for_all_blocks(params.arrivals);
   if constexpr (!Traits::CHANNELS_FIRST) helper.store();
-}
-
-/// The warp that deals tiles out, and loads weights when a tile needs others than the one before. Nothing
-/// here waits for the moments: the second pass's first operands are there when it begins.
-template <class Traits>
-CUTLASS_DEVICE void deal_twice(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared) {
-  TwiceDealer<Traits> dealer(params, *shared.control);
-  TwiceWeightLoader<Traits> weights(params, shared);
-  CUTLASS_PRAGMA_NO_UNROLL
-  for (int pass = 0; pass < 2; ++pass) {
-    dealer.begin_pass(pass == 1);
-    for (;;) {
-      TwiceTile const tile = dealer.next();
-      dealer.publish(tile);
-      if (tile.set < 0) break;
-      weights.load(tile);
-    }
-  }
 }
 
 /// By all threads of one block. \see counter_count
 template <class Traits>
 CUTLASS_DEVICE void clear_counters(TwiceParams<Traits> const& params) {
   for (int i = threadIdx.x; i < params.num_counters; i += Traits::THREADS) params.arrivals[i] = 0;
+}
+
+/// By all threads: descriptors come from memory, and the first loads would wait for them.
+template <class Traits>
+CUTLASS_DEVICE void prefetch_descriptors(TwiceParams<Traits> const& params) {
+  int const thread = threadIdx.x;
+  if (thread == 0) cute::prefetch_tma_descriptor(&params.w);
+  if (thread >= 32 && thread - 32 < params.num_classes) {
+    cute::prefetch_tma_descriptor(&params.classes[thread - 32].x);
+  }
+  int const views = Traits::CHANNELS_FIRST ? 0 : params.num_phases / params.fold;
+  if (thread >= 64 && thread - 64 < views) cute::prefetch_tma_descriptor(&params.views[thread - 64].y);
 }
 
 template <class Traits>
@@ -321,11 +323,13 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     if (blockIdx.x == 0) clear_counters(params);
     cleared = grid.barrier_arrive();
   }
+  prefetch_descriptors(params);
   constexpr int kConsumerWarps = 8;
   if (threadIdx.x == 0) {
     control.x.init(1, kConsumerWarps);
     control.w.init(1, kConsumerWarps);
-    control.tile_ring.init(1, kConsumerWarps + 1);
+    control.tile_ring.init(1, kConsumerWarps);
+    control.wanted.init(1, 1);
     for (int group = 0; group < 2; ++group) {
       control.sums[group].init(kConsumerWarps / 2, 1);
       control.staged[group].init(kConsumerWarps / 2, 1);
@@ -344,18 +348,13 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
   }
   if (__shfl_sync(0xffffffffu, threadIdx.x / 128, 0) > 0) {
     cutlass::arch::warpgroup_reg_alloc<Traits::CONSUMER_REGISTERS>();
-    if constexpr (Traits::READS_W_IN_PLACE) {
-      params.w_in_place ? multiply_twice<Traits, true>(params, shared)
-                        : multiply_twice<Traits, false>(params, shared);
-    } else {
-      multiply_twice<Traits, false>(params, shared);
-    }
+    multiply_twice(params, shared);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Traits::HELPER_REGISTERS>();
     int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp == 1 || warp == 2) help_twice(params, shared, warp - 1);
-    if (threadIdx.x == 0) TwiceInputLoader<Traits>(params, shared).run();
-    if (warp == 3) deal_twice(params, shared);
+    if (warp == 3) TwiceWeightLoader<Traits>(params, shared).run();
+    if (threadIdx.x == 0) TwiceLoader<Traits>(params, shared).run();
   }
 #endif
 }

@@ -115,8 +115,6 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
     cls.pos_tiles = cutlass::FastDivmod(static_cast<int>(pos_tiles));
     cls.positions = static_cast<int>(window.positions());
     cls.tiles = static_cast<int>(pos_tiles * problem.n);
-    // A tile of one k-block takes hardly longer than the answer to a request for the next.
-    cls.tiles_at_once = from.loads() * cls.c_blocks > 1 ? 1 : 2;
     cls.set_cost = cls.tiles * twice_tile_cycles(from, c_blocks, !Traits::CHANNELS_FIRST);
     cls.first_cost = to.total_cost;
     fill_sets(from, cls, to);
@@ -141,12 +139,6 @@ void fill_shared_memory(TwiceParams<Traits>& to) {
                        : slots(kManyStagingBuffers) >= kWantedSlots ? kManyStagingBuffers
                                                                     : kFewStagingBuffers;
   to.x_slots = std::min(slots(to.staging_buffers), kMaxTwiceXSlots);
-  // One tile is being computed and the next one known; x of the others is to fill the ring where each tile
-  // takes one slot.
-  const bool any_short = std::any_of(to.classes, to.classes + to.num_classes,
-                                     [](const TwiceClassParams& cls) { return cls.tiles_at_once > 1; });
-  to.tile_slots =
-      any_short ? std::clamp(to.x_slots - 2, kMinTwiceTileSlots, kMaxTwiceTileSlots) : kMinTwiceTileSlots;
 }
 
 /// All parameters but those of point_to.
@@ -166,12 +158,10 @@ void fill_twice_params(const ConvTransposeParams& params, DType operand, DType o
                to, maps);
   fill_shared_memory(to);
   to.w_rows = static_cast<int>(layout.box);
-  to.w_in_place = params.w_in_place;
-  if (params.w_in_place && !(Traits::READS_W_IN_PLACE && twice_reads_w_in_place(layout))) {
+  if (params.w_in_place && !(Traits::W_IN_PLACE && twice_reads_w_in_place(layout))) {
     throw std::logic_error(
         "upconv3d: conv_transpose_twice_sm90 takes a packed w where it stacks phases, and for float32 or "
-        "NCDHW "
-        "results; got one in place for " +
+        "NCDHW results; got one in place for " +
         describe(problem) + ". select_plan must pack it.");
   }
   maps.place(to.w, Mapped::kW,
@@ -213,7 +203,7 @@ void point_to(const ConvTransposeParams& params, TwiceParams<Traits>& to) {
 }
 
 /// A launch of one persistent block per multiprocessor, all at once.
-template <class Operand, class Output, bool kChannelsFirst>
+template <class Operand, class Output, bool kChannelsFirst, bool kWInPlace>
 class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
  public:
   explicit ConvTransposeTwiceLaunchSm90(const ConvTransposeParams& params)
@@ -240,7 +230,7 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
   }
 
  private:
-  using Traits = TwiceTraitsSm90<Operand, Output, kChannelsFirst>;
+  using Traits = TwiceTraitsSm90<Operand, Output, kChannelsFirst, kWInPlace>;
   static constexpr const char* kName = "conv_transpose_twice_sm90";
   static inline const void* const kKernel = reinterpret_cast<const void*>(conv_transpose_twice_sm90<Traits>);
 
@@ -250,14 +240,20 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
   int blocks_ = 0;
 };
 
-/// The kernel that stores y in the problem's layout.
+/// The kernel that stores y in the problem's layout and takes w as it lies.
 template <class Operand, class Output>
 void launch_conv_transpose_twice_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
   if (params.problem.y_layout == Layout::kNCDHW) {
-    run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, true>>(params, stream);
-  } else {
-    run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false>>(params, stream);
+    run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, true, false>>(params, stream);
+    return;
   }
+  if constexpr (std::is_same_v<Operand, Output>) {
+    if (params.w_in_place) {
+      run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, true>>(params, stream);
+      return;
+    }
+  }
+  run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, false>>(params, stream);
 }
 
 }  // namespace upconv3d::cuda

@@ -311,7 +311,7 @@ class TwiceEpilogue {
     float4 const* const from = params_.table + (std::int64_t(sample) * params_.groups + group) * segments;
     float const gamma = params_.gamma ? float(params_.gamma[channel]) : 1.f;
     float const beta = params_.beta ? float(params_.beta[channel]) : 0.f;
-    constexpr int kLoads = 4;  // in flight, none of which waits for another
+    constexpr int kLoads = Traits::SCALED ? 4 : 8;  // in flight beside the accumulators, as registers last
     float const pivot = __ldcg(from).x;
     MomentSums sums;
     CUTLASS_PRAGMA_NO_UNROLL
@@ -331,7 +331,7 @@ class TwiceEpilogue {
     double const mean_shift = sums.mean_shift();
     double const mean = sums.pivot + mean_shift;
     float const rounded = float(mean);
-    float const scale = gamma * float(1.0 / sqrt(sums.m2(mean_shift) / sums.count + params_.eps));
+    float const scale = gamma * rsqrtf(float(sums.m2(mean_shift) / sums.count + params_.eps));
     return make_float4(rounded, scale, beta - float(mean - rounded) * scale, 0.f);
   }
 

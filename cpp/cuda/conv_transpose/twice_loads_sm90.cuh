@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// What conv_transpose_twice_sm90 loads: x for every tile, by one thread, and weights for every change of the
-/// set, by the warp that deals tiles out. Neither waits for the other: x of a set's first tiles is on its way
-/// while its weights still wait for the last set's to be no longer needed.
+/// What conv_transpose_twice_sm90 loads: x for every tile, by the thread that deals tiles out, and a set's
+/// weights by a warp that it asks. Neither waits for the other: x of a set's first tiles is on its way while
+/// its weights still wait until the last set's are no longer needed.
 #pragma once
 
 #include <cstdint>
@@ -11,35 +11,49 @@
 
 #include "cuda/conv_transpose/twice_helper_sm90.cuh"
 #include "cuda/conv_transpose/twice_params_sm90.cuh"
+#include "cuda/conv_transpose/twice_tiles_sm90.cuh"
 
 namespace upconv3d::cuda {
 
-/// One thread, which reads dealt tiles as warpgroups do. Between two tiles of one k-block it has few
-/// instructions' time: what a class's tiles have in common stays in registers.
+/// One thread. Between two tiles of one k-block it has few instructions' time: what a class's tiles have in
+/// common stays in registers.
 template <class Traits>
-class TwiceInputLoader {
+class TwiceLoader {
  public:
-  CUTLASS_DEVICE TwiceInputLoader(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared)
+  CUTLASS_DEVICE TwiceLoader(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared)
       : params_(params), shared_(shared), control_(*shared.control) {}
 
-  /// Of both passes.
+  /// Every tile of both passes. Nothing here waits for the moments: the second pass's first operands are
+  /// there when it begins.
   CUTLASS_DEVICE void run() {
+    TwiceDealer<Traits> dealer(params_, control_);
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int passes = 0; passes < 2;) {
-      control_.tile_ring.wait_full(tiles_);
-      int4 const tile = control_.tiles[tiles_.slot];
-      control_.tile_ring.arrive_empty(tiles_.slot);
-      tiles_.advance(params_.tile_slots);
-      if (tile.x < 0) {
-        ++passes;
-        continue;
+    for (int pass = 0; pass < 2; ++pass) {
+      dealer.begin_pass(pass == 1);
+      TwiceTile tile = dealer.resolve(dealer.request());
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; tile.set >= 0;) {
+        dealer.publish(tile);
+        int const number = dealer.request();
+        if (tile.set != set_) want_weights(tile.set, tile.cls);
+        if (tile.cls != cls_) enter(tile.cls);
+        load(tile.n, tile.pos_tile);
+        tile = dealer.resolve(number);
       }
-      if (tile.w != cls_) enter(tile.w);
-      load(tile.y, tile.z);
+      dealer.publish(tile);
     }
+    want_weights(-1, -1);
   }
 
  private:
+  CUTLASS_DEVICE void want_weights(int set, int cls) {
+    set_ = set;
+    control_.wanted.wait_empty(wanted_);
+    control_.w_wanted = make_int2(set, cls);
+    control_.wanted.arrive_full(0);
+    wanted_.advance(1);
+  }
+
   /// Parameters with a run-time index come late from constant memory.
   CUTLASS_DEVICE void enter(int number) {
     TwiceClassParams const& cls = params_.classes[number];
@@ -84,8 +98,9 @@ class TwiceInputLoader {
   TwiceParams<Traits> const& params_;
   TwiceShared<Traits> const& shared_;
   TwiceControl& control_;
-  RingCursor tiles_, x_;
-  // Of the class whose tile was last.
+  RingCursor x_, wanted_;
+  int set_ = -1;  // of the tile that was last
+  // Of its class.
   int cls_ = -1;
   CUtensorMap const* map_;
   cutlass::FastDivmod width_, height_;
@@ -93,33 +108,41 @@ class TwiceInputLoader {
   int c_begin_, c_end_;  // input channels
 };
 
-/// A warp, all of whose lanes call it. A set may come in a hundred boxes, of 8 output channels where phases
-/// are stacked for y [N,K,Z,P,Q]: lanes divide them, and what a box's phase asks for is found once for all
-/// taps.
+/// A warp. A set may come in a hundred boxes, of 8 output channels each where phases are stacked for y
+/// [N,K,Z,P,Q]: lanes divide them, and what a box's phase asks for is found once for all taps.
 template <class Traits>
 class TwiceWeightLoader {
  public:
   CUTLASS_DEVICE TwiceWeightLoader(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared)
       : params_(params), shared_(shared) {}
 
-  /// The tile's set, unless it is there.
-  CUTLASS_DEVICE void load(TwiceTile const& tile) {
-    if (tile.set == loaded_) return;
-    loaded_ = tile.set;
-    TwiceClassParams const& cls = params_.classes[tile.cls];
+  /// Every set that is asked for.
+  CUTLASS_DEVICE void run() {
+    RingBarriers<1> const& wanted = shared_.control->wanted;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (RingCursor at;; at.advance(1)) {
+      wanted.wait_full(at);
+      int2 const set = shared_.control->w_wanted;
+      __syncwarp();
+      if (set.x < 0) return;
+      if (threadIdx.x % 32 == 0) wanted.arrive_empty(0);
+      load(set.x, params_.classes[set.y]);
+    }
+  }
+
+ private:
+  CUTLASS_DEVICE void load(int set, TwiceClassParams const& cls) {
     RingBarriers<1>& barriers = shared_.control->w;
     barriers.wait_empty(at_);
     at_.advance(1);
     int const units[2] = {cls.units[0].count, cls.units[1].count};
     if (threadIdx.x % 32 == 0) barriers.expect(0, (units[0] + units[1]) * Traits::W_BYTES);
     __syncwarp();
-    load_rows(cls, cls.units[0].taps, twice_rows(params_, tile.set, 0), shared_.w);
+    load_rows(cls, cls.units[0].taps, twice_rows(params_, set, 0), shared_.w);
     if (units[1] == 0) return;
-    load_rows(cls, cls.units[1].taps, twice_rows(params_, tile.set, 1),
-              shared_.w + units[0] * Traits::W_BYTES);
+    load_rows(cls, cls.units[1].taps, twice_rows(params_, set, 1), shared_.w + units[0] * Traits::W_BYTES);
   }
 
- private:
   /// 64 rows for each tap that `used` names, a unit per k-block of input channels, in boxes that lie in one
   /// phase each; zeros, which lie beyond w, where that phase has no such tap or there are no more rows.
   CUTLASS_DEVICE void load_rows(TwiceClassParams const& cls, std::uint32_t used, TwiceRowsParams const& rows,
@@ -171,19 +194,16 @@ class TwiceWeightLoader {
   CUTLASS_DEVICE void load_box(char* to, int c, int channel, int tap) const {
     auto const hint = std::uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
     std::uint64_t* const full = &shared_.control->w.full[0];
-    if constexpr (Traits::READS_W_IN_PLACE) {
-      if (params_.w_in_place) {
-        cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, hint, to, channel, tap, c);
-        return;
-      }
+    if constexpr (Traits::W_IN_PLACE) {
+      cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, hint, to, channel, tap, c);
+    } else {
+      cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, hint, to, c, channel, tap);
     }
-    cute::SM90_TMA_LOAD_3D::copy(&params_.w, full, hint, to, c, channel, tap);
   }
 
   TwiceParams<Traits> const& params_;
   TwiceShared<Traits> const& shared_;
   RingCursor at_;
-  int loaded_ = -1;  // set
 };
 
 }  // namespace upconv3d::cuda

@@ -16,36 +16,32 @@
 namespace upconv3d::cuda {
 
 /// \tparam kChannelsFirst y is [N,K,Z,P,Q], not [N,Z,P,Q,K]
-template <class Operand_, class Output_, bool kChannelsFirst>
+/// \tparam kWInPlace w is [C,T,R,S,K], as PyTorch's channels_last_3d leaves it: of the operand's dtype, and a
+/// warpgroup's rows are output channels as they follow each other
+template <class Operand_, class Output_, bool kChannelsFirst, bool kWInPlace>
 struct TwiceTraitsSm90 {
   using Operand = Operand_;
   using Output = Output_;  // y, bias, gamma, beta
   static constexpr bool CHANNELS_FIRST = kChannelsFirst;
+  static constexpr bool W_IN_PLACE = kWInPlace;
+  static_assert(!W_IN_PLACE || (std::is_same_v<Operand, Output> && !CHANNELS_FIRST));
   static constexpr int ROWS = int(kTwiceRows);          // of a warpgroup: output channels of its phases
   static constexpr int BLK_POS = int(kTwicePositions);  // positions of a tile
   static constexpr int BLK_C = int(kTwiceBlockC);       // input channels of a k-block: a 128-byte swizzle row
   static constexpr bool SCALED = sizeof(Output) == 4;   // operands carry powers of two
 
-  /// Whether w may be [C,T,R,S,K] as PyTorch's channels_last_3d leaves it: where the operand is its own
-  /// dtype, and a warpgroup's rows are output channels as they follow each other.
-  static constexpr bool READS_W_IN_PLACE = std::is_same_v<Operand, Output> && !CHANNELS_FIRST;
-
-  template <bool W_IN_PLACE>
+  static constexpr auto W_MAJOR = W_IN_PLACE ? cute::GMMA::Major::MN : cute::GMMA::Major::K;
   using MmaOp =
       decltype(cute::GMMA::ss_op_selector<Operand, Operand, float,
                                           cute::Shape<cute::Int<ROWS>, cute::Int<BLK_POS>, cute::Int<BLK_C>>,
-                                          W_IN_PLACE ? cute::GMMA::Major::MN : cute::GMMA::Major::K>());
-  template <bool W_IN_PLACE>
-  using TiledMmaOf = decltype(cute::make_tiled_mma(MmaOp<W_IN_PLACE>{}));
-  using TiledMma = TiledMmaOf<false>;  // accumulators are the same of either
+                                          W_MAJOR>());
+  using TiledMma = decltype(cute::make_tiled_mma(MmaOp{}));
   using SmemAtom = cute::GMMA::Layout_K_SW128_Atom<Operand>;
   using SmemLayoutX = decltype(cute::tile_to_shape(
       SmemAtom{}, cute::Shape<cute::Int<BLK_POS>, cute::Int<BLK_C>>{}));  // (BLK_POS,BLK_C)
+  using SmemAtomW = std::conditional_t<W_IN_PLACE, cute::GMMA::Layout_MN_SW128_Atom<Operand>, SmemAtom>;
   using SmemLayoutW = decltype(cute::tile_to_shape(
-      SmemAtom{}, cute::Shape<cute::Int<ROWS>, cute::Int<BLK_C>>{}));  // (ROWS,BLK_C)
-  using SmemLayoutWInPlace =
-      decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Operand>{},
-                                   cute::Shape<cute::Int<ROWS>, cute::Int<BLK_C>>{}));  // (ROWS,BLK_C)
+      SmemAtomW{}, cute::Shape<cute::Int<ROWS>, cute::Int<BLK_C>>{}));  // (ROWS,BLK_C)
 
   static constexpr int ROW_BYTES = BLK_C * int(sizeof(Operand));
   static constexpr int X_BYTES = BLK_POS * ROW_BYTES;  // of a slot
@@ -67,8 +63,8 @@ struct TwiceTraitsSm90 {
 };
 
 inline constexpr int kMaxTwiceXSlots = 6;
-/// Tiles that may have been dealt out ahead: fewer at the end of a pass where blocks differ.
-inline constexpr int kMinTwiceTileSlots = 2, kMaxTwiceTileSlots = 4;
+/// Tiles that the loading thread may be ahead.
+inline constexpr int kTwiceTileSlots = 4;
 /// Staging buffers of a warpgroup: one or the other.
 inline constexpr int kManyStagingBuffers = 4, kFewStagingBuffers = 2;
 /// Their halves: one is staged while the other is stored.
@@ -113,7 +109,6 @@ struct TwiceClassParams {
   int positions;                  // of a sample
   int first_set, num_sets;
   int tiles;                // of all samples, for each set
-  int tiles_at_once;        // that a block is dealt
   std::int64_t set_cost;    // of a set's tiles, relative to other classes'
   std::int64_t first_cost;  // sum over the sets before this class's
 };
@@ -127,7 +122,6 @@ struct TwiceParams {
   TwiceSetParams sets[kMaxTwiceSets];
   CUtensorMap w;     // boxes of one tap x w_rows output channels x BLK_C
   int w_rows;        // of a unit's 64 that one box holds
-  bool w_in_place;   // w is [C,T*R*S,K], not packed
   int num_counters;  // that the launch clears, 0: they are zero before
   int num_classes, num_sets, num_phases;
   int tap_step[3];  // from one tap of a phase to the next, downwards
@@ -142,7 +136,6 @@ struct TwiceParams {
   std::int64_t total_cost;
   int w_units;  // room for weights
   int x_slots;
-  int tile_slots;
   int staging_buffers;                 // of each warpgroup; none for y [N,K,Z,P,Q]
   Output* y;                           // [N,Z,P,Q,K] or [N,K,Z,P,Q]
   Output const* bias;                  // [K], or null
@@ -195,13 +188,15 @@ struct TwiceTile {
 struct TwiceControl {
   RingBarriers<kMaxTwiceXSlots> x;
   RingBarriers<1> w;
-  RingBarriers<kMaxTwiceTileSlots> tile_ring;
+  RingBarriers<kTwiceTileSlots> tile_ring;
+  RingBarriers<1> wanted;  // w_wanted
   // Of a warpgroup and its helper:
   RingBarriers<1> sums[2];               // rows, in the first pass
   RingBarriers<kStagingSets> staged[2];  // sets of staging buffers
   int4 sums_of[2];                       // set, or -1 at the end, sample, position tile
   int4 staged_of[2][kStagingSets];       // set, or -1 at the end, sample, first position
-  int4 tiles[kMaxTwiceTileSlots];        // set, sample, position tile, class
+  int4 tiles[kTwiceTileSlots];           // set, sample, position tile, class
+  int2 w_wanted;                         // set and class whose weights are to be loaded, or -1 at the end
   // Of a warpgroup's rows: a tile's sum, pivot, sum of squares and count, later mean, scale, shift.
   float4 rows[2][kTwiceRows];
   int first_moment[kMaxTwicePhases];
