@@ -19,7 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Kernels that may spill or use a stack frame: a regular expression for "SOURCE FUNCTION", and why.
-ALLOWED: dict[str, str] = {}
+ALLOWED: dict[str, str] = {
+    r"conv_transpose_few_channels_\w+_sm80 \S*FewTraits\S*Li2ELi2ELb0E": (
+        "8 to 20 bytes in the pass for moments, once per tile or group of phases; none in the loop over steps"
+    ),
+}
 
 SOURCE = re.compile(r"([\w.+-]+)\.cu\.o\b")
 FUNCTION = re.compile(r"Function properties for (\S+)")
