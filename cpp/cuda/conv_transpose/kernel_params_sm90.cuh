@@ -104,6 +104,7 @@ struct ConvTransposeTraitsSm90 {
   /// to. Told tiles gain 1 % where there are exponents to load. Elsewhere they lost 1 to 2 %, in a form in
   /// which the compiler did not see that they are the same for a whole warp and guarded each k-block.
   static constexpr bool TELLS_TILES = QUANTIZED;
+  static_assert(!TELLS_TILES || PRODUCTS == 1, "of three products terms are loaded behind the last k-block");
 
   /// Normalization items: as many positions as an eighth of what is staged has, and its channels.
   static constexpr int ITEMS_PER_TILE = 8 * STAGE_ROUNDS;

@@ -158,6 +158,13 @@ void fill_twice_params(const ConvTransposeParams& params, DType operand, DType o
                to, maps);
   fill_shared_memory(to);
   to.w_rows = static_cast<int>(layout.box);
+  // The warp that loads weights gives each of its lanes a box, or more than one.
+  if (to.w_rows < 8) {
+    throw std::logic_error(
+        "upconv3d: conv_transpose_twice_sm90 loads weights by 8 output channels or more; got " +
+        std::to_string(to.w_rows) + " for " + describe(problem) +
+        ". select_plan must choose the stored plan.");
+  }
   if (params.w_in_place && !(Traits::W_IN_PLACE && twice_reads_w_in_place(layout))) {
     throw std::logic_error(
         "upconv3d: conv_transpose_twice_sm90 takes a packed w where it stacks phases, and for float32 or "

@@ -282,6 +282,7 @@ class TwiceEpilogue {
     twice_phase_of(params_, channel, min(row_ + row, params_.view_k - 1));
     float4 const map = merge_row(sample, channel);
     cutlass::arch::NamedBarrier::sync(128, barrier_);  // the last maps have been read
+    // The helper has read the sums that lay here: it arrived before moments were merged.
     if (threadIdx.x % 2 == 0) control_.rows[group_][row] = map;
     cutlass::arch::NamedBarrier::sync(128, barrier_);
     bool folds = true;
