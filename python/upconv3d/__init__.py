@@ -8,7 +8,17 @@ from ._extension import load_extension, require_torch
 require_torch()
 _C = load_extension()
 
-from . import _autocast, _autograd, _fake, _graphs, _numbered, _tail_op, _transforms  # noqa: E402  (they register with the operator that _C has just defined)
+from . import (  # noqa: E402  (they register with the operator that _C has just defined)
+    _autocast,
+    _autograd,
+    _fake,
+    _graphs,
+    _in_graphs,
+    _numbered,
+    _tail_autocast,
+    _tail_op,
+    _transforms,
+)
 from .accelerate import Finding, Report, accelerate  # noqa: E402
 from .explain import Plan, build_config, explain, explain_norm_act  # noqa: E402
 from .functional import conv_transpose3d_relu_group_norm  # noqa: E402
@@ -41,6 +51,8 @@ _graphs.tag_compile_cache(f"{__version__} {os.path.getmtime(str(_C.__file__))}")
 _autograd.register()
 _autocast.register()
 _fake.register()
+_in_graphs.register()
 _numbered.register()
 _tail_op.register()
+_tail_autocast.register()
 _transforms.register()

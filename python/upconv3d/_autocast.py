@@ -83,6 +83,14 @@ _MOST_FLOAT32_VALUES = 2**25
 _MOST_FLOAT32_VALUES_OF_GRAPHS = 2**22
 
 
+def _has_float32_parameters(tensors: Sequence[Tensor | None], low: torch.dtype) -> bool:
+    input, *others = tensors
+    assert input is not None
+    if input.dtype is not torch.float32 and input.dtype is not low:
+        return False
+    return all(tensor is None or tensor.dtype is torch.float32 for tensor in others)
+
+
 def computes_in_float32(
     tensors: Sequence[Tensor | None],
     low: torch.dtype,
@@ -102,9 +110,7 @@ def computes_in_float32(
     """
     input, weight = tensors[:2]
     assert input is not None and weight is not None
-    if not input.is_cuda or (input.dtype is not torch.float32 and input.dtype is not low):
-        return False
-    if any(tensor is not None and tensor.dtype is not torch.float32 for tensor in tensors[1:]):
+    if not input.is_cuda or not _has_float32_parameters(tensors, low):
         return False
     stride = settings[0]
     positions = input.numel() // max(input.size(-4), 1) * stride[0] * stride[1] * stride[2]  # about
@@ -113,23 +119,34 @@ def computes_in_float32(
     return fits and _is_quicker_in_float32(input, weight, settings, None if recording else low)
 
 
-def graph_without_casts(tensors: Sequence[Tensor | None], low: torch.dtype, settings: Sequence[Any]) -> bool:
-    """computes_in_float32 of a call that a compiler records, of sizes that are known: there every vector's
-    cast is a kernel of its own. settings: begins with the fields of BlockArguments."""
+def _records(tensors: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def gradients_lose_range(tensors: Sequence[Tensor | None], low: torch.dtype) -> bool:
+    """Whether casts around our operators would make float16 of gradients that PyTorch's norm takes in
+    float32, which overflows where PyTorch's do not, as under a GradScaler."""
     input: Any = tensors[0]
-    if not is_traced(input) or not is_concrete(*(t for t in tensors if t is not None), *settings):
+    return low is torch.float16 and input.is_cuda and _records(tensors)
+
+
+def graph_without_casts(tensors: Sequence[Tensor | None], low: torch.dtype, settings: Sequence[Any]) -> bool:
+    """computes_in_float32 of a call that a compiler records: there every vector's cast is a kernel of its
+    own. Of sizes that are not known, whatever plan they will take, it is so where casts would cost range.
+
+    settings: begins with the fields of BlockArguments.
+    """
+    input: Any = tensors[0]
+    if not is_traced(input):
         return False
-    recording = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if not is_concrete(*(t for t in tensors if t is not None), *settings):
+        return gradients_lose_range(tensors, low) and _has_float32_parameters(tensors, low)
     known = tuple(tuple(s) if isinstance(s, Sequence) and not isinstance(s, str) else s for s in settings)
-    return computes_in_float32(tensors, low, known, recording, _MOST_FLOAT32_VALUES_OF_GRAPHS)
+    return computes_in_float32(tensors, low, known, _records(tensors), _MOST_FLOAT32_VALUES_OF_GRAPHS)
 
 
 def three_calls(tensors: Sequence[Tensor | None], block: tuple[Any, ...]) -> Tensor:
-    """PyTorch's own calls under autocast, where gradients are recorded in float16.
-
-    Their norm's gradients are float32. Casts around ours would make float16 of them, which overflows where
-    PyTorch's do not, as under a GradScaler.
-    """
+    """PyTorch's own calls under autocast, where gradients_lose_range."""
     settings = (*block, "act_norm", "relu", 0.0, False)
     return composite((*tensors, None, None), settings, precise=False)[0]
 
@@ -190,6 +207,8 @@ def _autocast_kernel(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
             precision = "tf32"
             with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
                 return run(input.float(), *tensors[1:])
+        if low is not None and gradients_lose_range(tensors, low):
+            return three_calls(tensors, (*numbers, eps, precision))
         return under_autocast(run, tensors)
 
     return kernel

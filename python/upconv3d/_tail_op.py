@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._autocast import graph_without_casts
 from ._autograd import _convolution_backward, _is_transformed
 from ._facts import Kept, block_facts, empty_kept, is_concrete, kept_of, tensor_facts
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
@@ -23,7 +22,6 @@ from ._tail import (
     ORDERS,
     Settings,
     Tensors,
-    autocast_result_dtype,
     composite,
     differentiable_backward,
     in_sizes_of,
@@ -36,20 +34,19 @@ from ._transforms import _slice
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 _ops = torch.ops.upconv3d
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
-_AUTOCAST_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
 _NAME = "conv_transpose3d_norm_act"
-_TENSORS = "Tensor input, Tensor weight, Tensor? bias"
-_NUMBERS = (
+TENSORS = "Tensor input, Tensor weight, Tensor? bias"
+NUMBERS = (
     "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation, "
     "str order, SymInt num_groups, Tensor? norm_weight, Tensor? norm_bias, float eps, str activation, "
     "float activation_param, Tensor? slopes, Tensor? skip"
 )
 _SCHEMA = (
-    f"{_NAME}({_TENSORS}, {_NUMBERS}, bool return_conv, str precision) -> (Tensor y, Tensor conv)",
-    f"{_NAME}_for_training({_TENSORS}, {_NUMBERS}, bool return_conv, str precision) "
+    f"{_NAME}({TENSORS}, {NUMBERS}, bool return_conv, str precision) -> (Tensor y, Tensor conv)",
+    f"{_NAME}_for_training({TENSORS}, {NUMBERS}, bool return_conv, str precision) "
     "-> (Tensor y, Tensor conv, Tensor saved)",
-    f"{_NAME}_backward(Tensor? grad_y, Tensor? grad_conv, {_TENSORS}, {_NUMBERS}, str precision, "
+    f"{_NAME}_backward(Tensor? grad_y, Tensor? grad_conv, {TENSORS}, {NUMBERS}, str precision, "
     "bool[] output_mask, Tensor? saved=None, bool returned=False) -> "
     f"({', '.join(['Tensor'] * len(Tensors._fields))})",
 )
@@ -434,31 +431,6 @@ def record_tail(
     return None if computed[0] is None else (_record(*tensors, computed, settings, number), None)
 
 
-def _autocast_kernel(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    def kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
-        tensors, settings = split(arguments)
-        t, s = Tensors(*tensors), Settings(*settings)
-        low = torch.get_autocast_dtype(device_type)
-        if t.input.device.type != device_type or t.input.dtype == torch.float64:
-            low = t.input.dtype
-        elif device_type == "cpu" or (t.skip is not None and t.skip.dtype != low):
-            y, conv = composite(t, s, precise=False)
-            return y, t.input.new_empty(0) if conv is None else conv
-        plain = s.num_groups > 0 and t.skip is None and not s.return_conv  # as of calls outside of graphs
-        if plain and graph_without_casts(tensors, low, settings):
-            cast, settings = [t.input.float(), *tensors[1:]], s._replace(precision="tf32")
-        else:
-            cast = [None if v is None else v if i == 6 else v.to(low) for i, v in enumerate(tensors)]
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CUDA):
-            y, conv = public_tail(cast, settings)
-        if low == t.input.dtype == torch.float64:
-            return y, conv
-        norm = "group" if s.num_groups > 0 else None
-        return y.to(autocast_result_dtype(low, device_type, norm, settings)), conv
-
-    return kernel
-
-
 def _batch_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     """vmap's rule for the operator by its name; the function upconv3d has no need of it."""
     op = getattr(_ops, _NAME).default
@@ -485,8 +457,6 @@ def register() -> None:
         _library.impl(_NAME, _forward_kernel, key)  # type: ignore[no-untyped-call]
         _library.impl(f"{_NAME}_for_training", _training_kernel, key)  # type: ignore[no-untyped-call]
         _library.impl(f"{_NAME}_backward", _backward_kernel, key)  # type: ignore[no-untyped-call]
-    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        _library.impl(_NAME, _autocast_kernel(device_type), key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"upconv3d::{_NAME}", _fake_forward)
     torch.library.register_fake(f"upconv3d::{_NAME}_for_training", _fake_training)
     torch.library.register_fake(f"upconv3d::{_NAME}_backward", _fake_backward)

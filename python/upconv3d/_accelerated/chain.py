@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
+from .._in_graphs import block_in_graph
 from ..functional import (
     _DTYPES,
     _dynamo_compiling,
@@ -323,10 +324,19 @@ def _check_and_run(block: Block, x: Tensor, options: Options, settings: tuple[An
     if not admits(block, x):
         return None
     positional, named = call_of(block, x, options)
+    rest: Any = {
+        "num_groups": None,
+        "norm_weight": None,
+        "norm_bias": None,
+        "eps": 1e-5,
+        "skip": None,
+    } | named
+    if _dynamo_compiling() and x.is_cuda and options.precision is None:
+        tensors, numbers = checked_arguments(*positional, **rest)
+        pair = block_in_graph(tensors, numbers, named["norm"])
+        return pair if numbers[-1] else (pair[0], pair[0]) if block.returns_conv else pair[0]
     y = conv_transpose3d_norm_act(*positional, **named)
     if settings is not None and len(_checked) < _MOST_CHECKED:
-        rest: Any = {"num_groups": None, "norm_weight": None, "norm_bias": None, "eps": 1e-5} | named
-        rest |= {"skip": None}
         found = checked_arguments(*positional, **rest)[1]
         if found == settings:
             _checked.add(settings)

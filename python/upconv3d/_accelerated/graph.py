@@ -211,13 +211,10 @@ def _call(graph: fx.Graph, match: Match) -> fx.Node:
     num_groups = match.norm.num_groups or weight.shape[1] * groups
     precision = resolve_precision(x, None)
     convolution = (*geometry[:3], groups, geometry[3])
-    if match.activation == "relu" and match.order == "act_norm":
-        arguments = (*tensors[:3], *convolution, num_groups, *tensors[3:5], match.norm.eps, precision)
-        return graph.call_function(_ops.conv_transpose3d_relu_group_norm.default, arguments)
     parameter = 0.0 if match.activation == "prelu" or match.parameter is None else match.parameter
     numbers = (*convolution, num_groups, match.norm.eps, precision)
     settings = (*numbers, match.order, match.activation, parameter, False)
-    pair = graph.call_function(_ops.conv_transpose3d_norm_act.default, join(tensors, settings))
+    pair = graph.call_function(_ops.conv_transpose3d_norm_act_in_graph.default, join(tensors, settings))
     return graph.call_function(operator.getitem, (pair, 0))
 
 

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accelerated blocks in compiled graphs: which become our operator, and which PyTorch's own calls."""
+
+import pytest
+import torch
+import upconv3d
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config
+from upconv3d import _in_graphs
+from upconv3d._accelerated.graph import rewrite
+
+HERE = frozenset({"cpu", "cuda"})
+
+
+@pytest.fixture(autouse=True)
+def afresh():
+    torch._dynamo.reset()
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    yield
+    torch._dynamo.reset()
+
+
+def _compiled(model, dynamic=False, rewrites=False):
+    """The model, compiled, and a list to which each of its graphs adds the names of our operators in it."""
+    names = []
+
+    def keep(graph, _):
+        names.append([str(node.target) for node in graph.graph.nodes if "upconv3d" in str(node.target)])
+        return make_boxed_func(graph.forward)
+
+    to_graphs = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+
+    def backend(gm, inputs):
+        if rewrites:
+            assert rewrite(gm.graph, HERE) > 0
+            gm.recompile()
+        return to_graphs(gm, inputs)
+
+    return torch.compile(model, fullgraph=True, dynamic=dynamic, backend=backend), names
+
+
+def _decoder(c=8, k=4, device="cpu"):
+    torch.manual_seed(1)
+    first = [nn.ConvTranspose3d(c, k, 3, 2, 1, 1), nn.ReLU(), nn.GroupNorm(2, k)]
+    second = [nn.ConvTranspose3d(k, k, 2, 2), nn.InstanceNorm3d(k, affine=True), nn.PReLU(k)]
+    return nn.Sequential(*first, *second).to(device)
+
+
+def _gradients(model, parameters, x, low=None):
+    x = x.clone().requires_grad_()
+    with torch.autocast(x.device.type, low or torch.bfloat16, enabled=low is not None):
+        y = model(x)
+    weights = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape)
+    return y, *torch.autograd.grad((y.float() * weights).sum(), [x, *parameters])
+
+
+def _close(ours, theirs, tolerance):
+    assert ours[0].dtype is theirs[0].dtype and ours[0].shape == theirs[0].shape
+    for a, b in zip(ours, theirs, strict=True):
+        # A bias in front of an instance norm has a gradient of rounding alone.
+        torch.testing.assert_close(
+            a, b, rtol=tolerance, atol=tolerance * max(1.0, float(theirs[1].abs().max()))
+        )
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+def test_left_blocks_are_pytorchs_calls(device, monkeypatch, low, layout):
+    monkeypatch.setattr(_in_graphs, "is_left_to_compiler", lambda *_: True)
+    model = _decoder(device=device)
+    x = torch.randn(2, 8, 3, 4, 5, device=device).contiguous(memory_format=layout)
+    parameters = list(model.parameters())
+    expected = _gradients(model, parameters, x, low)
+    compiled, names = _compiled(model, rewrites=True)
+    _close(_gradients(compiled, parameters, x, low), expected, 1e-3 if low is None else 5e-2)
+    assert names == [[], []]
+
+
+def test_other_blocks_are_our_operator(device, monkeypatch):
+    monkeypatch.setattr(_in_graphs, "is_left_to_compiler", lambda *_: False)
+    model = _decoder(device=device)
+    x = torch.randn(2, 8, 3, 4, 5, device=device)
+    compiled, names = _compiled(model, rewrites=True)
+    _close(
+        _gradients(compiled, list(model.parameters()), x),
+        _gradients(model, list(model.parameters()), x),
+        1e-3,
+    )
+    (forward, backward) = names
+    assert len(forward) == len(backward) == 2
+    assert all(
+        name.startswith("upconv3d.conv_transpose3d_norm_act") and "in_graph" not in name for name in forward
+    )
+
+
+def test_the_operator_outside_of_graphs(device):
+    """Called by its name, it is the family's operator."""
+    x, w = torch.randn(2, 4, 3, 4, 5, device=device), torch.randn(4, 6, 2, 2, 2, device=device)
+    arguments = (x, w, None, [2] * 3, [0] * 3, [0] * 3, 1, [1] * 3, "norm_act", 2, None, None, 1e-5, "silu")
+    arguments += (0.0, None, None, True, "ieee")
+    ours = torch.ops.upconv3d.conv_transpose3d_norm_act_in_graph(*arguments)
+    for a, b in zip(ours, torch.ops.upconv3d.conv_transpose3d_norm_act(*arguments), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def _algorithm(model, x, training):
+    conv, norm = model[0], model[2]
+    return upconv3d.explain_norm_act(
+        *(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.output_padding),
+        order="act_norm",
+        num_groups=norm.num_groups,
+        norm_weight=norm.weight,
+        norm_bias=norm.bias,
+        training=training,
+    ).algorithm
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_small_blocks_of_the_library_plan_are_left(hopper, training):
+    """Of an accelerated model; not where sizes are symbolic, or a CUDA graph replays what is compiled."""
+    plans = set()
+    for c, k, extent in ((320, 320, 4), (64, 64, 40)):
+        model = _decoder(c, k, hopper)[:3].train(training)
+        x = torch.randn(1, c, extent, extent, extent, device=hopper, requires_grad=training)
+        plan = _algorithm(model, x, training)
+        plans.add(plan)
+        upconv3d.accelerate(model)
+        for dynamic, replayed in ((False, False), (False, True), (True, False)):
+            torch._dynamo.reset()
+            compiled, names = _compiled(model, dynamic)
+            with torch.set_grad_enabled(training), config.patch({"triton.cudagraphs": replayed}):
+                y = compiled(x)
+                torch.testing.assert_close(y, model(x), rtol=1e-2, atol=1e-2)
+            left = plan == "cuda_library" and not dynamic and not replayed
+            assert (names[0] == []) == left, (plan, dynamic, replayed, names)
+    assert plans == {"cuda_library", "sm90_implicit_gemm"}
+
+
+@pytest.mark.parametrize("family", [False, True], ids=["mission", "family"])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("c", [4, 64])
+def test_float16_gradients_keep_float32s_range_in_graphs(hopper, c, dynamic, family):
+    """A result's gradient beyond float16, as of a loss scale, that the norm's small weight brings back."""
+    if family:
+        block = upconv3d.ConvTranspose3dNormAct(c, c, 3, num_groups=4, activation="silu", device=hopper)
+    else:
+        block = upconv3d.ConvTranspose3dReLUGroupNorm(c, c, 3, 4, device=hopper)
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            if "norm" in name and "weight" in name:
+                parameter.fill_(1e-4)
+    x = torch.randn(2, c, 9, 8, 10, device=hopper)
+    parameters = list(block.parameters())
+    scale = 1e6
+
+    def run(call):
+        with torch.autocast("cuda", torch.float16):
+            y = call(x)
+        weights = torch.linspace(-scale, scale, y.numel(), device=y.device).view(y.shape)
+        return torch.autograd.grad((y.float() * weights).sum(), parameters)
+
+    compiled, names = _compiled(block, dynamic)
+    ours, theirs = run(compiled), run(block)
+    assert names
+    for a, b in zip(ours, theirs, strict=True):
+        assert (
+            torch.isfinite(a).all() and float((a - b).norm()) <= 2e-2 * float(b.norm()) + 1e-2 * scale * 1e-4
+        )
