@@ -107,8 +107,8 @@ def _exit_code(function, *arguments):
 def test_aot_inductor_round_trip(device, tmp_path):
     """AOTInductor's runtime calls the operator by its schema; upconv3d must be imported where it runs.
 
-    In a process of its own, since packages of PyTorch's own operators crash too where the C++ compiler links
-    libstdc++ statically, as it does where no libstdc++.so lies beside it: two of them share their facets.
+    In a process of its own: packages of PyTorch's own operators crash where the C++ compiler (CXX) links
+    libstdc++ statically, since facets of two copies of it share their numbers.
     """
     if shutil.which("c++") is None and shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")

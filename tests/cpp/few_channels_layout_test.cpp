@@ -182,6 +182,25 @@ void test_choice() {
   Problem vnet = with(up_block(32, 16, {56, 56, 40}), {2, 2, 2}, {2, 2, 2}, {0, 0, 0});
   vnet.n = 4;
   expect(!chosen(vnet), "165 us, the SM90 plan 128");
+  // As measured in other layouts and dtypes (perf/NOTES.md, "Few channels by either plan").
+  const auto as = [](Problem block, DType dtype, Layout layout, std::int64_t n) {
+    block.n = n, block.dtype = dtype, block.x_layout = block.y_layout = layout;
+    return block;
+  };
+  constexpr Layout kFirst = Layout::kNCDHW, kLast = Layout::kNDHWC;
+  constexpr DType kFloat = DType::kFloat32, kHalf = DType::kBFloat16;
+  const Problem plain = with(up_block(16, 16, {64, 64, 64}), {3, 3, 3}, {1, 1, 1}, {1, 1, 1});
+  expect(chosen(as(plain, kFloat, kFirst, 2)), "235 us, the SM90 plan 404");
+  expect(chosen(as(vnet, kFloat, kLast, 4)), "200 us, the SM90 plan 256");
+  expect(!chosen(as(vnet, kFloat, kFirst, 4)), "279 us, the SM90 plan 256");
+  expect(!chosen(as(vnet, kHalf, kFirst, 4)), "193 us, the SM90 plan 171");
+  const Problem gan = with(up_block(32, 16, {32, 32, 32}), {4, 4, 4}, {2, 2, 2}, {1, 1, 1});
+  expect(chosen(as(gan, kFloat, kLast, 4)), "235 us, the SM90 plan 272");
+  expect(!chosen(as(gan, kFloat, kFirst, 4)), "293 us, the SM90 plan 262");
+  const Problem last = with(up_block(16, 16, {128, 128, 64}), {2, 2, 2}, {2, 2, 2}, {0, 0, 0});
+  expect(chosen(as(last, kFloat, kFirst, 1)), "372 us, the SM90 plan 423");
+  const Problem dynunet = with(up_block(64, 32, {64, 64, 64}), {2, 2, 2}, {2, 2, 2}, {0, 0, 0});
+  expect(!chosen(as(dynunet, kFloat, kLast, 2)), "521 us, the SM90 plan 318");
   const Problem p = up_block(32, 16, {48, 48, 48});
   expect(select_training_plan(p, hopper(), all_compiled()).algorithm == Algorithm::kSm90ImplicitGemm,
          "training keeps what it has");
