@@ -58,11 +58,10 @@ def _gradients(model, parameters, x, low=None):
 
 def _close(ours, theirs, tolerance):
     assert ours[0].dtype is theirs[0].dtype and ours[0].shape == theirs[0].shape
+    # A bias in front of an instance norm has a gradient of rounding alone; one of the input has not.
+    scale = float(theirs[1].float().norm())
     for a, b in zip(ours, theirs, strict=True):
-        # A bias in front of an instance norm has a gradient of rounding alone.
-        torch.testing.assert_close(
-            a, b, rtol=tolerance, atol=tolerance * max(1.0, float(theirs[1].abs().max()))
-        )
+        assert float((a.float() - b.float()).norm()) <= tolerance * max(float(b.float().norm()), scale)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
@@ -90,9 +89,7 @@ def test_other_blocks_are_our_operator(device, monkeypatch):
     )
     (forward, backward) = names
     assert len(forward) == len(backward) == 2
-    assert all(
-        name.startswith("upconv3d.conv_transpose3d_norm_act") and "in_graph" not in name for name in forward
-    )
+    assert all(name.startswith("upconv3d.conv_transpose3d_") and "in_graph" not in name for name in forward)
 
 
 def test_the_operator_outside_of_graphs(device):
@@ -105,37 +102,75 @@ def test_the_operator_outside_of_graphs(device):
         torch.testing.assert_close(a, b)
 
 
-def _algorithm(model, x, training):
+def _algorithms(model, x, training):
     conv, norm = model[0], model[2]
-    return upconv3d.explain_norm_act(
-        *(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.output_padding),
-        order="act_norm",
-        num_groups=norm.num_groups,
-        norm_weight=norm.weight,
-        norm_bias=norm.bias,
-        training=training,
-    ).algorithm
+
+    def algorithm(training):
+        return upconv3d.explain_norm_act(
+            *(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.output_padding),
+            order="act_norm",
+            num_groups=norm.num_groups,
+            norm_weight=norm.weight,
+            norm_bias=norm.bias,
+            training=training,
+        ).algorithm
+
+    return {algorithm(False), algorithm(training)}
 
 
+@pytest.mark.parametrize("low", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("training", [False, True])
-def test_small_blocks_of_the_library_plan_are_left(hopper, training):
+def test_small_blocks_of_the_library_plan_are_left(hopper, training, low):
     """Of an accelerated model; not where sizes are symbolic, or a CUDA graph replays what is compiled."""
-    plans = set()
+    seen = set()
     for c, k, extent in ((320, 320, 4), (64, 64, 40)):
         model = _decoder(c, k, hopper)[:3].train(training)
         x = torch.randn(1, c, extent, extent, extent, device=hopper, requires_grad=training)
-        plan = _algorithm(model, x, training)
-        plans.add(plan)
+        is_library = "cuda_library" in _algorithms(model, x, training)
+        seen.add(is_library)
         upconv3d.accelerate(model)
         for dynamic, replayed in ((False, False), (False, True), (True, False)):
             torch._dynamo.reset()
             compiled, names = _compiled(model, dynamic)
-            with torch.set_grad_enabled(training), config.patch({"triton.cudagraphs": replayed}):
-                y = compiled(x)
-                torch.testing.assert_close(y, model(x), rtol=1e-2, atol=1e-2)
-            left = plan == "cuda_library" and not dynamic and not replayed
-            assert (names[0] == []) == left, (plan, dynamic, replayed, names)
-    assert plans == {"cuda_library", "sm90_implicit_gemm"}
+            with (
+                torch.set_grad_enabled(training),
+                config.patch({"triton.cudagraphs": replayed}),
+                torch.autocast("cuda", low or torch.bfloat16, enabled=low is not None),
+            ):
+                torch.testing.assert_close(compiled(x), model(x), rtol=3e-2, atol=3e-2)
+            left = is_library and not dynamic and not replayed
+            # Of float16 whose gradients are recorded, PyTorch's calls also where no plan of ours is better.
+            if left or not (training and low is torch.float16):
+                assert (names[0] == []) == left, (extent, dynamic, replayed, names)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+def test_folded_batch_norms_in_graphs(device, low):
+    """Of an accelerated model in eval mode."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.ConvTranspose3d(16, 8, 2, 2), nn.BatchNorm3d(8), nn.ELU()).to(device).eval()
+    x = torch.randn(2, 16, 5, 6, 7, device=device)
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=low is not None):
+        expected = model(x)
+        upconv3d.accelerate(model)
+        y = _compiled(model)[0](x)
+    assert y.dtype is expected.dtype
+    torch.testing.assert_close(y, expected, rtol=3e-2, atol=3e-2)
+
+
+def test_inference_records_an_operator_that_is_not_pythons(hopper):
+    block = upconv3d.ConvTranspose3dNormAct(16, 32, 3, norm="instance", activation="prelu", device=hopper)
+    x = torch.randn(2, 16, 4, 5, 6, device=hopper)
+    with torch.no_grad():
+        for low in (None, torch.bfloat16):
+            torch._dynamo.reset()
+            compiled, names = _compiled(block)
+            with torch.autocast("cuda", torch.bfloat16, enabled=low is not None):
+                torch.testing.assert_close(compiled(x), block(x), rtol=2e-2, atol=2e-2)
+            assert names == [["upconv3d._tail.default"]]
+        program = torch.export.export(block, (x,))
+    assert any("conv_transpose3d_norm_act" in str(node.target) for node in program.graph.nodes)
 
 
 @pytest.mark.parametrize("family", [False, True], ids=["mission", "family"])

@@ -2,8 +2,9 @@
 /// \file
 /// torch.ops.upconv3d._numbered_tail: the convolution with any tail (core/tail.hpp), its numbers as one
 /// (block_settings.hpp), for calls that nothing but a CUDA kernel is to see. And _for_training, the same with
-/// what _numbered_tail_backward (torch_backward.cpp) reads. The public operator is Python's; on the CPU it is
-/// PyTorch's operators.
+/// what _numbered_tail_backward (torch_backward.cpp) reads. And _tail, the first with the public operator's
+/// own arguments, which graphs of torch.compile call: a number holds for one process alone. The public
+/// operator is Python's; on the CPU it is PyTorch's operators.
 
 #include <torch/csrc/stable/library.h>
 
@@ -11,6 +12,8 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "bindings/block_call.hpp"
 #include "bindings/block_settings.hpp"
@@ -19,6 +22,8 @@
 
 namespace upconv3d::bindings {
 namespace {
+
+using Ints = std::vector<std::int64_t>;
 
 OpArguments tail_arguments(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                            const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
@@ -58,6 +63,27 @@ std::tuple<std::optional<Tensor>, std::optional<Tensor>> numbered_tail_for_train
   return {y, extras.saved};
 }
 
+/// y, and the convolution, [0] where it is not returned. \param num_groups 0 where nothing is normalized
+std::tuple<Tensor, Tensor> tail(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                const Ints& stride, const Ints& padding, const Ints& output_padding,
+                                std::int64_t groups, const Ints& dilation, StringHandle order,
+                                std::int64_t num_groups, const std::optional<Tensor>& norm_weight,
+                                const std::optional<Tensor>& norm_bias, double eps, StringHandle activation,
+                                double parameter, const std::optional<Tensor>& slopes,
+                                const std::optional<Tensor>& skip, bool return_conv, StringHandle precision) {
+  // All handles are freed, whatever the names are.
+  const std::string order_name = take_string(order), activation_name = take_string(activation);
+  BlockSettings s = {stride,     padding, output_padding,        groups, dilation,
+                     num_groups, eps,     take_string(precision)};
+  s.tail = make_tail(order_name, num_groups != 0, activation_name, parameter, return_conv);
+  if (!s.tail.norm) s.num_groups = 1;
+  CallExtras extras;
+  Tensor y =
+      run_call(tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, false), extras);
+  Tensor conv = extras.conv ? *extras.conv : empty_strided_like(input, {0}, {1});
+  return {std::move(y), std::move(conv)};
+}
+
 }  // namespace
 }  // namespace upconv3d::bindings
 
@@ -68,6 +94,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(upconv3d, library) {
   library.def(("_numbered_tail" + forward + " -> (Tensor y, Tensor? conv)").c_str());
   library.def(("_numbered_tail_for_training" + forward + " -> (Tensor? y, Tensor? saved)").c_str());
   library.def(
+      "_tail(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] output_padding, "
+      "int groups, int[] dilation, str order, int num_groups, Tensor? norm_weight, Tensor? norm_bias, "
+      "float eps, str activation, float activation_param, Tensor? slopes, Tensor? skip, bool return_conv, "
+      "str precision) -> (Tensor y, Tensor conv)");
+  library.def(
       "_numbered_tail_backward(Tensor grad_y, Tensor input, Tensor weight, Tensor? bias, Tensor? "
       "norm_weight, "
       "Tensor? norm_bias, Tensor? slopes, Tensor(a!) saved, int settings, int wanted, bool consume_saved) -> "
@@ -75,6 +106,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(upconv3d, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(upconv3d, CUDA, library) {
+  library.impl("_tail", TORCH_BOX(&upconv3d::bindings::tail));
   library.impl("_numbered_tail", TORCH_BOX(&upconv3d::bindings::numbered_tail));
   library.impl("_numbered_tail_for_training", TORCH_BOX(&upconv3d::bindings::numbered_tail_for_training));
 }

@@ -36,12 +36,15 @@ def record_operator(
     setup_context: Callable[[Any, tuple[Any, ...], Any], None],
     backward: Callable[..., Any],
     keeps: Callable[..., bool],
+    inference: Callable[..., Any] | None = None,
 ) -> None:
     """Ties `backward` to upconv3d::name, and to upconv3d::name_for_training, which returns one tensor more.
 
     While a compiler traces, `name` is recorded as name_for_training where keeps(*arguments) says that what
     it keeps is known; its last result is then among those that setup_context gets. Others than compilers call
     `name` itself: torch.jit.trace and modes, to whom what is kept is of no use.
+
+    inference: what a compiler records instead where nothing is differentiated, if it returns anything.
     """
     training = f"{name}_for_training"
     kept_op = getattr(torch.ops.upconv3d, training).default
@@ -67,6 +70,10 @@ def record_operator(
         keys = keyset & torch._C._after_autograd_keyset
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*arguments):
             with torch._C._AutoDispatchBelowAutograd():
+                if inference is not None and is_traced(arguments[0]):
+                    output = inference(*arguments)
+                    if output is not None:
+                        return output
                 return op.redispatch(keys, *arguments)
         if is_traced(arguments[0]) and keeps(*arguments):
             output = kept_op(*arguments)

@@ -13,11 +13,12 @@ from . import _C
 from ._autocast import autocast_dtype, graph_without_casts
 from ._facts import is_concrete
 from ._graphs import is_traced
-from ._tail import Tensors, composite
+from ._tail import Settings, Tensors, composite
 from ._tail_op import NUMBERS, TENSORS, _in_format_of_result, facts_of, join, public_tail, split
 
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 
+_mission_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
 _NAME = "conv_transpose3d_norm_act_in_graph"
 _SCHEMA = f"{_NAME}({TENSORS}, {NUMBERS}, bool return_conv, str precision) -> (Tensor y, Tensor conv)"
 
@@ -34,38 +35,48 @@ def _replays() -> bool:
     return bool(config.triton.cudagraphs)
 
 
+def _algorithms(facts: dict[str, Any], recording: bool) -> set[str]:
+    """Those of a call's plans: in training a block may keep the SM90 plan that is too small for it else."""
+    plans = {recording, False}
+    return {_C.explain(facts | {"training": training})["plan"]["algorithm"] for training in plans}
+
+
 def is_left_to_compiler(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
     """Whether the call is to be PyTorch's own ones: a small block on the library plan, of known sizes."""
-    input, weight = tensors[:2]
-    if not input.is_cuda or not is_traced(input) or torch.compiler.is_exporting():
+    t, s = Tensors(*tensors), Settings(*settings)
+    if not t.input.is_cuda or not is_traced(t.input) or torch.compiler.is_exporting():
         return False
-    given = [tensor for tensor in tensors if tensor is not None]
-    if not is_concrete(*given, *settings):
+    given = [tensor for tensor in t if tensor is not None]
+    if not is_concrete(*given, *s):
         return False
-    stride, groups = settings[0], settings[3]
-    positions = input.numel() // max(input.size(-4), 1) * stride[0] * stride[1] * stride[2]  # about
-    if positions * weight.size(1) * groups > _MOST_VALUES or _replays():
+    positions = t.input.numel() // max(t.input.size(-4), 1) * s.stride[0] * s.stride[1] * s.stride[2]  # about
+    if positions * t.weight.size(1) * s.groups > _MOST_VALUES or _replays():
         return False
-    facts = facts_of(tensors, settings)
-    low = autocast_dtype(input)
+    facts = facts_of(t, s)
+    low = autocast_dtype(t.input)
     if low is not None:
-        if graph_without_casts(tensors, low, settings):
-            return False
-        dtype = {"dtype": str(low).removeprefix("torch.")}
+        plain = s.num_groups > 0 and t.skip is None and not s.return_conv
+        computed = torch.float32 if plain and graph_without_casts(t, low, s) else low
+        dtype = {"dtype": str(computed).removeprefix("torch.")}
         facts |= {name: facts[name] | dtype for name in Tensors._fields if facts[name] is not None}
+        facts["precision"] = "tf32"
     recording = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-    found: bool = _C.explain(facts | {"training": recording})["plan"]["algorithm"] == "cuda_library"
-    return found
+    return "cuda_library" in _algorithms(facts, recording)
 
 
 def _in_graph(*arguments: Any) -> tuple[Tensor, Tensor]:
     tensors, settings = split(arguments)
-    if not is_left_to_compiler(tensors, settings):
-        return public_tail(tensors, settings)
-    y, conv = composite(tensors, settings, precise=False)
-    t = Tensors(*tensors)
-    y = _in_format_of_result(y, t)
-    return y, t.input.new_empty(0) if conv is None else _in_format_of_result(conv, t)
+    t, s = Tensors(*tensors), Settings(*settings)
+    if is_left_to_compiler(t, s):
+        y, conv = composite(t, s, precise=False)
+        y = _in_format_of_result(y, t)
+        return y, t.input.new_empty(0) if conv is None else _in_format_of_result(conv, t)
+    mission = s.order == "act_norm" and s.activation == "relu" and s.num_groups > 0
+    if mission and t.skip is None and not s.return_conv:  # its kernel is not Python's, for less host time
+        *convolution, num_groups, eps, precision = s[:8]
+        norm = (num_groups, t.norm_weight, t.norm_bias, eps, precision)
+        return _mission_op(*t[:3], *convolution, *norm), t.input.new_empty(0)
+    return public_tail(tensors, settings)
 
 
 def block_in_graph(

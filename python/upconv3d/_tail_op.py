@@ -51,12 +51,12 @@ _SCHEMA = (
     f"({', '.join(['Tensor'] * len(Tensors._fields))})",
 )
 _BACKWARD_ARGUMENTS = 19  # of the backward operator behind its gradients; `saved`, `returned` follow, or not
-_INTERNAL = ("_numbered_tail", "_numbered_tail_for_training", "_numbered_tail_backward")
+_INTERNAL = ("_tail", "_numbered_tail", "_numbered_tail_for_training", "_numbered_tail_backward")
 _KERNEL_ACTIVATIONS = tuple("none" if name is None else name for name in ACTIVATIONS)
 
 # Without OpOverload.__call__, a function in Python that passes its arguments on.
 numbered_tail, _numbered_tail_for_training, _numbered_tail_backward = (
-    getattr(_ops, name).default._op for name in _INTERNAL
+    getattr(_ops, name).default._op for name in _INTERNAL[1:]
 )
 
 _numbers: dict[tuple[Any, ...], int] = {}
@@ -217,6 +217,21 @@ def _kept(tensors: Sequence[Any], settings: Sequence[Any]) -> Kept | None:
 
 def _keeps(*arguments: Any) -> bool:
     return _kept(*split(arguments)) is not None
+
+
+def _inference(*arguments: Any) -> tuple[Tensor, Tensor] | None:
+    """The operator in a graph that differentiates nothing: one that is not Python's, for less host time.
+
+    None where PyTorch's operators may have to run, and in torch.export, whose programs others read.
+    """
+    tensors, settings = split(arguments)
+    input, skip = tensors[0], tensors[6]
+    if not runs_kernels(input) or (skip is not None and skip.dtype is not input.dtype):
+        return None
+    if not is_concrete(*settings) or torch.compiler.is_exporting():
+        return None
+    pair: tuple[Tensor, Tensor] = _ops._tail.default(*arguments)
+    return pair
 
 
 def _fake_training(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -458,9 +473,10 @@ def register() -> None:
         _library.impl(f"{_NAME}_for_training", _training_kernel, key)  # type: ignore[no-untyped-call]
         _library.impl(f"{_NAME}_backward", _backward_kernel, key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"upconv3d::{_NAME}", _fake_forward)
+    torch.library.register_fake("upconv3d::_tail", _fake_forward)
     torch.library.register_fake(f"upconv3d::{_NAME}_for_training", _fake_training)
     torch.library.register_fake(f"upconv3d::{_NAME}_backward", _fake_backward)
-    record_operator(_library, _NAME, _setup_context, _backward, _keeps)
+    record_operator(_library, _NAME, _setup_context, _backward, _keeps, _inference)
     torch.library.register_vmap(f"upconv3d::{_NAME}", _batch_forward)
     for name in _INTERNAL:
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
