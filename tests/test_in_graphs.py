@@ -44,7 +44,7 @@ def _compiled(model, dynamic=False, rewrites=False):
 def _decoder(c=8, k=4, device="cpu"):
     torch.manual_seed(1)
     first = [nn.ConvTranspose3d(c, k, 3, 2, 1, 1), nn.ReLU(), nn.GroupNorm(2, k)]
-    second = [nn.ConvTranspose3d(k, k, 2, 2), nn.InstanceNorm3d(k, affine=True), nn.PReLU(k)]
+    second = [nn.ConvTranspose3d(k, k, 2, 2, bias=False), nn.InstanceNorm3d(k, affine=True), nn.PReLU(k)]
     return nn.Sequential(*first, *second).to(device)
 
 
@@ -58,10 +58,8 @@ def _gradients(model, parameters, x, low=None):
 
 def _close(ours, theirs, tolerance):
     assert ours[0].dtype is theirs[0].dtype and ours[0].shape == theirs[0].shape
-    # A bias in front of an instance norm has a gradient of rounding alone; one of the input has not.
-    scale = float(theirs[1].float().norm())
     for a, b in zip(ours, theirs, strict=True):
-        assert float((a.float() - b.float()).norm()) <= tolerance * max(float(b.float().norm()), scale)
+        assert float((a.float() - b.float()).norm()) <= tolerance * float(b.float().norm())
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
@@ -102,10 +100,11 @@ def test_the_operator_outside_of_graphs(device):
         torch.testing.assert_close(a, b)
 
 
-def _algorithms(model, x, training):
+def _is_small_kind(model, x, training):
+    """Whether a plan of the block's, in training or else, is one that is left."""
     conv, norm = model[0], model[2]
 
-    def algorithm(training):
+    def plan(training):
         return upconv3d.explain_norm_act(
             *(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.output_padding),
             order="act_norm",
@@ -113,21 +112,22 @@ def _algorithms(model, x, training):
             norm_weight=norm.weight,
             norm_bias=norm.bias,
             training=training,
-        ).algorithm
+        )
 
-    return {algorithm(False), algorithm(training)}
+    plans = (plan(False), plan(training))
+    few = "conv_transpose_few_channels_sm80"
+    return any(p.algorithm == "cuda_library" or few in p.stages for p in plans)
 
 
 @pytest.mark.parametrize("low", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("training", [False, True])
-def test_small_blocks_of_the_library_plan_are_left(hopper, training, low):
+def test_small_blocks_are_left(hopper, training, low):
     """Of an accelerated model; not where sizes are symbolic, or a CUDA graph replays what is compiled."""
-    seen = set()
-    for c, k, extent in ((320, 320, 4), (64, 64, 40)):
+    seen = []
+    for c, k, extent in ((320, 320, 4), (32, 2, 40), (64, 64, 40)):
         model = _decoder(c, k, hopper)[:3].train(training)
         x = torch.randn(1, c, extent, extent, extent, device=hopper, requires_grad=training)
-        is_library = "cuda_library" in _algorithms(model, x, training)
-        seen.add(is_library)
+        seen.append(_is_small_kind(model, x, training))
         upconv3d.accelerate(model)
         for dynamic, replayed in ((False, False), (False, True), (True, False)):
             torch._dynamo.reset()
@@ -138,11 +138,11 @@ def test_small_blocks_of_the_library_plan_are_left(hopper, training, low):
                 torch.autocast("cuda", low or torch.bfloat16, enabled=low is not None),
             ):
                 torch.testing.assert_close(compiled(x), model(x), rtol=3e-2, atol=3e-2)
-            left = is_library and not dynamic and not replayed
+            left = seen[-1] and not dynamic and not replayed
             # Of float16 whose gradients are recorded, PyTorch's calls also where no plan of ours is better.
             if left or not (training and low is torch.float16):
                 assert (names[0] == []) == left, (extent, dynamic, replayed, names)
-    assert seen == {True, False}
+    assert seen == [True, True, False]
 
 
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)

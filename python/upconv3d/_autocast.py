@@ -17,7 +17,7 @@ from ._tail import composite
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 
-_FEW_CHANNELS_KERNEL = "conv_transpose_few_channels_sm80"
+FEW_CHANNELS_KERNEL = "conv_transpose_few_channels_sm80"
 
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
@@ -67,7 +67,7 @@ def _ask_for_plans(
         dtype = {"dtype": str(inference_dtype).removeprefix("torch.")}
         low = facts | {"input": facts["input"] | dtype, "weight": facts["weight"] | dtype}
         # Of few channels, 16 bit is quicker with its casts too (1, 16 > 8, 96x64x80: 134 us, float32 187).
-        found = _FEW_CHANNELS_KERNEL not in _C.explain(low)["plan"]["stages"]
+        found = FEW_CHANNELS_KERNEL not in _C.explain(low)["plan"]["stages"]
     if len(_quicker_in_float32) >= _MOST_KINDS:
         _quicker_in_float32.clear()
     _quicker_in_float32[kind] = found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._autocast import autocast_dtype, graph_without_casts
+from ._autocast import FEW_CHANNELS_KERNEL, autocast_dtype, graph_without_casts
 from ._facts import is_concrete
 from ._graphs import is_traced
 from ._tail import Settings, Tensors, composite
@@ -22,9 +22,10 @@ _mission_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
 _NAME = "conv_transpose3d_norm_act_in_graph"
 _SCHEMA = f"{_NAME}({TENSORS}, {NUMBERS}, bool return_conv, str precision) -> (Tensor y, Tensor conv)"
 
-# Output values of a block on the library plan up to which it is the compiler's. That plan and Inductor both
-# call cuDNN; on an H200 ours then takes the device 4 to 15 us less (perf/results), and the host 20 us more,
-# which plans and calls in turn what Inductor's code has planned. Beyond, passes over the output decide.
+# Output values of a block up to which it is the compiler's, on the library plan or few channels' kernel. The
+# first calls cuDNN, as Inductor does. On an H200 it takes the device 4 to 15 us less (perf/results), the
+# other up to 90, and both the host 20 to 60 more, which plans and calls what Inductor's code has planned:
+# models of such blocks wait for the host. Beyond, passes over the output decide.
 _MOST_VALUES = 2**22
 
 
@@ -35,14 +36,12 @@ def _replays() -> bool:
     return bool(config.triton.cudagraphs)
 
 
-def _algorithms(facts: dict[str, Any], recording: bool) -> set[str]:
-    """Those of a call's plans: in training a block may keep the SM90 plan that is too small for it else."""
-    plans = {recording, False}
-    return {_C.explain(facts | {"training": training})["plan"]["algorithm"] for training in plans}
+def _is_small_kind(plan: dict[str, Any]) -> bool:
+    return plan["algorithm"] == "cuda_library" or FEW_CHANNELS_KERNEL in plan["stages"]
 
 
 def is_left_to_compiler(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
-    """Whether the call is to be PyTorch's own ones: a small block on the library plan, of known sizes."""
+    """Whether the call is to be PyTorch's own ones: a small block of known sizes, by its plan."""
     t, s = Tensors(*tensors), Settings(*settings)
     if not t.input.is_cuda or not is_traced(t.input) or torch.compiler.is_exporting():
         return False
@@ -60,8 +59,10 @@ def is_left_to_compiler(tensors: Sequence[Any], settings: Sequence[Any]) -> bool
         dtype = {"dtype": str(computed).removeprefix("torch.")}
         facts |= {name: facts[name] | dtype for name in Tensors._fields if facts[name] is not None}
         facts["precision"] = "tf32"
+    # In training a block keeps the SM90 plan that is too small for it else.
     recording = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-    return "cuda_library" in _algorithms(facts, recording)
+    plans = (_C.explain(facts | {"training": training})["plan"] for training in {recording, False})
+    return any(_is_small_kind(plan) for plan in plans)
 
 
 def _in_graph(*arguments: Any) -> tuple[Tensor, Tensor]:
