@@ -71,6 +71,12 @@ FEW_CHANNELS = {
     "k4": ((2, 12, 8, (16, 24, 20), 4), {"stride": 2, "padding": 1}),
     "two-blocks-of-channels": ((1, 48, 40, (10, 12, 14), 3), {"stride": 2, "padding": 1}),
     "no-whole-vectors": ((2, 33, 7, (12, 13, 31), 3), {"stride": 2, "padding": 1}),
+    # Rows of 63, 31, 9 and 1, which the output pass stages in NCDHW.
+    "rows-of-63": ((3, 3, 16, (5, 9, 32), 3), {"stride": 2, "padding": 1}),
+    "rows-of-31": ((2, 8, 12, (6, 7, 16), 3), {"stride": 2, "padding": 1}),
+    "rows-of-9": ((2, 8, 7, (9, 12, 5), 3), {"stride": 2, "padding": 1}),
+    "rows-of-1": ((2, 16, 20, (9, 40, 1), 3), {"stride": 2, "padding": 1}),
+    "rows-of-63-stride-1": ((2, 8, 16, (9, 20, 63), 3), {"padding": 1}),
 }
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -5,6 +5,8 @@
 #include <bit>
 #include <limits>
 #include <map>
+#include <memory>
+#include <span>
 #include <stdexcept>
 #include <utility>
 
@@ -23,6 +25,9 @@ constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max();
 // What an H200 has, and what the estimate counts with: the tiles of a block must not depend on the device.
 constexpr std::int64_t kMultiprocessors = 132;
 constexpr std::int64_t kSharedPerBlock = 227 * 1024;
+// Of blocks whose outputs are staged: every device from 8.0 on has that, and two such fit into an H200's
+// multiprocessor, one writing while the other multiplies.
+constexpr std::int64_t kStagedPerBlock = 99 * 1024;
 
 /// A tap along one axis: the phase that it belongs to and the input that it reads there.
 struct AxisTap {
@@ -38,6 +43,11 @@ AxisTap axis_tap(const Problem& p, int axis, std::int64_t tap) {
 
 std::int64_t chunk_elements(const Problem& p) {
   return kChunkBytes / size_of(p.dtype);
+}
+
+/// Whether rows of y begin between two boundaries of its sectors.
+bool has_odd_rows(const Problem& p) {
+  return p.y_layout == Layout::kNCDHW && p.out()[2] % 2 != 0;
 }
 
 /// What does not depend on the tile.
@@ -177,11 +187,18 @@ void set_estimate(const Problem& p, FewChannelsLayout& layout) {
                        tiles * (1.4 + 1.81e-3 * tile.products + 0.058e-3 * tile.values +
                                 (copies ? 0.65e-3 : 1.86e-3) * tile.chunks)) /
                       kPerMs;
-  // Odd rows of y are written in pieces that share sectors.
-  constexpr double kInPieces = 4.5e-6;
-  const bool in_pieces = p.y_layout == Layout::kNCDHW && p.out()[2] % 2 != 0;
-  const double pieces =
-      in_pieces ? kInPieces * static_cast<double>(p.n * p.k) * static_cast<double>(p.positions()) : 0;
+  // Odd rows of y are written in pieces that share sectors: of 8 positions or pairs, which begin and end in
+  // such, or where staged of whole rows, whose values go through shared memory for that. kPiece is what
+  // pairs' took; kStaged was not measured (perf/NOTES.md, "Few channels").
+  constexpr double kPiece = 72e-6, kStaged = 0.025e-3;
+  const double piece_values = 8.0 * layout.paired;
+  double pieces = 0;
+  if (layout.staged) {
+    pieces = kPiece * static_cast<double>(p.n * p.k) * static_cast<double>(p.out()[0] * layout.tiles[1]) +
+             tiles * kStaged * tile.values;
+  } else if (has_odd_rows(p)) {
+    pieces = kPiece / piece_values * static_cast<double>(p.n * p.k) * static_cast<double>(p.positions());
+  }
   layout.output_ms = (19 + 0.025 * units + pieces +
                       tiles * (0.65 + 1.85e-3 * tile.products + (is_float ? 0.1e-3 : 0.055e-3) * tile.values +
                                (copies ? 0.2e-3 : 1.6e-3) * tile.chunks)) /
@@ -199,10 +216,56 @@ FewSharedBytes few_shared_bytes(const FewChannelsLayout& layout) {
   bytes.channels = (kFewChannelParameters + kFewWarps) * columns * 4;
   bytes.moments = kFewWarps * (columns + 1) * 8;
   bytes.steps = ceil_div(static_cast<std::int64_t>(layout.steps.size()), 4) * 16;
+  bytes.stage = layout.staged ? layout.stage.bytes : 0;
   return bytes;
 }
 
 namespace {
+
+/// How many of a warp's 32 stores to the stage go to one bank at most: of 8 positions and 4 threads'
+/// channels.
+int bank_conflicts(const Problem& p, const FewChannelsLayout& layout, std::int64_t channel) {
+  constexpr std::int64_t kBanks = 32, kBankBytes = 4, kPositions = 8, kThreads = 4;
+  std::array<std::int64_t, kPositions * kThreads> words{};
+  std::size_t count = 0;
+  for (std::int64_t position = 0; position < kPositions; ++position) {
+    for (std::int64_t thread = 0; thread < kThreads; ++thread) {
+      const std::int64_t value = position * p.stride[2] + thread * 2 * layout.column_tiles * channel;
+      words[count++] = value * size_of(p.dtype) / kBankBytes;
+    }
+  }
+  std::sort(words.begin(), words.end());
+  const auto end = std::unique(words.begin(), words.end());
+  std::array<int, kBanks> stores{};
+  std::for_each(words.begin(), end, [&](std::int64_t word) { ++stores[word % kBanks]; });
+  return *std::max_element(stores.begin(), stores.end());
+}
+
+/// Where the tile's outputs lie in shared memory.
+void set_stage(const Problem& p, FewChannelsLayout& layout) {
+  const std::int64_t chunk = chunk_elements(p);
+  const auto congruent = [chunk](std::int64_t least, std::int64_t to) {
+    return least + ((to - least) % chunk + chunk) % chunk;
+  };
+  const Extent3 out = p.out();
+  const std::int64_t planes = std::min(layout.tile[0] * p.stride[0], out[0]);
+  const std::int64_t run = std::min(layout.tile[1] * p.stride[1], out[1]) * out[2];
+  const std::int64_t plane = congruent(run, out[1] * out[2]);
+  const std::int64_t least = congruent(planes * plane, p.positions());
+  // Two are as few as there can be of pairs: what lies between channels is no choice, up to whole chunks.
+  constexpr int kFewConflicts = 2, kPaddings = 8;  // all banks' worth of chunks
+  std::int64_t channel = least;
+  int conflicts = bank_conflicts(p, layout, channel);
+  for (int padding = 1; padding < kPaddings && conflicts > kFewConflicts; ++padding) {
+    const int others = bank_conflicts(p, layout, least + padding * chunk);
+    if (others < conflicts) channel = least + padding * chunk, conflicts = others;
+  }
+  const std::int64_t channels = kColumnTile * layout.column_tiles;
+  // The first value lies less than a chunk behind the beginning.
+  const std::int64_t values = chunk - 1 + (channels - 1) * channel + (planes - 1) * plane + run;
+  layout.stage = {static_cast<int>(plane), static_cast<int>(channel),
+                  ceil_div(values * size_of(p.dtype), kChunkBytes) * kChunkBytes};
+}
 
 /// The layout with another tile, all but its steps: those of a tile and its halo depend on the box.
 void set_tile(const Problem& p, const Extent3& halo, const Extent3& tile, int buffers,
@@ -216,30 +279,38 @@ void set_tile(const Problem& p, const Extent3& halo, const Extent3& tile, int bu
   const std::int64_t row_tiles = ceil_div(volume(tile), kRowTile * layout.row_tiles);
   layout.row_warps = static_cast<int>(std::bit_ceil(static_cast<std::uint64_t>(row_tiles)));
   layout.buffers = buffers;
+  if (layout.staged) set_stage(p, layout);
   layout.shared_bytes = few_shared_bytes(layout).total();
 }
 
-/// Sets the tile that is estimated quickest; false where none fits.
-bool set_best_tile(const Problem& p, FewChannelsLayout& layout) {
+/// Among which tiles the best is looked for.
+struct TileChoice {
+  std::span<const std::int64_t> widths;
+  std::int64_t least;   // positions
+  std::int64_t shared;  // bytes of a block, at most
+};
+
+/// Sets the tile that is estimated quickest, in both passes or where staged in that one; false where none
+/// fits.
+/// \param halo what a box has beyond its tile
+bool set_best_tile(const Problem& p, const Extent3& halo, const TileChoice& choice,
+                   FewChannelsLayout& layout) {
   constexpr std::int64_t kDepths[] = {1, 2, 4, 8}, kHeights[] = {1, 2, 4, 8, 16};
-  constexpr std::int64_t kWidths[] = {1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64};
-  constexpr std::int64_t kLeast = 64;  // smaller ones read mostly halo
-  const Extent3 halo = layout.box;
   const std::int64_t most = kRowTile * layout.row_tiles * kFewWarps;
   double best_ms = std::numeric_limits<double>::infinity();
   Extent3 best{};
   int best_buffers = 0;
   for (const std::int64_t depth : kDepths) {
     for (const std::int64_t height : kHeights) {
-      for (const std::int64_t width : kWidths) {
+      for (const std::int64_t width : choice.widths) {
         const std::int64_t positions = depth * height * width;
-        if (positions > most || positions < kLeast) continue;
+        if (positions > most || positions < choice.least) continue;
         for (int buffers = 1; buffers <= 2; ++buffers) {
           set_tile(p, halo, {depth, height, width}, buffers, layout);
-          if (layout.shared_bytes > kSharedPerBlock) break;
+          if (layout.shared_bytes > choice.shared) break;
           if (layout.box_positions() * layout.pitch >= (1 << kFewOffsetBits)) break;
           set_estimate(p, layout);
-          const double ms = layout.moments_ms + layout.output_ms;
+          const double ms = layout.output_ms + (layout.staged ? 0 : layout.moments_ms);
           if (ms >= best_ms) continue;
           best_ms = ms, best = layout.tile, best_buffers = buffers;
         }
@@ -250,6 +321,28 @@ bool set_best_tile(const Problem& p, FewChannelsLayout& layout) {
   set_tile(p, halo, best, best_buffers, layout);
   set_estimate(p, layout);
   return true;
+}
+
+bool set_tile_of_both(const Problem& p, FewChannelsLayout& layout) {
+  constexpr std::int64_t kWidths[] = {1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64};
+  constexpr std::int64_t kLeast = 64;  // smaller ones read mostly halo
+  const Extent3 halo = layout.box;
+  return set_best_tile(p, halo, {kWidths, kLeast, kSharedPerBlock}, layout);
+}
+
+/// Gives the output pass tiles of whole rows where that is estimated to be quicker.
+void set_staged_output(const Problem& p, FewChannelsLayout& layout) {
+  if (!has_odd_rows(p)) return;
+  Extent3 halo{};
+  for (int axis = 0; axis < 3; ++axis) halo[axis] = layout.box[axis] - layout.tile[axis];
+  const std::int64_t width[] = {ceil_div(p.out()[2], p.stride[2])};
+  FewChannelsLayout staged = layout;
+  staged.staged = true;
+  if (!set_best_tile(p, halo, {width, 1, kStagedPerBlock}, staged)) return;
+  if (staged.output_ms >= layout.output_ms) return;
+  set_steps(p, staged);
+  layout.output_ms = staged.output_ms;
+  layout.output = std::make_shared<const FewChannelsLayout>(std::move(staged));
 }
 
 }  // namespace
@@ -290,8 +383,11 @@ std::string few_channels_shape_obstacle(const Problem& p, FewChannelsLayout& lay
   }
   layout = std::move(fixed);
   set_steps(p, layout);  // for their number
-  if (!set_best_tile(p, layout)) return "its weights and a box of x do not fit into a block's shared memory";
+  if (!set_tile_of_both(p, layout)) {
+    return "its weights and a box of x do not fit into a block's shared memory";
+  }
   set_steps(p, layout);
+  set_staged_output(p, layout);
   return "";
 }
 

@@ -16,6 +16,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -52,11 +53,21 @@ struct FewTap {
   std::uint16_t stride = 0;
 };
 
+/// A tile's outputs [channel][plane][row][position] in shared memory, where the output pass collects whole
+/// rows. Planes and channels lie apart as many values more than whole chunks as in y: what begins a chunk
+/// there does here.
+struct FewStage {
+  int plane = 0;    // values from one plane of outputs to the next
+  int channel = 0;  // values from one channel to the next
+  std::int64_t bytes = 0;
+};
+
 struct FewChannelsLayout {
   // The variant of the kernel.
   int column_tiles = 0;  // 1, 2 or 4: eight output channels each
   int paired = 1;        // phases along the width that a warp computes together
   int row_tiles = 0;     // 16 positions each, of a warp
+  bool staged = false;   // the output pass collects its outputs
 
   int row_warps = 0;       // warps that share a tile's positions; kFewWarps/row_warps share its groups
   int channel_blocks = 0;  // of 8*column_tiles output channels
@@ -72,17 +83,21 @@ struct FewChannelsLayout {
   std::vector<FewTap> taps;          // [T*R*S]
   int fragments = 0;                 // units of 32 bytes of gemm_k by 8*column_tiles columns
   std::int64_t shared_bytes = 0;
+  FewStage stage;                            // where staged
   double moments_ms = 0.0, output_ms = 0.0;  // estimated, of each pass
+  /// The output pass's own where it is staged. The moments' stays what it is for other rows and orders of y.
+  std::shared_ptr<const FewChannelsLayout> output;
 
   std::int64_t tile_count() const { return volume(tiles); }
   std::int64_t box_positions() const { return volume(box); }
   int rows() const { return 16 * row_tiles * row_warps; }
+  const FewChannelsLayout& of_output() const { return output ? *output : *this; }
 };
 
 /// Shared memory of the parts of a block, in bytes, one behind the other in this order.
 struct FewSharedBytes {
-  std::int64_t weights = 0, x = 0, rows = 0, channels = 0, moments = 0, steps = 0;
-  std::int64_t total() const { return weights + x + rows + channels + moments + steps; }
+  std::int64_t weights = 0, x = 0, rows = 0, channels = 0, moments = 0, steps = 0, stage = 0;
+  std::int64_t total() const { return weights + x + rows + channels + moments + steps + stage; }
 };
 FewSharedBytes few_shared_bytes(const FewChannelsLayout& layout);
 

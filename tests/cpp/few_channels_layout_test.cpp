@@ -2,6 +2,7 @@
 /// \file
 /// core/few_channels_layout.hpp: the steps of a layout, walked as the kernel walks them, are the convolution;
 /// tiles cover the output once; what is refused, and where the kernel is chosen. Without torch or CUDA.
+#include <algorithm>
 #include <cstdint>
 #include <iostream>
 #include <map>
@@ -41,7 +42,7 @@ Problem with(Problem p, const Extent3& kernel, const Extent3& stride, const Exte
 /// that no other product has; what is left of a step is zeros of x.
 void test_steps(const Problem& p) {
   const std::string what = describe(p);
-  const FewChannelsLayout layout = few_channels_layout(p);
+  const FewChannelsLayout moments = few_channels_layout(p), &layout = moments.of_output();
   std::vector<int> used(static_cast<std::size_t>(layout.fragments * 2), 0);
   // What is read by which unit and phase: the unit's half to the place in the box.
   std::map<std::pair<int, int>, std::pair<int, Extent3>> reads;
@@ -89,7 +90,7 @@ void test_steps(const Problem& p) {
 }
 
 void test_tiles(const Problem& p) {
-  const FewChannelsLayout layout = few_channels_layout(p);
+  const FewChannelsLayout moments = few_channels_layout(p), &layout = moments.of_output();
   const Extent3 out = p.out();
   for (int axis = 0; axis < 3; ++axis) {
     const std::int64_t each = layout.tile[axis] * p.stride[axis];
@@ -99,6 +100,68 @@ void test_tiles(const Problem& p) {
   expect(volume(layout.tile) <= layout.rows() && kFewWarps % layout.row_warps == 0, "rows of a tile");
   expect(few_shared_bytes(layout).total() == layout.shared_bytes, "shared memory");
   expect(layout.pitch % 2 == 1 && layout.pitch > layout.chunks, "positions in different banks, and zeros");
+}
+
+/// y [N,K,Z,P,Q] of p's shape, whose output pass may have tiles of its own.
+Problem planes(Problem p) {
+  p.x_layout = p.y_layout = Layout::kNCDHW;
+  return p;
+}
+
+/// Every output of a tile has a place of its own in the stage, and whole chunks of y are whole chunks there.
+void test_stage(const Problem& p) {
+  const std::string what = describe(p) + ": the stage";
+  const FewChannelsLayout moments = few_channels_layout(p);
+  Problem even = p;
+  even.y_layout = Layout::kNDHWC;
+  expect(moments.tile == few_channels_layout(even).tile, what + " leaves the moments' tiles as they are");
+  expect(moments.output != nullptr, what + " is chosen");
+  if (!moments.output) return;
+  const FewChannelsLayout& layout = *moments.output;
+  const Extent3 out = p.out();
+  expect(layout.tile[2] * p.stride[2] >= out[2] && layout.tiles[2] == 1, what + " has whole rows");
+  expect(layout.output_ms == moments.output_ms, what + ": the estimate counts with it");
+  for (int axis = 0; axis < 3; ++axis) {
+    expect(layout.box[axis] - layout.tile[axis] == moments.box[axis] - moments.tile[axis],
+           what + ": the halo");
+  }
+  const std::int64_t chunk = 16 / size_of(p.dtype), channels = 8 * layout.column_tiles;
+  std::vector<bool> taken(static_cast<std::size_t>(layout.stage.bytes / size_of(p.dtype)), false);
+  const std::int64_t planes = std::min(layout.tile[0] * p.stride[0], out[0]);
+  const std::int64_t rows = std::min(layout.tile[1] * p.stride[1], out[1]);
+  for (std::int64_t channel = 0; channel < channels; ++channel) {
+    for (std::int64_t plane = 0; plane < planes; ++plane) {
+      const std::int64_t first = channel * layout.stage.channel + plane * layout.stage.plane;
+      const std::int64_t in_y = (channel * out[0] + plane) * out[1] * out[2];
+      expect((first - in_y) % chunk == 0, what + ": chunks");
+      for (std::int64_t i = 0; i < rows * out[2]; ++i) {
+        // Behind a boundary as far as can be.
+        const auto place = static_cast<std::size_t>(chunk - 1 + first + i);
+        expect(place < taken.size() && !taken[place], what + ": places");
+        if (place < taken.size()) taken[place] = true;
+      }
+    }
+  }
+}
+
+void test_stages() {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const std::int64_t width : {1, 5, 16, 32, 48}) {
+      Problem p = planes(with(up_block(8, 20, {9, 12, width}), {3, 3, 3}, {2, 2, 2}, {1, 1, 1}));
+      p.dtype = dtype;
+      test_stage(p);
+      test_steps(p);
+      test_tiles(p);
+      p.k = 7;
+      test_stage(p);
+    }
+    Problem p = planes(with(up_block(8, 16, {9, 20, 63}), {3, 3, 3}, {1, 1, 1}, {1, 1, 1}));
+    p.dtype = dtype;
+    test_stage(p);
+    expect(!few_channels_layout(planes(up_block(8, 16, {9, 20, 63}))).output, "not of even rows");
+    p.y_layout = Layout::kNDHWC;
+    expect(!few_channels_layout(p).output, "not of channels_last_3d");
+  }
 }
 
 void test_layouts() {
@@ -211,6 +274,7 @@ void test_choice() {
 
 int main() {
   upconv3d::test_layouts();
+  upconv3d::test_stages();
   upconv3d::test_obstacles();
   upconv3d::test_choice();
   if (upconv3d::failures == 0) std::cout << "few channels: all passed\n";

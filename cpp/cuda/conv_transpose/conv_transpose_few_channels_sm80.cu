@@ -66,6 +66,9 @@ void set_layout(const Problem& p, const FewChannelsLayout& layout, FewParams& pa
   params.channels_at = params.rows_at + static_cast<int>(bytes.rows);
   params.moments_at = params.channels_at + static_cast<int>(bytes.channels);
   params.steps_at = params.moments_at + static_cast<int>(bytes.moments);
+  params.stage_at = params.steps_at + static_cast<int>(bytes.steps);
+  params.stage_plane = layout.stage.plane, params.stage_channel = layout.stage.channel;
+  params.stage_planes = divmod(layout.tile[0] * p.stride[0]);
   for (std::size_t i = 0; i < layout.groups.size(); ++i) {
     const FewGroup& group = layout.groups[i];
     FewGroupParams& to = params.group[i];
@@ -90,13 +93,14 @@ bool has_whole_runs(const Problem& p, const FewChannelsLayout& layout, const voi
 
 }  // namespace
 
-void launch_few_channels(const ConvTransposeDirectParams& from, const FewChannelsLayout& layout,
+void launch_few_channels(const ConvTransposeDirectParams& from, const FewChannelsLayout& of_block,
                          cudaStream_t stream) {
   if (from.problem.n == 0) return;
   FewParams params{};
   set_tensors(from, params);
-  set_layout(from.problem, layout, params);
   const bool output = from.y != nullptr;
+  const FewChannelsLayout& layout = output ? of_block.of_output() : of_block;
+  set_layout(from.problem, layout, params);
   params.whole_runs = output && has_whole_runs(from.problem, layout, from.y);
   switch (from.problem.dtype) {
     case DType::kBFloat16:

@@ -12,7 +12,9 @@
 /// The convolution is computed twice, for part and counts, and again for y; nothing else goes to memory, and
 /// nothing is packed before. An implicit GEMM whose rows are positions j of core/few_channels_layout.hpp,
 /// whose columns are output channels, by mma.sync m16n8k16, of float as TF32 by m16n8k8. From one box of x, a
-/// block computes all phases of the stride, so that they are written next to each other.
+/// block computes all phases of the stride, so that they are written next to each other. Where rows of
+/// y [N,K,Z,P,Q] are odd, the output pass may have tiles of its own, of whole rows, that it collects in
+/// shared memory first (few_channels_stage_sm80.cuh).
 ///
 /// Blocks take tiles in turn, each its own, and keep their weights. A tile's moments are its own, so part
 /// needs no atomics and results repeat bit for bit.
@@ -89,6 +91,7 @@ __global__ void __launch_bounds__(kFewThreads, Traits::BLOCKS)
     if constexpr (!Traits::OUTPUT) epilogue.end();
     __syncthreads();
     if constexpr (!Traits::OUTPUT) epilogue.write_moments(item);
+    if constexpr (Traits::STAGED) epilogue.write_stage(item);
     if (ahead) buffer ^= 1;
   }
 }
@@ -114,21 +117,24 @@ void launch_few_variant(const FewParams& params, int channel_blocks, int shared_
 }
 
 /// The variant of the layout's columns and pairs.
-template <class T, bool kOutput>
+template <class T, bool kOutput, bool kStaged = false>
 void launch_few_columns(const FewParams& params, const FewChannelsLayout& layout, cudaStream_t stream) {
+  if constexpr (kOutput && !kStaged) {
+    if (layout.staged) return launch_few_columns<T, true, true>(params, layout, stream);
+  }
   const int blocks = layout.channel_blocks, bytes = int(layout.shared_bytes);
   const int variant = 10 * layout.paired + layout.column_tiles;
   switch (variant) {
     case 12:
-      return launch_few_variant<FewTraits<T, 2, 1, kOutput>>(params, blocks, bytes, stream);
+      return launch_few_variant<FewTraits<T, 2, 1, kOutput, kStaged>>(params, blocks, bytes, stream);
     case 14:
-      return launch_few_variant<FewTraits<T, 4, 1, kOutput>>(params, blocks, bytes, stream);
+      return launch_few_variant<FewTraits<T, 4, 1, kOutput, kStaged>>(params, blocks, bytes, stream);
     case 21:
-      return launch_few_variant<FewTraits<T, 1, 2, kOutput>>(params, blocks, bytes, stream);
+      return launch_few_variant<FewTraits<T, 1, 2, kOutput, kStaged>>(params, blocks, bytes, stream);
     case 22:
-      return launch_few_variant<FewTraits<T, 2, 2, kOutput>>(params, blocks, bytes, stream);
+      return launch_few_variant<FewTraits<T, 2, 2, kOutput, kStaged>>(params, blocks, bytes, stream);
     case 24:
-      return launch_few_variant<FewTraits<T, 4, 2, kOutput>>(params, blocks, bytes, stream);
+      return launch_few_variant<FewTraits<T, 4, 2, kOutput, kStaged>>(params, blocks, bytes, stream);
     default:
       throw std::logic_error("upconv3d: conv_transpose_few_channels_sm80 has no variant " +
                              std::to_string(variant));

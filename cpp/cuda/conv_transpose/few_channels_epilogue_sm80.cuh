@@ -11,6 +11,7 @@
 
 #include "cuda/activation.cuh"
 #include "cuda/conv_transpose/few_channels_moments_sm80.cuh"
+#include "cuda/conv_transpose/few_channels_stage_sm80.cuh"
 #include "cuda/group_norm/element.cuh"
 
 namespace upconv3d::cuda {
@@ -71,12 +72,14 @@ class FewEpilogue {
         first_channel_(first_channel),
         first_row_(first_row + int(threadIdx.x) % 32 / 4),
         run_(int(threadIdx.x) % 4 * Traits::RUN),
-        moments_(params, shared, first_channel) {}
+        moments_(params, shared, first_channel),
+        stage_(params, shared, first_channel) {}
 
   /// Before a tile, between barriers: what its rows and channels need.
   __device__ __forceinline__ void begin(const FewItem& item) {
+    const int shift = Traits::STAGED ? stage_.shift(item) : 0;
     for (int row = threadIdx.x; row < 16 * Traits::ROW_TILES * params_.row_warps; row += kFewThreads) {
-      rows_[row] = locate(item, row);
+      rows_[row] = locate(item, row, shift);
     }
     if (item.sample != sample_) load_channels(item.sample);
     has_start_ = false;
@@ -109,6 +112,7 @@ class FewEpilogue {
       activate_before(acc);
       if (params_.table) normalize(acc);
       if (params_.after.kind != Activation::kNone) activate(params_.after.kind, acc);
+      if constexpr (Traits::STAGED) return put(group, acc);
       store(group, acc);
     } else {
       deviate(acc);
@@ -126,6 +130,7 @@ class FewEpilogue {
     moments_.end(pivot);
   }
   __device__ __forceinline__ void write_moments(const FewItem& item) const { moments_.write(item); }
+  __device__ __forceinline__ void write_stage(const FewItem& item) const { stage_.write(item); }
 
  private:
   /// kStart + kRest is the bias. In the output pass accumulators begin near their mean, or at 0 without a
@@ -133,8 +138,9 @@ class FewEpilogue {
   enum { kStart, kRest, kParameter, kScale, kShift, kChannelParameters };
   static_assert(kChannelParameters == kFewChannelParameters);
 
-  /// Where row's first output lies in its sample, and how many phases of each axis are inside: 8 bits each.
-  __device__ __forceinline__ int2 locate(const FewItem& item, int row) const {
+  /// Where row's first output lies in its sample, or in the stage, and how many phases of each axis are
+  /// inside: 8 bits each.
+  __device__ __forceinline__ int2 locate(const FewItem& item, int row, int shift) const {
     int at[3];
     at[0] = params_.tile_height.divmod(at[1], params_.tile_width.divmod(at[2], row));
     if (at[0] >= params_.tile[0]) return make_int2(0, 0);
@@ -145,6 +151,7 @@ class FewEpilogue {
       offset = offset * unsigned(params_.out[axis]) + unsigned(o);
       phases |= unsigned(max(0, min(params_.out[axis] - o, params_.stride[axis]))) << 8 * axis;
     }
+    if constexpr (Traits::STAGED) return make_int2(stage_.place(shift, at), int(phases));
     return make_int2(int(offset * unsigned(params_.y_position)), int(phases));
   }
 
@@ -285,6 +292,13 @@ class FewEpilogue {
     for_each(acc, [&](float v, int i) { return fmaf(v, scale[i], shift[i]); });
   }
 
+  __device__ __forceinline__ void put(const FewGroupParams& group, const Accumulators& acc) const {
+    stage_.put(group, acc, run_, [&](int row, int half) {
+      const int2 at = rows_[first_row_ + 16 * row + 8 * half];
+      return make_int2(at.x, whole_ ? Traits::PAIRED : valid(group, at.y));
+    });
+  }
+
   __device__ __forceinline__ void store(const FewGroupParams& group, const Accumulators& acc) const {
     const int first = first_channel_ + run_;
     T* const y =
@@ -392,6 +406,7 @@ class FewEpilogue {
   bool whole_ = false;      // of the tile, all rows and phases of this warp's are inside
   bool has_start_ = false;  // moments pass: of this sample
   FewMoments<Traits> moments_;
+  FewOutputStage<Traits> stage_;
 };
 
 }  // namespace upconv3d::cuda

@@ -20,12 +20,14 @@ namespace upconv3d::cuda {
 /// \tparam kColumnTiles of eight output channels each
 /// \tparam kPaired      phases along the width that a warp computes together
 /// \tparam kOutput      the pass that writes y; else that of the moments
-template <class T, int kColumnTiles, int kPaired, bool kOutput>
+/// \tparam kStaged      it collects tiles in shared memory (few_channels_stage_sm80.cuh)
+template <class T, int kColumnTiles, int kPaired, bool kOutput, bool kStaged = false>
 struct FewTraits {
   using Element = T;
   static constexpr int COLUMN_TILES = kColumnTiles;
   static constexpr int PAIRED = kPaired;
   static constexpr bool OUTPUT = kOutput;
+  static constexpr bool STAGED = kStaged;
   static constexpr int ROW_TILES = kColumnTiles * kPaired >= 8 ? 2 : 4;  // 64 accumulators at most
   static constexpr int COLUMNS = 8 * kColumnTiles;
   // 64 accumulators beside 16 sums leave 128 registers too few.
@@ -78,6 +80,9 @@ struct FewParams {
   FewGroupParams group[kFewMaxGroups];
   FewTap tap[kFewMaxTaps];
   std::uint32_t step[kFewMaxSteps];
+  // Where the stage lies, in bytes; FewStage, in values; planes of a tile.
+  int stage_at, stage_plane, stage_channel;
+  cutlass::FastDivmod stage_planes;
 };
 
 /// A tile of a sample.
