@@ -159,6 +159,52 @@ def test_folded_batch_norms_in_graphs(device, low):
     torch.testing.assert_close(y, expected, rtol=3e-2, atol=3e-2)
 
 
+def test_vmap(device):
+    """As the operator that is recorded, in one call where that takes one."""
+    x, w = torch.randn(3, 2, 4, 3, 4, 5, device=device), torch.randn(4, 6, 2, 2, 2, device=device)
+    for order, activation in (("act_norm", "relu"), ("norm_act", "silu")):
+        numbers = (None, [2] * 3, [0] * 3, [0] * 3, 1, [1] * 3, order, 2, None, None, 1e-5, activation)
+
+        def call(v, numbers=numbers):
+            op = torch.ops.upconv3d.conv_transpose3d_norm_act_in_graph
+            return op(v, w, *numbers, 0.0, None, None, False, "ieee")[0]
+
+        torch.testing.assert_close(torch.vmap(call)(x), torch.stack([call(v) for v in x]))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_hold_operators_that_others_know(hopper, strict):
+    model = _decoder(64, 8, hopper).eval()
+    x = torch.randn(1, 64, 4, 5, 6, device=hopper)
+    with torch.no_grad():
+        expected = model(x)
+        upconv3d.accelerate(model)
+        program = torch.export.export(model, (x,), strict=strict)
+        torch.testing.assert_close(program.module()(x), expected, rtol=1e-2, atol=1e-2)
+    targets = [str(node.target) for node in program.graph.nodes if "upconv3d" in str(node.target)]
+    assert len(targets) == 2 and not any("in_graph" in target or "_tail" in target for target in targets)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_strides_do_not_depend_on_what_is_left(hopper, low):
+    """CUDA graphs are asked for where Inductor runs: by then Dynamo has taken the strides down."""
+    model = _decoder(16, 8, hopper)[:3]
+    upconv3d.accelerate(model)
+    x = torch.randn(2, 16, 3, 4, 5, device=hopper).contiguous(memory_format=torch.channels_last_3d)
+
+    def function(x):
+        return model(x).permute(0, 2, 3, 4, 1).view(-1, 8)
+
+    def backend(gm, inputs):
+        with config.patch({"triton.cudagraphs": True}):
+            return aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g.forward))(gm, inputs)
+
+    with torch.autocast("cuda", low):
+        y = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)(x)
+        torch.testing.assert_close(y, model(x).permute(0, 2, 3, 4, 1).reshape(-1, 8), rtol=3e-2, atol=3e-2)
+    y.float().square().sum().backward()
+
+
 def test_inference_records_an_operator_that_is_not_pythons(hopper):
     block = upconv3d.ConvTranspose3dNormAct(16, 32, 3, norm="instance", activation="prelu", device=hopper)
     x = torch.randn(2, 16, 4, 5, 6, device=hopper)

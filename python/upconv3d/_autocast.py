@@ -10,6 +10,7 @@ from torch import Tensor
 from . import _C
 from ._autograd import record_block
 from ._facts import block_facts, is_concrete
+from ._geometry import batched, memory_format_of
 from ._graphs import is_traced
 from ._numbered import numbered_block, settings_number
 from ._tail import composite
@@ -208,7 +209,9 @@ def _autocast_kernel(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
             with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
                 return run(input.float(), *tensors[1:])
         if low is not None and gradients_lose_range(tensors, low):
-            return three_calls(tensors, (*numbers, eps, precision))
+            y = three_calls(tensors, (*numbers, eps, precision))
+            whole = batched(y).contiguous(memory_format=memory_format_of(batched(input), weight))
+            return whole if y.dim() == 5 else whole.squeeze(0)
         return under_autocast(run, tensors)
 
     return kernel

@@ -14,7 +14,8 @@ from ._autocast import FEW_CHANNELS_KERNEL, autocast_dtype, graph_without_casts
 from ._facts import is_concrete
 from ._graphs import is_traced
 from ._tail import Settings, Tensors, composite
-from ._tail_op import NUMBERS, TENSORS, _in_format_of_result, facts_of, join, public_tail, split
+from ._tail_op import NUMBERS, TENSORS, batch_tail, facts_of, in_format_of_result, join, public_tail, split
+from ._transforms import batch_block
 
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 
@@ -65,19 +66,44 @@ def is_left_to_compiler(tensors: Sequence[Any], settings: Sequence[Any]) -> bool
     return any(_is_small_kind(plan) for plan in plans)
 
 
+def _is_mission(t: Tensors, s: Settings) -> bool:
+    plain = t.skip is None and not s.return_conv
+    return plain and s.order == "act_norm" and s.activation == "relu" and s.num_groups > 0
+
+
+def _mission_arguments(t: Sequence[Any], s: Sequence[Any]) -> tuple[Any, ...]:
+    """Those of the mission's operator, of the tensors or of what stands for them."""
+    input, weight, bias, norm_weight, norm_bias = t[:5]
+    *convolution, num_groups, eps, precision = s[:8]
+    return (input, weight, bias, *convolution, num_groups, norm_weight, norm_bias, eps, precision)
+
+
+def _ours(t: Tensors, s: Settings) -> tuple[Tensor, Tensor]:
+    """The operator that is recorded: the mission's in its case, whose kernel takes the host less time."""
+    if _is_mission(t, s):
+        return _mission_op(*_mission_arguments(t, s)), t.input.new_empty(0)
+    return public_tail(t, s)
+
+
 def _in_graph(*arguments: Any) -> tuple[Tensor, Tensor]:
     tensors, settings = split(arguments)
     t, s = Tensors(*tensors), Settings(*settings)
-    if is_left_to_compiler(t, s):
-        y, conv = composite(t, s, precise=False)
-        y = _in_format_of_result(y, t)
-        return y, t.input.new_empty(0) if conv is None else _in_format_of_result(conv, t)
-    mission = s.order == "act_norm" and s.activation == "relu" and s.num_groups > 0
-    if mission and t.skip is None and not s.return_conv:  # its kernel is not Python's, for less host time
-        *convolution, num_groups, eps, precision = s[:8]
-        norm = (num_groups, t.norm_weight, t.norm_bias, eps, precision)
-        return _mission_op(*t[:3], *convolution, *norm), t.input.new_empty(0)
-    return public_tail(tensors, settings)
+    if not is_left_to_compiler(t, s):
+        return _ours(t, s)
+    y, conv = composite(t, s, precise=False)
+    # Strides are the same whatever is decided: Dynamo asks before AOTAutograd, maybe under another mode.
+    y = in_format_of_result(y, t)
+    return y, t.input.new_empty(0) if conv is None else in_format_of_result(conv, t)
+
+
+def _batched(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    """vmap's rule: that of the operator which is recorded."""
+    tensors, settings = split(arguments)
+    if not _is_mission(Tensors(*tensors), Settings(*settings)):
+        return batch_tail(info, in_dims, *arguments)
+    dims, numbers = split(in_dims)
+    y, dim = batch_block(info, _mission_arguments(dims, numbers), *_mission_arguments(tensors, settings))
+    return (y, tensors[0].new_empty(info.batch_size, 0)), (dim, 0)
 
 
 def block_in_graph(
@@ -94,3 +120,4 @@ def register() -> None:
     """Defines the operator; the package calls it once."""
     _library.define(_SCHEMA)  # type: ignore[no-untyped-call]
     _library.impl(_NAME, _in_graph, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_vmap(f"upconv3d::{_NAME}", _batched)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._autocast import gradients_lose_range, graph_without_casts
 from ._tail import Settings, Tensors, autocast_result_dtype, composite
-from ._tail_op import public_tail, split
+from ._tail_op import in_format_of_result, public_tail, split
 
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 _AUTOCAST_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
@@ -30,6 +30,8 @@ def _autocast_kernel(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
             theirs = theirs or (not uncast and gradients_lose_range(tensors, low))
         if theirs:
             y, conv = composite(t, s, precise=False)
+            if device_type == "cuda":
+                y, conv = in_format_of_result(y, t), None if conv is None else in_format_of_result(conv, t)
             return y, t.input.new_empty(0) if conv is None else conv
         if uncast:
             cast, settings = [t.input.float(), *tensors[1:]], s._replace(precision="tf32")

@@ -156,10 +156,10 @@ def _forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
     t, s = Tensors(*tensors), Settings(*settings)
     _require_names(s)
     y, conv = composite(t, s, precise=True)
-    y = _in_format_of_result(y, t)
+    y = in_format_of_result(y, t)
     if conv is None:
         return y, t.input.new_empty(0)
-    return y, y.clone() if conv is y else _in_format_of_result(conv, t)
+    return y, y.clone() if conv is y else in_format_of_result(conv, t)
 
 
 def _training_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,7 +173,7 @@ def _training_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return *_forward_kernel(*arguments), tensors[0].new_empty(0, dtype=torch.uint8)
 
 
-def _in_format_of_result(tensor: Tensor, t: Tensors) -> Tensor:
+def in_format_of_result(tensor: Tensor, t: Tensors) -> Tensor:
     """channels_last_3d where input or weight is, which PyTorch's operators do not return on every device."""
     memory_format = memory_format_of(batched(t.input), t.weight)
     whole = batched(tensor).contiguous(memory_format=memory_format)
@@ -446,7 +446,7 @@ def record_tail(
     return None if computed[0] is None else (_record(*tensors, computed, settings, number), None)
 
 
-def _batch_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+def batch_tail(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     """vmap's rule for the operator by its name; the function upconv3d has no need of it."""
     op = getattr(_ops, _NAME).default
     slices = [op(*_slice(arguments, in_dims, index)) for index in range(info.batch_size)]
@@ -477,7 +477,7 @@ def register() -> None:
     torch.library.register_fake(f"upconv3d::{_NAME}_for_training", _fake_training)
     torch.library.register_fake(f"upconv3d::{_NAME}_backward", _fake_backward)
     record_operator(_library, _NAME, _setup_context, _backward, _keeps, _inference)
-    torch.library.register_vmap(f"upconv3d::{_NAME}", _batch_forward)
+    torch.library.register_vmap(f"upconv3d::{_NAME}", batch_tail)
     for name in _INTERNAL:
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
     elsewhere = (("_numbered_tail", _numbered_elsewhere), ("_numbered_tail_for_training", _nothing_kept))

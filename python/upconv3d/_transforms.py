@@ -54,7 +54,7 @@ def _slice(arguments: Sequence[Any], dims: Sequence[Any], index: int) -> list[An
     ]
 
 
-def _batch_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+def batch_block(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
     """vmap's rule for the operator; arguments are those of its schema."""
     input, *others = arguments
     others_batched = any(
@@ -137,5 +137,5 @@ def transformed_block(*arguments: Any) -> Tensor:
 def register() -> None:
     """Ties the batching rules to their operators; called once, by the package."""
     name = "upconv3d::conv_transpose3d_relu_group_norm"
-    torch.library.register_vmap(name, _batch_forward)
+    torch.library.register_vmap(name, batch_block)
     torch.library.register_vmap(f"{name}_backward", _batch_backward)

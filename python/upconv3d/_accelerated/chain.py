@@ -299,8 +299,6 @@ def call_of(block: Block, x: Tensor, options: Options) -> tuple[tuple[Any, ...],
 
 # Where a batch norm is folded. On a CPU little is gained, and PyTorch's calls keep its last bit.
 FOLDING_DEVICES = frozenset({"cuda"})
-
-
 _DEVICES = frozenset({"cpu", "cuda", "meta"})
 
 
@@ -331,7 +329,8 @@ def _check_and_run(block: Block, x: Tensor, options: Options, settings: tuple[An
         "eps": 1e-5,
         "skip": None,
     } | named
-    if _dynamo_compiling() and x.is_cuda and options.precision is None:
+    in_graph = _dynamo_compiling() and not torch.compiler.is_exporting()  # programs are for others to read
+    if in_graph and x.is_cuda and options.precision is None:
         tensors, numbers = checked_arguments(*positional, **rest)
         pair = block_in_graph(tensors, numbers, named["norm"])
         return pair if numbers[-1] else (pair[0], pair[0]) if block.returns_conv else pair[0]
