@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients: the oracles, gradcheck and gradgradcheck, layouts, partial requests."""
 
+import types
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import upconv3d
 from oracles import Block, check_gradients_like_eager, make_block
 from test_values import OPINFO_COUNT, SHAPES, opinfo_block, shape_block
 from torch.autograd import gradcheck, gradgradcheck
+from upconv3d import _autograd
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -217,3 +219,36 @@ def test_gradients_under_vmap_and_torch_function(device):
     with Scaled():
         y = block.ours()
     assert y.requires_grad
+
+
+@pytest.mark.parametrize("wanted", [(False, True), (True, False), (False, False)], ids=str)
+def test_unwanted_gradients_of_channels_last(device, wanted):
+    """Of the operator that graphs of torch.compile call, as in a first layer or behind a frozen weight."""
+    block = shape_block("padding", device=device).channels_last()
+    stride = [block.stride] * 3 if isinstance(block.stride, int) else list(block.stride)
+    padding = [block.padding] * 3 if isinstance(block.padding, int) else list(block.padding)
+    convolution = (stride, padding, [0] * 3, block.groups, [1] * 3, block.num_groups)
+    norm = (block.norm_weight, block.eps, block.precision)
+    op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_backward
+    grad_y = torch.randn_like(block.ours())
+    arguments = (grad_y, block.input, block.weight, block.bias, *convolution, *norm)
+    some, full = op(*arguments, [*wanted, True, True, True]), op(*arguments, [True] * 5)
+    for index, gradient in enumerate(some):
+        if index < 2 and not wanted[index]:
+            assert gradient.numel() == 0
+        else:
+            torch.testing.assert_close(gradient, full[index], rtol=1e-3, atol=1e-3)
+
+
+def test_empty_tensors_of_the_fused_backward_are_no_gradients(monkeypatch):
+    """What its operator returns for a gradient that is not wanted: on the CPU by a stand-in."""
+    block = shape_block("padding").channels_last()
+    empty, vector = torch.empty(0), torch.ones(block.weight.shape[1])
+    returned = (empty, torch.ones_like(block.weight), vector, vector, vector, empty)
+    stand_in = types.SimpleNamespace(default=lambda *_: returned)
+    monkeypatch.setattr(torch.ops.upconv3d, "fused_backward", stand_in)
+    args = _autograd.BlockArguments([1] * 3, [0] * 3, [0] * 3, 1, [1] * 3, 1, 1e-5, "ieee")
+    tensors = (block.input, block.input, block.weight, block.bias, block.norm_weight)
+    mask = (False, True, True, True, False)
+    gradients = _autograd._fused_backward(*tensors, args, mask, empty, False, None)
+    assert [gradient is None for gradient in gradients] == [True, False, False, False, True]

@@ -234,6 +234,8 @@ def _fused_backward(
             *(grad_y, x, weight, bias, *args[:6], norm_weight),
             *(args.eps, args.precision, saved, bits, consume_saved),
         )
+        # In the place of one that is not wanted is an empty tensor.
+        gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True)]
     if grad_c is not None and grad_c.numel() > 0:
         gradients[:2] = _convolution_backward(grad_c, x, weight, args, [mask[0], mask[1], False])[:2]
     return gradients

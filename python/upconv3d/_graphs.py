@@ -21,6 +21,11 @@ def is_traced(tensor: Tensor) -> bool:
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or torch.compiler.is_compiling()
 
 
+def is_exporting() -> bool:
+    """torch.compiler.is_exporting, which Dynamo of torch 2.11 takes for true wherever it traces."""
+    return torch.compiler._is_exporting_flag
+
+
 def tag_compile_cache(build: str) -> None:
     """Lets graphs that torch.compile keeps on disk be found by this build alone, and under this forced plan.
 

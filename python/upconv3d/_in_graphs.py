@@ -12,7 +12,7 @@ from torch import Tensor
 from . import _C
 from ._autocast import FEW_CHANNELS_KERNEL, autocast_dtype, graph_without_casts
 from ._facts import is_concrete
-from ._graphs import is_traced
+from ._graphs import is_exporting, is_traced
 from ._tail import Settings, Tensors, composite
 from ._tail_op import NUMBERS, TENSORS, batch_tail, facts_of, in_format_of_result, join, public_tail, split
 from ._transforms import batch_block
@@ -44,7 +44,7 @@ def _is_small_kind(plan: dict[str, Any]) -> bool:
 def is_left_to_compiler(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
     """Whether the call is to be PyTorch's own ones: a small block of known sizes, by its plan."""
     t, s = Tensors(*tensors), Settings(*settings)
-    if not t.input.is_cuda or not is_traced(t.input) or torch.compiler.is_exporting():
+    if not t.input.is_cuda or not is_traced(t.input) or is_exporting():
         return False
     given = [tensor for tensor in t if tensor is not None]
     if not is_concrete(*given, *s):

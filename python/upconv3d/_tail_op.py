@@ -16,7 +16,7 @@ from . import _C
 from ._autograd import _convolution_backward, _is_transformed
 from ._facts import Kept, block_facts, empty_kept, is_concrete, kept_of, tensor_facts
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
-from ._graphs import record_operator
+from ._graphs import is_exporting, record_operator
 from ._tail import (
     ACTIVATIONS,
     ORDERS,
@@ -228,7 +228,7 @@ def _inference(*arguments: Any) -> tuple[Tensor, Tensor] | None:
     input, skip = tensors[0], tensors[6]
     if not runs_kernels(input) or (skip is not None and skip.dtype is not input.dtype):
         return None
-    if not is_concrete(*settings) or torch.compiler.is_exporting():
+    if not is_concrete(*settings) or is_exporting():
         return None
     pair: tuple[Tensor, Tensor] = _ops._tail.default(*arguments)
     return pair

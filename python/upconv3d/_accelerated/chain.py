@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
+from .._graphs import is_exporting
 from .._in_graphs import block_in_graph
 from ..functional import (
     _DTYPES,
@@ -329,16 +330,15 @@ def _check_and_run(block: Block, x: Tensor, options: Options, settings: tuple[An
         "eps": 1e-5,
         "skip": None,
     } | named
-    in_graph = _dynamo_compiling() and not torch.compiler.is_exporting()  # programs are for others to read
+    in_graph = _dynamo_compiling() and not is_exporting()  # programs are for others to read
     if in_graph and x.is_cuda and options.precision is None:
         tensors, numbers = checked_arguments(*positional, **rest)
         pair = block_in_graph(tensors, numbers, named["norm"])
         return pair if numbers[-1] else (pair[0], pair[0]) if block.returns_conv else pair[0]
     y = conv_transpose3d_norm_act(*positional, **named)
-    if settings is not None and len(_checked) < _MOST_CHECKED:
-        found = checked_arguments(*positional, **rest)[1]
-        if found == settings:
-            _checked.add(settings)
+    remember = settings is not None and len(_checked) < _MOST_CHECKED
+    if remember and checked_arguments(*positional, **rest)[1] == settings:
+        _checked.add(settings)
     return y
 
 
