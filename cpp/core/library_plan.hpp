@@ -10,9 +10,8 @@
 
 namespace upconv3d {
 
-/// Why PyTorch's convolution and our kernels after it are expected to be quicker than the SM90 plan, or "":
-/// of small blocks, whose time is mostly what that plan takes beside its estimate, with one launch after the
-/// convolution; and where that plan's k-blocks are half empty.
+/// Why PyTorch's convolution and one launch after it are expected to be quicker than the SM90 plan, or "":
+/// of small blocks, whose time is mostly what that plan takes beside its estimate.
 /// \param sm90 the SM90 plan
 std::string library_advantage(const Problem& problem, const Device& device, const Plan& sm90);
 

@@ -198,24 +198,6 @@ void test_choice() {
     p.c = p.k = 64, p.n = 4, p.in = {32, 32, 32}, p.kernel = {5, 5, 5}, p.padding = {2, 2, 2};
   }),
          "longer than what was compared");
-  // Half-empty k-blocks, as measured on an H200 (perf/NOTES.md, "Half a k-block").
-  const auto half = [](Problem& p) {
-    p.n = 4, p.c = 32, p.k = 64, p.in = {32, 32, 32}, p.padding = {0, 0, 0}, p.num_groups = 8;
-  };
-  const auto strided = [](Problem& p) {
-    p.n = 16, p.c = p.k = 32, p.in = {24, 24, 24}, p.kernel = {5, 5, 5}, p.stride = {2, 2, 2};
-    p.padding = {2, 2, 2}, p.output_padding = {1, 1, 1}, p.num_groups = 8;
-  };
-  const auto tf32 = [](Problem& p) { p.dtype = DType::kFloat32, p.precision = Precision::kTF32; };
-  expect(is_library(half), "79 us, the SM90 plan 98");
-  expect(is_library(strided), "412 us, the SM90 plan 633");
-  expect(is_library([&](Problem& p) { strided(p), ncdhw(p); }), "547 us, the SM90 plan 632");
-  expect(!is_library([&](Problem& p) { half(p), ncdhw(p); }), "112 us, the SM90 plan 100");
-  expect(!is_library([&](Problem& p) { half(p), p.n = 16, p.in = {16, 32, 32}, ncdhw(p); }),
-         "220 us, the SM90 plan 171");
-  expect(!is_library([&](Problem& p) { half(p), tf32(p); }), "132 us, the SM90 plan 119");
-  expect(!is_library([&](Problem& p) { strided(p), tf32(p); }), "749 us, the SM90 plan 654");
-  expect(!is_library([&](Problem& p) { strided(p), p.c = 64; }), "full k-blocks");
   const Problem training = long_and_narrow();
   expect(select_training_plan(training, hopper(), all_compiled()).keeps_activation,
          "training keeps relu(conv)");
