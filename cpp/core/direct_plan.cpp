@@ -214,8 +214,10 @@ bool beats_sm90(const Problem& p, const Plan& direct, const Plan& sm90) {
   if (p.n == 0 || !was_compared(p, direct)) return false;
   if (direct.few_channels) {
     // What the SM90 plan took of its estimate in such blocks, with the packing and the transposed stores that
-    // it leaves out (perf/NOTES.md, "Few channels by either plan").
-    const double seen = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC ? 1.0 : 1.3;
+    // it leaves out; stored with a stride, less than that (perf/NOTES.md, "Few channels by either plan").
+    const bool in_place = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
+    const bool strided = p.stride != Extent3{1, 1, 1};
+    const double seen = in_place || (strided && !sm90.twice) ? 1.0 : 1.3;
     return direct.estimated_direct_ms < seen * ours;
   }
   // That, in ms, and by how much this one is to be ahead.
