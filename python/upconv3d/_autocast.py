@@ -84,6 +84,12 @@ _MOST_FLOAT32_VALUES = 2**25
 _MOST_FLOAT32_VALUES_OF_GRAPHS = 2**22
 
 
+def about_values(input: Tensor, weight: Tensor, stride: Sequence[int], groups: int) -> int:
+    """Values of the result [N, K, Z, P, Q], as if each axis were `stride` times input's [N, C, D, H, W]."""
+    positions = input.numel() // max(input.size(-4), 1) * stride[0] * stride[1] * stride[2]
+    return positions * weight.size(1) * groups
+
+
 def _has_float32_parameters(tensors: Sequence[Tensor | None], low: torch.dtype) -> bool:
     input, *others = tensors
     assert input is not None
@@ -113,14 +119,14 @@ def computes_in_float32(
     assert input is not None and weight is not None
     if not input.is_cuda or not _has_float32_parameters(tensors, low):
         return False
-    stride = settings[0]
-    positions = input.numel() // max(input.size(-4), 1) * stride[0] * stride[1] * stride[2]  # about
-    values = positions * weight.size(1) * settings[3]
-    fits = values <= most_values or (recording and low is torch.float16)
+    fits = about_values(input, weight, settings[0], settings[3]) <= most_values or (
+        recording and low is torch.float16
+    )
     return fits and _is_quicker_in_float32(input, weight, settings, None if recording else low)
 
 
-def _records(tensors: Sequence[Tensor | None]) -> bool:
+def records(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether autograd records what is done with the tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -128,7 +134,7 @@ def gradients_lose_range(tensors: Sequence[Tensor | None], low: torch.dtype) -> 
     """Whether casts around our operators would make float16 of gradients that PyTorch's norm takes in
     float32, which overflows where PyTorch's do not, as under a GradScaler."""
     input: Any = tensors[0]
-    return low is torch.float16 and input.is_cuda and _records(tensors)
+    return low is torch.float16 and input.is_cuda and records(tensors)
 
 
 def graph_without_casts(tensors: Sequence[Tensor | None], low: torch.dtype, settings: Sequence[Any]) -> bool:
@@ -143,7 +149,7 @@ def graph_without_casts(tensors: Sequence[Tensor | None], low: torch.dtype, sett
     if not is_concrete(*(t for t in tensors if t is not None), *settings):
         return gradients_lose_range(tensors, low) and _has_float32_parameters(tensors, low)
     known = tuple(tuple(s) if isinstance(s, Sequence) and not isinstance(s, str) else s for s in settings)
-    return computes_in_float32(tensors, low, known, _records(tensors), _MOST_FLOAT32_VALUES_OF_GRAPHS)
+    return computes_in_float32(tensors, low, known, records(tensors), _MOST_FLOAT32_VALUES_OF_GRAPHS)
 
 
 def three_calls(tensors: Sequence[Tensor | None], block: tuple[Any, ...]) -> Tensor:

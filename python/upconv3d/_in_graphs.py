@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._autocast import FEW_CHANNELS_KERNEL, autocast_dtype, graph_without_casts
+from ._autocast import FEW_CHANNELS_KERNEL, about_values, autocast_dtype, graph_without_casts, records
 from ._facts import is_concrete
 from ._graphs import is_exporting, is_traced
-from ._tail import Settings, Tensors, composite
+from ._tail import Settings, Tensors, composite, is_plain
 from ._tail_op import NUMBERS, TENSORS, batch_tail, facts_of, in_format_of_result, join, public_tail, split
 from ._transforms import batch_block
 
@@ -49,26 +49,22 @@ def is_left_to_compiler(tensors: Sequence[Any], settings: Sequence[Any]) -> bool
     given = [tensor for tensor in t if tensor is not None]
     if not is_concrete(*given, *s):
         return False
-    positions = t.input.numel() // max(t.input.size(-4), 1) * s.stride[0] * s.stride[1] * s.stride[2]  # about
-    if positions * t.weight.size(1) * s.groups > _MOST_VALUES or _replays():
+    if about_values(t.input, t.weight, s.stride, s.groups) > _MOST_VALUES or _replays():
         return False
     facts = facts_of(t, s)
     low = autocast_dtype(t.input)
     if low is not None:
-        plain = s.num_groups > 0 and t.skip is None and not s.return_conv
-        computed = torch.float32 if plain and graph_without_casts(t, low, s) else low
+        computed = torch.float32 if is_plain(t, s) and graph_without_casts(t, low, s) else low
         dtype = {"dtype": str(computed).removeprefix("torch.")}
         facts |= {name: facts[name] | dtype for name in Tensors._fields if facts[name] is not None}
         facts["precision"] = "tf32"
     # In training a block keeps the SM90 plan that is too small for it else.
-    recording = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-    plans = (_C.explain(facts | {"training": training})["plan"] for training in {recording, False})
+    plans = (_C.explain(facts | {"training": training})["plan"] for training in {records(t), False})
     return any(_is_small_kind(plan) for plan in plans)
 
 
 def _is_mission(t: Tensors, s: Settings) -> bool:
-    plain = t.skip is None and not s.return_conv
-    return plain and s.order == "act_norm" and s.activation == "relu" and s.num_groups > 0
+    return is_plain(t, s) and s.order == "act_norm" and s.activation == "relu"
 
 
 def _mission_arguments(t: Sequence[Any], s: Sequence[Any]) -> tuple[Any, ...]:

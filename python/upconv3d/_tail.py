@@ -73,6 +73,11 @@ class Tensors(NamedTuple):
     skip: Tensor | None
 
 
+def is_plain(t: Tensors, s: Settings) -> bool:
+    """Whether the call is a convolution, a norm and at most an activation, returned alone."""
+    return s.num_groups > 0 and t.skip is None and not s.return_conv
+
+
 def _is_tracing() -> bool:
     """Whether torch.jit.trace runs, whose graph would freeze a comparison of sizes."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._autocast import gradients_lose_range, graph_without_casts
-from ._tail import Settings, Tensors, autocast_result_dtype, composite
+from ._tail import Settings, Tensors, autocast_result_dtype, composite, is_plain
 from ._tail_op import in_format_of_result, public_tail, split
 
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
@@ -24,8 +24,7 @@ def _autocast_kernel(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
         if t.input.device.type != device_type or t.input.dtype == torch.float64:
             low = t.input.dtype
         else:
-            plain = s.num_groups > 0 and t.skip is None and not s.return_conv  # as of calls outside of graphs
-            uncast = plain and graph_without_casts(tensors, low, settings)
+            uncast = is_plain(t, s) and graph_without_casts(tensors, low, settings)
             theirs = device_type == "cpu" or (t.skip is not None and t.skip.dtype != low)
             theirs = theirs or (not uncast and gradients_lose_range(tensors, low))
         if theirs:
