@@ -4,13 +4,16 @@
 One line per case:
 
     MODEL name=... pass=... dtype=... layout=... replaced=... eager_ms=... ms=... x_eager=... compile_ms=...
-          compiled_ms=... x_compile=... memory_mb=... x_memory=... err=... eager_err=... check=...
+          compiled_ms=... x_compile=... x_copy=... x_compiled_copy=... memory_mb=... x_memory=... err=...
+          eager_err=... check=...
 
 ms is the accelerated model's median, eager_ms that of the model as it was; compile_ms and compiled_ms are
 the two under torch.compile. Every x_ is after divided by before: below 1 is quicker, or less memory.
+x_copy and x_compiled_copy divide the time of an unchanged copy of the model by that of the model, in the same
+rounds: how far apart two equal models come out, which is what another ratio can be told from 1 by.
 memory_mb is the peak of the accelerated model beside parameters and input, on a GPU. err and eager_err are
 rms errors of the output, in training of all gradients together, relative to the model as it was in
-float32 without TF32. check is "ok" where all is finite and err at most twice eager_err.
+float64. check is "ok" where all is finite and err at most twice eager_err.
 
 Inference runs in eval mode without gradients, training in train mode: forward, mean of squares, backward,
 without an optimizer. "bfloat16" is autocast of float32 parameters, "float32" has TF32 on.
@@ -44,17 +47,16 @@ ERROR_FACTOR = 2.0
 ROUNDING = {"float32": 1e-5, "bfloat16": 1e-3}
 PASSES = ("inference", "training")
 LINE = (
-    "name pass dtype layout replaced eager_ms ms x_eager compile_ms compiled_ms x_compile memory_mb "
-    "x_memory err eager_err check"
+    "name pass dtype layout replaced eager_ms ms x_eager compile_ms compiled_ms x_compile x_copy "
+    "x_compiled_copy memory_mb x_memory err eager_err check"
 )
 
 
 @contextlib.contextmanager
-def settings(dtype: str, exact: bool = False) -> Iterator[None]:
-    """TF32 on, or for a reference off."""
+def tf32() -> Iterator[None]:
+    """TF32 on, in convolutions and products."""
     kept = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
-    precision = "ieee" if exact else "tf32"
-    torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         yield
     finally:
@@ -80,7 +82,8 @@ def step(
 
     def training() -> list[Tensor]:
         with autocast():
-            loss = first(model(x)).float().square().mean()
+            y = first(model(x))
+            loss = (y if y.dtype == torch.float64 else y.float()).square().mean()
         return [g for g in torch.autograd.grad(loss, parameters, allow_unused=True) if g is not None]
 
     return inference if kind == "inference" else training
@@ -130,18 +133,18 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
     x = torch.randn(model.small if small else model.size, device=device).to(memory_format=memory_format)
     after = copy.deepcopy(before)
     report = upconv3d.accelerate(after, bare=args.bare, sample=(x,))
-    models = {"eager": before, "ours": after}
+    models = {"eager": before, "ours": after, "copy": copy.deepcopy(before)}
     calls = {name: step(m, list(m.parameters()), x, kind, dtype) for name, m in models.items()}
     with without_dropout(before, after):
-        with settings(dtype, exact=True):
-            right = step(before, list(before.parameters()), x, kind, "float32")()
-        with settings(dtype):
+        exact = copy.deepcopy(before).double()
+        right = step(exact, list(exact.parameters()), x.double(), kind, "float64")()
+        with tf32():
             ours, theirs = calls["ours"](), calls["eager"]()
     finite = all(bool(torch.isfinite(t).all()) for t in ours)
     err, eager_err = relative_rms(ours, right), relative_rms(theirs, right)
-    del right, ours, theirs
+    del exact, right, ours, theirs
     failures = {}
-    with settings(dtype):
+    with tf32():
         memory, eager_memory = (peak_bytes(calls[name], device) for name in ("ours", "eager"))
         # Where nothing was replaced, the compiler gets the same model twice.
         if args.compile and report.replaced:
@@ -155,7 +158,10 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
                 else:
                     calls[f"compile:{name}"] = call
         times = medians_ms(calls, device, args.seconds)
-    compiled, compile_ms = times.get("compile:ours"), times.get("compile:eager")
+
+    def ratio(one: str, other: str) -> float | None:
+        return times[one] / times[other] if one in times and other in times else None
+
     good = finite and err <= max(ERROR_FACTOR * eager_err, ROUNDING[dtype])
     return {
         "name": model.name,
@@ -168,10 +174,12 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
         "report": str(report).splitlines()[1:],
         "eager_ms": times["eager"],
         "ms": times["ours"],
-        "x_eager": times["ours"] / times["eager"],
-        "compile_ms": compile_ms,
-        "compiled_ms": compiled,
-        "x_compile": None if compiled is None or compile_ms is None else compiled / compile_ms,
+        "x_eager": ratio("ours", "eager"),
+        "compile_ms": times.get("compile:eager"),
+        "compiled_ms": times.get("compile:ours"),
+        "x_compile": ratio("compile:ours", "compile:eager"),
+        "x_copy": ratio("copy", "eager"),
+        "x_compiled_copy": ratio("compile:copy", "compile:eager"),
         "compile_failures": failures,
         "memory_mb": None if memory is None else memory / 1e6,
         "x_memory": None if memory is None or not eager_memory else memory / eager_memory,

@@ -53,9 +53,11 @@ MODEL_COLUMNS = [
     ("eager, ms", "eager_ms", "{:.2f}"),
     ("accelerated, ms", "ms", "{:.2f}"),
     ("ratio", "x_eager", "{:.2f}"),
+    ("of a copy", "x_copy", "{:.2f}"),
     ("torch.compile, ms", "compile_ms", "{:.2f}"),
     ("accelerated and compiled, ms", "compiled_ms", "{:.2f}"),
     ("ratio", "x_compile", "{:.2f}"),
+    ("of a copy", "x_compiled_copy", "{:.2f}"),
     ("accelerated, MB", "memory_mb", "{:.0f}"),
     ("ratio to eager", "x_memory", "{:.2f}"),
     ("rms error", "err", "{:.1e}"),
@@ -75,7 +77,7 @@ def models_report(result: dict[str, Any]) -> str:
         layout = " channels_last_3d" if row["layout"] == "ndhwc" else ""
         kind = f"{row['pass']}, {row['dtype']}{layout}"
         kind += "" if row["check"] == "ok" else " (check failed)"
-        cells = ["-" if row[key] is None else form.format(row[key]) for _, key, form in columns]
+        cells = ["-" if row.get(key) is None else form.format(row[key]) for _, key, form in columns]
         lines.append(f"| `{row['name']}` {size} | {row['replaced']} | {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

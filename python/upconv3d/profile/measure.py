@@ -64,8 +64,8 @@ def medians_ms(
 ) -> dict[str, float]:
     """Median time of each call in ms.
 
-    Calls take turns in ROUNDS rounds. Each gets as many repeats as fit into its share of `budget_s` seconds,
-    at least three a round.
+    Calls take turns in ROUNDS rounds, each round another one first. Each gets as many repeats as fit into its
+    share of `budget_s` seconds, at least three a round.
     """
     flush = flush_buffer(device)
 
@@ -80,9 +80,11 @@ def medians_ms(
         run(call, 2)
         each_s = (time.perf_counter() - begin) / 2
         repeats[name] = max(3, min(50, int(budget_s / len(calls) / ROUNDS / max(each_s, 1e-6))))
+    order = list(calls)
     for _ in range(ROUNDS):
-        for name, call in calls.items():
-            times[name] += run(call, repeats[name])
+        for name in order:
+            times[name] += run(calls[name], repeats[name])
+        order.append(order.pop(0))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
