@@ -70,3 +70,16 @@ def _repeatable():
     if torch.backends.cudnn.conv.fp32_precision != precision:
         torch.backends.cudnn.conv.fp32_precision = precision
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, deterministic
+
+
+@pytest.fixture(autouse=True)
+def small_blocks_left(monkeypatch):
+    """The limit up to which accelerated models leave a block to PyTorch in training; in tests it is 0.
+
+    Else nothing small would be computed as the blocks of large models are.
+    """
+    from upconv3d._accelerated import block
+
+    limit = block._MOST_VALUES
+    monkeypatch.setattr(block, "_MOST_VALUES", 0)
+    return limit

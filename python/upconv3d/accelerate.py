@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._accelerated.chain import Block, Options, admits, call_of, find_block, takes
+from ._accelerated.block import Block, Options
+from ._accelerated.chain import admits, call_of, find_block, takes
 from ._accelerated.proof import UnprovableError
 from ._accelerated.swap import (
     Accelerated,

@@ -7,8 +7,7 @@ exchanged, train() or eval(). What is no block runs as it would without us.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,54 +25,7 @@ from ..functional import (
 )
 from ..module import _parameter
 from ..norm_act import checked_arguments, conv_transpose3d_norm_act, run_checked
-
-
-@dataclass(frozen=True)
-class Options:
-    """What accelerate() was told, kept by every container that it changed."""
-
-    precision: str | None = None
-
-
-class Block(NamedTuple):
-    """A transposed convolution and what follows it, as conv_transpose3d_norm_act takes them.
-
-    Attributes:
-        length: modules of the chain that it stands for.
-        norm: "group", "instance", "batch" (in eval mode: folded into the weight) or None.
-        normalizer: the module of `norm`.
-        activation, parameter: names and numbers of conv_transpose3d_norm_act; for "prelu" the module.
-        returns_conv: whether others read the convolution too, so that a call returns it beside the result.
-    """
-
-    conv: nn.ConvTranspose3d
-    length: int
-    order: str
-    norm: str | None
-    normalizer: Any
-    activation: str | None
-    parameter: Any
-    returns_conv: bool = False
-
-    def describe(self) -> str:
-        """As conv, norm, activation in the order in which they apply."""
-        norms = {
-            "group": f"group norm ({getattr(self.normalizer, 'num_groups', 0)})",
-            "instance": "instance norm",
-            "batch": "batch norm (folded on CUDA)",
-        }
-        norm = [norms[self.norm]] if self.norm is not None else []
-        activation = [self.activation] if self.activation is not None else []
-        after = norm + activation if self.order == "norm_act" else activation + norm
-        said = " + ".join(["conv", *after])
-        if self.returns_conv:
-            alone = "" if self.keeps_returned() else " (PyTorch's calls where gradients are recorded)"
-            return f"{said}, convolution returned{alone}"
-        return said
-
-    def keeps_returned(self) -> bool:
-        """Whether a backward of ours reads the returned convolution, as in _tail.reads_returned"""
-        return self.norm is not None and not (self.order == "act_norm" and self.activation == "relu")
+from .block import Block, Options, is_left_to_pytorch
 
 
 def runs_forward_of(module: nn.Module, cls: type[nn.Module]) -> bool:
@@ -380,7 +332,7 @@ def admits(block: Block, x: Tensor) -> bool:
 def run_block(block: Block, x: Tensor, options: Options) -> Any:
     """One call for all modules of the block: the result, or the pair of it and the convolution.
 
-    None where they are to be called themselves (see admits).
+    None where they are to be called themselves (see admits, is_left_to_pytorch).
     """
     conv, _, order, norm, normalizer, activation, parameter, returns_conv = block
     if _dynamo_compiling() or _tracing() or norm == "batch" or forward_ad._current_level >= 0:
@@ -392,6 +344,8 @@ def run_block(block: Block, x: Tensor, options: Options) -> Any:
     if norm is not None:
         groups = normalizer.num_groups if norm == "group" else conv.out_channels
         eps, gamma, beta = normalizer.eps, _parameter(normalizer, "weight"), _parameter(normalizer, "bias")
+    if options.precision is None and is_left_to_pytorch(block, x, weight):
+        return None
     precision = resolve_precision(x, options.precision)
     padding: Any = conv.padding  # nn.ConvTranspose3d's is never one of the names that a convolution's may be
     stride, output_padding, dilation = conv.stride, conv.output_padding, conv.dilation

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from .chain import Block, Options, run_block, run_chain, runs_forward_of, takes, why_watched
+from .block import Block, Options
+from .chain import run_block, run_chain, runs_forward_of, takes, why_watched
 
 _OPTIONS = "_upconv3d_options"
 _made: dict[tuple[type, type], type] = {}

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from .chain import Block, Options, find_block, run_chain, run_chain_and_conv, why_watched
+from .block import Block, Options
+from .chain import find_block, run_chain, run_chain_and_conv, why_watched
 from .entered import Entered, as_its_base, entered, may_be_entered
 from .functions import activation_of, works_in_place
 from .proof import Guards, UnprovableError, defaults_of, holds, prove
 from .swap import _OPTIONS, MIXINS, Accelerated, is_sequential, leaves
 
 _TRACED = "_upconv3d_traced"
-_PARTS = (nn.GroupNorm, nn.InstanceNorm3d, nn.BatchNorm3d, nn.Identity)
-_PARTS += (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.GELU, nn.PReLU)  # type: ignore[assignment]
 _DROPOUTS = (nn.Dropout, nn.Dropout2d, nn.Dropout3d)
-_PARTS += _DROPOUTS  # type: ignore[assignment]
+_PARTS = (nn.GroupNorm, nn.InstanceNorm3d, nn.BatchNorm3d, nn.Identity, *_DROPOUTS)
+_PARTS += (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.GELU, nn.PReLU)  # type: ignore[assignment]
 # Activations that a forward calls as functions, by what they are: the module that computes the same.
 Function = tuple[str, Any, bool]  # name and parameter of conv_transpose3d_norm_act, whether in place
 _stateless: dict[Function, nn.Module] = {}
