@@ -45,6 +45,8 @@ from upconv3d.profile.measure import environment, medians_ms, write_whole
 ERROR_FACTOR = 2.0
 # Rounding of the last operation, where eager's error happens to be smaller still.
 ROUNDING = {"float32": 1e-5, "bfloat16": 1e-3}
+# The host's pace changes within a second by a tenth and more, and small models wait for the host.
+ROUNDS = 12
 PASSES = ("inference", "training")
 LINE = (
     "name pass dtype layout replaced eager_ms ms x_eager compile_ms compiled_ms x_compile x_copy "
@@ -87,6 +89,16 @@ def step(
         return [g for g in torch.autograd.grad(loss, parameters, allow_unused=True) if g is not None]
 
     return inference if kind == "inference" else training
+
+
+def exact_results(model: nn.Module, x: Tensor, kind: str) -> list[Tensor]:
+    """What step() returns of the model in float64."""
+    exact = copy.deepcopy(model).double()
+    torch.backends.cudnn.benchmark = False  # trying all of float64's convolutions takes ten seconds
+    try:
+        return step(exact, list(exact.parameters()), x.double(), kind, "float64")()
+    finally:
+        torch.backends.cudnn.benchmark = True
 
 
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
@@ -136,13 +148,12 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
     models = {"eager": before, "ours": after, "copy": copy.deepcopy(before)}
     calls = {name: step(m, list(m.parameters()), x, kind, dtype) for name, m in models.items()}
     with without_dropout(before, after):
-        exact = copy.deepcopy(before).double()
-        right = step(exact, list(exact.parameters()), x.double(), kind, "float64")()
+        right = exact_results(before, x, kind)
         with tf32():
             ours, theirs = calls["ours"](), calls["eager"]()
     finite = all(bool(torch.isfinite(t).all()) for t in ours)
     err, eager_err = relative_rms(ours, right), relative_rms(theirs, right)
-    del exact, right, ours, theirs
+    del right, ours, theirs
     failures = {}
     with tf32():
         memory, eager_memory = (peak_bytes(calls[name], device) for name in ("ours", "eager"))
@@ -157,7 +168,7 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
                     failures[name] = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
                 else:
                     calls[f"compile:{name}"] = call
-        times = medians_ms(calls, device, args.seconds)
+        times = medians_ms(calls, device, args.seconds, ROUNDS)
 
     def ratio(one: str, other: str) -> float | None:
         return times[one] / times[other] if one in times and other in times else None

@@ -74,7 +74,7 @@ def _repeatable():
 
 @pytest.fixture(autouse=True)
 def small_blocks_left(monkeypatch):
-    """The limit up to which accelerated models leave a block to PyTorch in training; in tests it is 0.
+    """The limit up to which accelerated models leave a block to PyTorch; in tests it is 0.
 
     Else nothing small would be computed as the blocks of large models are.
     """

@@ -92,33 +92,37 @@ def test_each_replaced_block_is_one_call(name, monkeypatch):
     assert len(calls) == len(report.replaced)
 
 
-def test_small_blocks_are_pytorchs_while_gradients_are_recorded(device, monkeypatch, small_blocks_left):
+@pytest.mark.parametrize("recorded", [True, False])
+def test_small_blocks_are_pytorchs(recorded, device, monkeypatch, small_blocks_left):
     monkeypatch.setattr(block, "_MOST_VALUES", small_blocks_left)
     calls = _blocks_run(monkeypatch)
 
     def blocks_run(model, x):
         calls.clear()
-        model(x)
+        with torch.set_grad_enabled(recorded):
+            model(x)
         return len(calls)
 
-    model = nn.Sequential(nn.ConvTranspose3d(8, 8, 2, 2), nn.ReLU(), nn.GroupNorm(4, 8)).to(device)
-    plain, x = copy.deepcopy(model), _volume(8, device=device)
-    assert upconv3d.accelerate(model).replaced
+    def made(num_groups, **options):
+        model = nn.Sequential(nn.ConvTranspose3d(8, 8, 2, 2), nn.ReLU(), nn.GroupNorm(num_groups, 8)).to(
+            device
+        )
+        plain = copy.deepcopy(model)
+        return plain, model, upconv3d.accelerate(model, **options)
+
+    x = _volume(8, device=device)
+    plain, model, report = made(4, sample=(x,))
+    assert "small: PyTorch's calls" in str(report) and report.replaced
     assert blocks_run(model, x) == 0
     for ours, theirs in zip(_gradients(model, x)[1], _gradients(plain, x)[1], strict=True):
         assert torch.equal(ours, theirs)
-    with torch.no_grad():
-        assert blocks_run(model, x) == 1
-    assert blocks_run(model.requires_grad_(False), x) == 1
-    told = copy.deepcopy(plain)
-    upconv3d.accelerate(told, precision="ieee")
-    assert blocks_run(told, x) == 1
+    _, told, report = made(4, precision="ieee", sample=(x,))
+    assert "small" not in str(report) and blocks_run(told, x) == 1
     # Few large norm groups are what PyTorch's norm is slow at, on a GPU; large blocks are ours anywhere.
-    large = nn.Sequential(nn.ConvTranspose3d(8, 8, 2, 2), nn.ReLU(), nn.GroupNorm(1, 8)).to(device)
-    upconv3d.accelerate(large)
-    assert blocks_run(large, torch.randn(1, 8, 13, 13, 13, device=device)) == (device.type == "cuda")
+    large, x = made(1)[1], torch.randn(1, 8, 13, 13, 13, device=device)
+    assert blocks_run(large, x) == (device.type == "cuda")
     monkeypatch.setattr(block, "_MOST_VALUES", 2**17)
-    assert blocks_run(large, torch.randn(1, 8, 13, 13, 13, device=device)) == 1
+    assert blocks_run(large, x) == 1
 
 
 @pytest.mark.parametrize("name", MODELS)

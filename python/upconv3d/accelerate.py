@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._accelerated.block import Block, Options
+from ._accelerated.block import Block, Options, is_left_to_pytorch
 from ._accelerated.chain import admits, call_of, find_block, takes
 from ._accelerated.proof import UnprovableError
 from ._accelerated.swap import (
@@ -204,6 +204,8 @@ def _plan(block: Block | str, meta: Tensor | None, options: Options) -> str | No
     x = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=device)
     if not takes(x) or not admits(block, x):
         return None
+    if options.precision is None and is_left_to_pytorch(block, x, block.conv.weight):
+        return "small: PyTorch's calls"
     positional, named = call_of(block, x, options)
     return explain_norm_act(*positional, **named).algorithm
 

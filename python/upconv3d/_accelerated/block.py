@@ -60,13 +60,13 @@ class Block(NamedTuple):
         return self.norm is not None and not (self.order == "act_norm" and self.activation == "relu")
 
 
-# A small block, trained in eager mode, is PyTorch's calls: our node of autograd's graph takes the host 80 us
-# more than theirs (on a CPU 300), in Python, and the device is not what such a model waits for. Estimates
-# from an H200: PyTorch's norms run one CUDA block per norm group of a sample, in 0.75 ns per value forward
-# and 1.25 backward, which is what ours save; these many values in such a group are 65 us, and these many in
-# all a few more for passes over memory.
-_MOST_VALUES_OF_GROUP = 2**15
-_MOST_VALUES = 2**21
+# A small block in eager mode is PyTorch's calls: ours take the host some 50 us more, with a node of the graph
+# of autograd 100 (on a CPU 300), much of it in Python, and it is not the device that models of such blocks
+# wait for. Estimates from an H200: PyTorch's norms run one CUDA block per norm group of a sample, in 0.75 ns
+# per value forward and 1.25 backward, which is what ours save; these many values in such a group are 50 us
+# and 130 with gradients, and these many in all some more for passes over memory.
+_MOST_VALUES_OF_GROUP = 2**16
+_MOST_VALUES = 2**22
 
 # Whether the convolution of calls of a kind is cuDNN's. Asking takes longer than what is saved.
 _is_library: dict[tuple[Any, ...], bool] = {}
@@ -96,13 +96,13 @@ def _norm_groups(block: Block) -> int:
 
 
 def is_left_to_pytorch(block: Block, x: Tensor, weight: Tensor) -> bool:
-    """Whether the block's modules are to be called themselves: it is small, and gradients are recorded.
+    """Whether the block's modules are to be called themselves, because it is small.
 
     Not while a CUDA graph is captured, whose replays cost the host nothing.
 
     x: [N, C, D, H, W]; weight: [C, K/groups, T, R, S].
     """
-    if block.norm is None or not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+    if block.norm is None:
         return False
     conv, norm_groups = block.conv, _norm_groups(block)
     stride: Any = conv.stride

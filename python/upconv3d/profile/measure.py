@@ -60,12 +60,12 @@ def cpu_times_ms(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def medians_ms(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, budget_s: float
+    calls: Mapping[str, Callable[[], object]], device: torch.device, budget_s: float, rounds: int = ROUNDS
 ) -> dict[str, float]:
     """Median time of each call in ms.
 
-    Calls take turns in ROUNDS rounds, each round another one first. Each gets as many repeats as fit into its
-    share of `budget_s` seconds, at least three a round.
+    Calls take turns in `rounds` rounds, each round another one first. Each gets as many repeats as fit into
+    its share of `budget_s` seconds, at least three a round.
     """
     flush = flush_buffer(device)
 
@@ -79,9 +79,9 @@ def medians_ms(
         begin = time.perf_counter()
         run(call, 2)
         each_s = (time.perf_counter() - begin) / 2
-        repeats[name] = max(3, min(50, int(budget_s / len(calls) / ROUNDS / max(each_s, 1e-6))))
+        repeats[name] = max(3, min(50, int(budget_s / len(calls) / rounds / max(each_s, 1e-6))))
     order = list(calls)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name in order:
             times[name] += run(calls[name], repeats[name])
         order.append(order.pop(0))
