@@ -22,12 +22,12 @@ def afresh():
     torch._dynamo.reset()
 
 
-def _compiled(model, dynamic=False, rewrites=False):
-    """The model, compiled, and a list to which each of its graphs adds the names of our operators in it."""
+def _compiled(model, dynamic=False, rewrites=False, which="upconv3d"):
+    """The model, compiled, and a list to which each of its graphs adds the names in it that have `which`."""
     names = []
 
     def keep(graph, _):
-        names.append([str(node.target) for node in graph.graph.nodes if "upconv3d" in str(node.target)])
+        names.append([str(node.target) for node in graph.graph.nodes if which in str(node.target)])
         return make_boxed_func(graph.forward)
 
     to_graphs = aot_autograd(fw_compiler=keep, bw_compiler=keep)
@@ -73,6 +73,20 @@ def test_left_blocks_are_pytorchs_calls(device, monkeypatch, low, layout):
     compiled, names = _compiled(model, rewrites=True)
     _close(_gradients(compiled, parameters, x, low), expected, 1e-3 if low is None else 5e-2)
     assert names == [[], []]
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+def test_left_blocks_are_the_graph_that_they_were(device, monkeypatch, low):
+    """Operator by operator: what is left to the compiler costs what it did."""
+    monkeypatch.setattr(_in_graphs, "is_left_to_compiler", lambda *_: True)
+    model, x = _decoder(device=device), torch.randn(2, 8, 3, 4, 5, device=device)
+    seen = []
+    for rewrites in (False, True):
+        torch._dynamo.reset()
+        compiled, names = _compiled(model, rewrites=rewrites, which="aten")
+        _gradients(compiled, list(model.parameters()), x, low)
+        seen.append([[name for name in graph if "detach" not in name] for graph in names])
+    assert seen[0] == seen[1] and any("batch_norm" in name for name in seen[0][0])
 
 
 def test_other_blocks_are_our_operator(device, monkeypatch):

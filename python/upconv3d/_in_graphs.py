@@ -13,7 +13,7 @@ from . import _C
 from ._autocast import FEW_CHANNELS_KERNEL, about_values, autocast_dtype, graph_without_casts, records
 from ._facts import is_concrete
 from ._graphs import is_exporting, is_traced
-from ._tail import Settings, Tensors, composite, is_plain
+from ._tail import Settings, Tensors, autocast_result_dtype, composite, is_plain
 from ._tail_op import NUMBERS, TENSORS, batch_tail, facts_of, in_format_of_result, join, public_tail, split
 from ._transforms import batch_block
 
@@ -21,7 +21,10 @@ _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-unty
 
 _mission_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
 _NAME = "conv_transpose3d_norm_act_in_graph"
-_SCHEMA = f"{_NAME}({TENSORS}, {NUMBERS}, bool return_conv, str precision) -> (Tensor y, Tensor conv)"
+_SCHEMA = (
+    f"{_NAME}({TENSORS}, {NUMBERS}, bool return_conv, str precision, *, bool instance=False) "
+    "-> (Tensor y, Tensor conv)"
+)
 
 # Output values of a block up to which it is the compiler's, on the library plan or few channels' kernel. The
 # first calls cuDNN, as Inductor does. On an H200 it takes the device 4 to 15 us less (perf/results), the
@@ -81,18 +84,23 @@ def _ours(t: Tensors, s: Settings) -> tuple[Tensor, Tensor]:
     return public_tail(t, s)
 
 
-def _in_graph(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _in_graph(*arguments: Any, instance: bool = False) -> tuple[Tensor, Tensor]:
+    """instance: whether the norm was instance_norm, which is then called: another code than group_norm's."""
     tensors, settings = split(arguments)
     t, s = Tensors(*tensors), Settings(*settings)
     if not is_left_to_compiler(t, s):
         return _ours(t, s)
-    y, conv = composite(t, s, precise=False)
-    # Strides are the same whatever is decided: Dynamo asks before AOTAutograd, maybe under another mode.
+    y, conv = composite(t, s, precise=False, instance=instance)
+    # Strides and dtypes are the same whatever is decided: Dynamo asks before AOTAutograd, maybe under
+    # another mode.
     y = in_format_of_result(y, t)
+    low = autocast_dtype(t.input)
+    if low is not None and instance:
+        y = y.to(autocast_result_dtype(low, "cuda", "group", settings))
     return y, t.input.new_empty(0) if conv is None else in_format_of_result(conv, t)
 
 
-def _batched(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+def _batched(info: Any, in_dims: tuple[Any, ...], *arguments: Any, instance: bool = False) -> tuple[Any, Any]:
     """vmap's rule: that of the operator which is recorded."""
     tensors, settings = split(arguments)
     if not _is_mission(Tensors(*tensors), Settings(*settings)):
@@ -106,7 +114,8 @@ def block_in_graph(
     tensors: Sequence[Any], settings: Sequence[Any], norm: str | None
 ) -> tuple[Tensor, Tensor]:
     """The call as torch.compile records it, without a skip; conv is [0] where it is not returned."""
-    y, conv = getattr(torch.ops.upconv3d, _NAME).default(*join(tensors, settings))
+    op = getattr(torch.ops.upconv3d, _NAME).default
+    y, conv = op(*join(tensors, settings), instance=norm == "instance")
     low = autocast_dtype(tensors[0])
     # instance_norm returns the dtype that it gets; ours is group_norm, which autocast runs in float32.
     return (y.to(low), conv) if low is not None and norm == "instance" else (y, conv)

@@ -130,7 +130,12 @@ def _activate(value: Tensor, s: Settings, slopes: Tensor | None, in_place: bool)
     return value
 
 
-def _normalize(value: Tensor, t: Tensors, s: Settings) -> Tensor:
+def _normalize(value: Tensor, t: Tensors, s: Settings, instance: bool) -> Tensor:
+    vectors = (t.norm_weight, t.norm_bias)
+    if instance:
+        return torch.instance_norm(
+            value, *vectors, None, None, True, 0.1, s.eps, torch.backends.cudnn.enabled
+        )
     # On the CPU group_norm is up to 4 times as quick as instance_norm, but where its backward reads
     # channels_last_3d with one channel per group, it takes up to 40 times as long.
     if (
@@ -140,8 +145,8 @@ def _normalize(value: Tensor, t: Tensors, s: Settings) -> Tensor:
         and torch.is_grad_enabled()
         and memory_format_of(value) == torch.channels_last_3d
     ):
-        return torch.instance_norm(value, t.norm_weight, t.norm_bias, None, None, True, 0.1, s.eps, False)
-    return torch.group_norm(value, s.num_groups, t.norm_weight, t.norm_bias, s.eps)
+        return torch.instance_norm(value, *vectors, None, None, True, 0.1, s.eps, False)
+    return torch.group_norm(value, s.num_groups, *vectors, s.eps)
 
 
 def refuse_skip(skip: Tensor, sizes: Sequence[int]) -> NoReturn:
@@ -151,13 +156,16 @@ def refuse_skip(skip: Tensor, sizes: Sequence[int]) -> NoReturn:
     )
 
 
-def composite(tensors: Sequence[Any], settings: Sequence[Any], precise: bool) -> tuple[Tensor, Tensor | None]:
+def composite(
+    tensors: Sequence[Any], settings: Sequence[Any], precise: bool, instance: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """y, and c where it is returned, in operators that PyTorch differentiates, casts and traces itself.
 
     Args:
         tensors, settings: the fields of Tensors and of Settings.
         precise: whether settings' precision is to hold whatever PyTorch's own setting says, which concerns
             float32 on CUDA. (Where it was taken from that setting, a backward pass shall follow it too.)
+        instance: whether a norm of as many groups as channels is to be PyTorch's instance_norm.
     """
     t, s = Tensors(*tensors), Settings(*settings)
     x = batched(t.input)
@@ -177,7 +185,7 @@ def composite(tensors: Sequence[Any], settings: Sequence[Any], precise: bool) ->
     if s.activation_first():
         value = _activate(value, s, t.slopes, in_place=t.skip is not None or not s.return_conv)
     if s.num_groups > 0:
-        value = _normalize(value, t, s)
+        value = _normalize(value, t, s, instance)
     if not s.activation_first():
         value = _activate(value, s, t.slopes, in_place=True)
     conv = c if s.return_conv else None

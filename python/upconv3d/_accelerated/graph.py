@@ -214,7 +214,9 @@ def _call(graph: fx.Graph, match: Match) -> fx.Node:
     parameter = 0.0 if match.activation == "prelu" or match.parameter is None else match.parameter
     numbers = (*convolution, num_groups, match.norm.eps, precision)
     settings = (*numbers, match.order, match.activation, parameter, False)
-    pair = graph.call_function(_ops.conv_transpose3d_norm_act_in_graph.default, join(tensors, settings))
+    named: dict[str, Any] = {"instance": not match.norm.num_groups}
+    op = _ops.conv_transpose3d_norm_act_in_graph.default
+    pair = graph.call_function(op, join(tensors, settings), named)
     return graph.call_function(operator.getitem, (pair, 0))
 
 
