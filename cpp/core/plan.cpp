@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include "core/border_slabs.hpp"
 #include "core/pack_stages.hpp"
 #include "core/text.hpp"
 
@@ -66,6 +67,10 @@ std::string describe(const Plan& plan) {
                    ", so that taps which read only padding are skipped");
   }
   if (plan.share_taps) text += "\n  loads of x: each serves all taps along the height";
+  if (plan.launches > 1) {
+    text += concat("\n  launches: ", plan.launches, " of the convolution, since one takes at most ",
+                   kMaxSlabs, " phases");
+  }
   if (plan.window_tiles > 0) {
     text += concat("\n  order: all phases of ", plan.window_tiles, " tiles of positions, then the next ones");
   }

@@ -11,6 +11,7 @@
 #include "core/im2col_limits.hpp"
 #include "core/index_math.hpp"
 #include "core/pack_stages.hpp"
+#include "core/slab_launches.hpp"
 #include "core/text.hpp"
 #include "core/twice_layout.hpp"
 
@@ -89,9 +90,9 @@ std::string sm90_shape_obstacle(const Problem& p) {
   }
   const std::int64_t phases = saturating_product(std::min(p.stride[0], out[0]), std::min(p.stride[1], out[1]),
                                                  std::min(p.stride[2], out[2]));
-  if (p.operation == Operation::kConvTranspose && phases > kMaxTwicePhases) {
-    return concat("stride ", triple_text(p.stride), " makes ", phases, " phases, more than the ",
-                  kMaxTwicePhases, " of one launch");
+  if (p.operation == Operation::kConvTranspose && phases > kMaxPhases) {
+    return concat("stride ", triple_text(p.stride), " makes ", phases, " phases, more than the ", kMaxPhases,
+                  " that it takes");
   }
   if (!within_im2col(p, border_slabs(p, 0))) {
     return concat(
@@ -149,21 +150,25 @@ double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& s
 }
 
 /// Estimated cycles of the convolution: those of block 0, which takes the first and costliest tile of every
-/// wave.
+/// wave, of each launch.
 double estimated_cycles(const Problem& p, const ConvInstance& instance, const std::vector<Slab>& slabs,
                         bool share_taps, int sm_count) {
   const std::int64_t blocks = std::max(sm_count, 1);
   const std::int64_t k_tiles = channel_tiles(p, instance.block_channels);
-  double cycles = 0;
-  std::int64_t begin = 0;
-  for (const Slab& slab : slabs) {
-    const std::int64_t tiles =
-        saturating_product(p.n, ceil_div(slab.positions(), instance.block_positions), k_tiles);
-    if (tiles > kMaxSm90Tiles - begin) return std::numeric_limits<double>::infinity();
-    const std::int64_t waves =
-        ceil_div(begin + tiles, blocks) - ceil_div(begin, blocks);  // that begin in this slab
-    cycles += static_cast<double>(waves) * tile_cycles(p, instance, slab, share_taps);
-    begin += tiles;
+  constexpr double kLaunchCycles = 7000;  // 4 us between launches
+  const int launches = slab_launches(slabs.size());
+  double cycles = (launches - 1) * kLaunchCycles;
+  for (int launch = 0; launch < launches; ++launch) {
+    std::int64_t begin = 0;
+    for (const Slab& slab : slabs_of_launch(slabs, launch, launches)) {
+      const std::int64_t tiles =
+          saturating_product(p.n, ceil_div(slab.positions(), instance.block_positions), k_tiles);
+      if (tiles > kMaxSm90Tiles - begin) return std::numeric_limits<double>::infinity();
+      // Those that begin in this slab.
+      const std::int64_t waves = ceil_div(begin + tiles, blocks) - ceil_div(begin, blocks);
+      cycles += static_cast<double>(waves) * tile_cycles(p, instance, slab, share_taps);
+      begin += tiles;
+    }
   }
   return cycles;
 }
@@ -346,9 +351,6 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
         "y is NCDHW, which that kernel writes where the width's stride is 2 and its extent even, not ",
         p.stride[2], " and ", p.out()[2]);
   }
-  if (const std::string stored = stored_obstacle(p); p.y_layout == Layout::kNCDHW && !stored.empty()) {
-    return concat("y is NCDHW, and ", stored);
-  }
   if (layout.classes.empty()) {
     return "the weights of a phase do not fit into a block's shared memory, or all phases not into a launch";
   }
@@ -390,13 +392,6 @@ double tensor_ms(const Problem& p, std::int64_t channels, double positions, std:
   return static_cast<double>(p.n * channels * bytes) * positions / kBytesPerMs;
 }
 
-std::string stored_obstacle(const Problem& p) {
-  const std::size_t slabs = border_slabs(p, 0).size();
-  if (slabs <= static_cast<std::size_t>(kMaxSlabs)) return "";
-  return concat("stride ", triple_text(p.stride), " makes ", slabs, " phases, more than the ", kMaxSlabs,
-                " of a launch that stores the convolution");
-}
-
 std::string sm90_obstacle(const Problem& p, const Device& device, const std::vector<ConvInstance>& instances,
                           std::optional<ConvInstance>& instance) {
   if (device.compute_capability != kHopper) {
@@ -428,8 +423,11 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   plan.pack_x =
       p.x_layout != Layout::kNDHWC || p.dtype == DType::kFloat32 || !p.x_aligned || !has_operand_channels(p);
   plan.linear = !p.tail.norm;
-  // Functions with exponentials are too much for the few warps that normalize beside the multiplication.
-  plan.normalizes = p.tail.norm && normalizes_in_place(p) && is_piecewise_linear(p.tail.after());
+  plan.launches = slab_launches(p);
+  // Functions with exponentials are too much for the few warps that normalize beside the multiplication, and
+  // none of several launches has the moments of all phases.
+  plan.normalizes =
+      p.tail.norm && normalizes_in_place(p) && is_piecewise_linear(p.tail.after()) && plan.launches == 1;
   plan.activation_in_y = plan.normalizes && !p.tail.returns_conv;
   plan.tile_positions = moment_positions(instance);
   Cut cut = cheapest_cut(p, instance, device.sm_count);
@@ -446,11 +444,11 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   const bool has_phases = p.stride != Extent3{1, 1, 1};
   if (cut.split_axes == 0 && has_phases) plan.window_tiles = window_tiles(p, slabs, instance);
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
-  if (stored_obstacle(p).empty())
-    plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
+  plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
   plan.w_in_place = reads_w_in_place(p);
   if (plan.pack_x || !plan.w_in_place) plan.stages = pack_stages(p);
-  plan.stages.push_back(instance.name);
+  plan.stages.insert(plan.stages.end(), static_cast<std::size_t>(plan.launches), instance.name);
+  if (p.tail.norm && plan.launches > 1) plan.stages.push_back("group_norm_finalize_slabs");
   if (p.tail.norm && p.tail.returns_conv && p.y_layout != plan.conv_layout)
     plan.stages.push_back("unpack_rows");
   if (plan.linear) {
@@ -473,14 +471,16 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
       p.y_layout == Layout::kNDHWC && reads_w_in_place(p) && twice_reads_w_in_place(layout);
   // One that the stored plan does without.
   const double packing = !w_in_place && plan.w_in_place && !plan.pack_x ? kPackingLaunchMs : 0;
+  // Where stored takes several launches, channels_last_3d was measured computed twice alone.
   const bool quicker =
-      !stored_obstacle(p).empty() ||
+      (plan.launches > 1 && p.y_layout == Layout::kNDHWC) ||
       plan.estimated_twice_ms + packing < seen_of_stored(*plan.instance) * plan.estimated_stored_ms;
   if (device.forced_plan == "stored" || (device.forced_plan != "twice" && !quicker)) return "";
   plan.twice = true;
   plan.instance = instance;
   plan.tile_positions = kTwicePositions;
   plan.window_tiles = plan.split_axes = 0;
+  plan.launches = 1;
   plan.share_taps = false;
   plan.w_in_place = w_in_place;
   plan.tiles = twice_moments(layout);

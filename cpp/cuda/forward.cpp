@@ -14,6 +14,7 @@
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/forward_direct.hpp"
 #include "cuda/forward_sm80.hpp"
+#include "cuda/group_norm/finalize_slabs.hpp"
 #include "cuda/group_norm/group_norm.hpp"
 #include "cuda/group_norm/held_norm.hpp"
 #include "cuda/layout/channels_last.hpp"
@@ -154,6 +155,7 @@ ConvTransposeParams conv_params(const Problem& problem, const Plan& plan, const 
   conv.clears_counters = PackedOperands::packs_nothing(plan);
   conv.split_axes = plan.split_axes;
   conv.share_taps = plan.share_taps;
+  conv.launches = plan.launches;
   conv.window_tiles = plan.window_tiles;
   conv.sm_count = device.sm_count;
   conv.linear = plan.linear;
@@ -174,8 +176,26 @@ ConvTransposeParams conv_params(const Problem& problem, const Plan& plan, const 
   return conv;
 }
 
+/// Merges the moments that several launches of the convolution took.
+void finalize_slabs(const Problem& problem, const Plan& plan, const ForwardTensors& tensors,
+                    const Sm90Workspace& workspace, const ActivationMemory& activation, cudaStream_t stream) {
+  FinalizeSlabsParams params;
+  params.problem = problem;
+  params.slabs = plan_slabs(problem, plan.split_axes, plan.share_taps);
+  params.moment_positions = plan.tile_positions;
+  params.granule_shift = moment_granule_shift(problem);
+  params.part = workspace.part;
+  params.gamma = tensors.gamma;
+  params.beta = tensors.beta;
+  params.channel_table = workspace.channel_table;
+  params.table = activation.table;
+  const StageRange range("upconv3d::finalize");
+  launch_group_norm_finalize_slabs(params, stream);
+}
+
 /// The SM90 plan: pack the operands that must be, then everything else in one kernel, or all but a
-/// normalization that transposes, or that an activation follows which is too much for that kernel.
+/// normalization that transposes, or that an activation follows which is too much for that kernel. Of more
+/// phases than one launch takes, the convolution in several, then moments are merged and normalized.
 void run_sm90(const Problem& problem, const Plan& plan, const Device& device, const ForwardTensors& tensors,
               cudaStream_t stream, LaunchMemo* memo) {
   const Sm90Workspace workspace(problem, plan, tensors.workspace);
@@ -191,6 +211,7 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
     find_conv_transpose_launcher(plan.instance->name)(conv, stream);
   }
   if (plan.linear) return finish_linear(problem, plan, tensors, activation.a, stream);
+  if (plan.launches > 1) finalize_slabs(problem, plan, tensors, workspace, activation, stream);
   if (tensors.c && tensors.c != activation.a) unpack_rows(problem, activation.a, tensors.c, stream);
   if (plan.normalizes) return;
 

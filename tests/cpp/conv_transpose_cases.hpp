@@ -68,6 +68,12 @@ inline const Case kCases[] = {
     {1, 192, 64, {6, 7, 8}, {3, 3, 3}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
     // a granule per channel, so that thousands of partial moments in one norm group are merged in 16 parts
     {1, 16, 257, {5, 5, 17}, {2, 2, 2}, {0, 0, 0}, 0.0, 1, false, {2, 2, 2}},
+    // more phases than one launch takes, in two or three: 64 of a tap each; 32, some without a tap; 36 and
+    // whole half tiles in each, and groups; a granule per channel
+    {2, 64, 128, {3, 2, 5}, {4, 4, 4}, {0, 0, 0}, 0.0, 1, false, {4, 4, 4}},
+    {2, 72, 136, {5, 3, 4}, {5, 6, 3}, {1, 2, 0}, 0.0, 1, false, {2, 4, 4}},
+    {2, 16, 32, {5, 6, 19}, {3, 3, 4}, {0, 0, 0}, 0.0, 2, true, {3, 3, 4}},
+    {1, 24, 33, {3, 4, 9}, {4, 5, 6}, {1, 0, 2}, 0.0, 1, false, {4, 4, 4}},
 };
 
 /// Divisors of K: layer norm, two groups, 4, 5, 8, groups of 8 channels, instance norm. With a group of NaN

@@ -20,9 +20,11 @@
 #include "core/channels.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
+#include "core/slab_launches.hpp"
 #include "core/sm90_plan.hpp"
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
+#include "cuda/group_norm/finalize_slabs.hpp"
 #include "tail_cases.hpp"
 
 namespace upconv3d::tests {
@@ -79,8 +81,8 @@ inline bool can_launch(const ConvInstance& instance, const Problem& problem, Mod
     planes.y_layout = Layout::kNCDHW;
     return stores_in_place(planes, cut);
   }
-  // This kernel does not normalize rows of y that are no whole chunks.
-  return !normalizes(mode) || problem.k % kChannelUnit == 0;
+  // This kernel does not normalize rows of y that are no whole chunks, nor in several launches.
+  return !normalizes(mode) || (problem.k % kChannelUnit == 0 && slab_launches(problem) == 1);
 }
 
 /// Whether the variant takes the case's w as it lies.
@@ -177,8 +179,10 @@ class Fixture {
     if (launch.mode == Mode::kBeside) params.y = y_.get();
     params.split_axes = launch.cut.split_axes;
     params.share_taps = launch.cut.share_taps;
+    params.launches = slab_launches(slabs.size());
     params.sm_count = sm_count;
     cuda::find_conv_transpose_launcher(instance_.name)(params, nullptr);
+    if (params.launches > 1 && !linear) finalize(params, slabs);
     check(cudaDeviceSynchronize(), instance_.name);
     a.clear(), y.clear(), channel_table.clear();
     if (launch.mode == Mode::kMoments) channel_table = table.download();
@@ -227,6 +231,19 @@ class Fixture {
       expected = tail.before() == Activation::kRelu ? rectified(convolved_) : convolved_;
     }
     problem_.tail = tail;
+  }
+
+  /// What no launch of several does: merges the moments that they took.
+  void finalize(const cuda::ConvTransposeParams& conv, const std::vector<Slab>& slabs) const {
+    cuda::FinalizeSlabsParams params;
+    params.problem = problem_;
+    params.slabs = slabs;
+    params.moment_positions = moment_positions(instance_);
+    params.granule_shift = moment_granule_shift(problem_);
+    params.part = conv.part;
+    params.gamma = conv.gamma, params.beta = conv.beta;
+    params.channel_table = conv.channel_table;
+    cuda::launch_group_norm_finalize_slabs(params, nullptr);
   }
 
   cuda::ActivationParams after() const {

@@ -102,10 +102,12 @@ const Case kCases[] = {
     {2, 16, 40, {3, 4, 5}, {1, 8, 8}, {1, 8, 8}, kNone, kNone, kOnes},
     {1, 72, 96, {2, 3, 5}, {4, 4, 4}, {4, 4, 4}, kNone, kNone, kOnes},
     {2, 64, 64, {1, 2, 129}, {1, 1, 4}, {1, 1, 4}, kNone, kNone, kOnes, kNaN},
+    // 32 phases in either layout.
+    {1, 40, 64, {3, 4, 5}, {4, 4, 3}, {4, 4, 2}, {1, 0, 1}, {0, 0, 1}, kOnes},
 };
 
 /// Cases that y [N,K,Z,P,Q] takes.
-constexpr int kChannelsFirstCases = 14;
+constexpr int kChannelsFirstCases = 15;
 
 /// The case that is launched again and again: three samples, two channel tiles.
 constexpr int kRepeatedCase = 9;

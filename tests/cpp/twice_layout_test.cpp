@@ -11,6 +11,7 @@
 #include "core/errors.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
+#include "core/slab_launches.hpp"
 #include "core/twice_layout.hpp"
 #include "core_cases.hpp"
 
@@ -111,7 +112,33 @@ void test_stacked() {
   expect(twice_layout(p).classes.empty(), "channels in runs of 8");
 }
 
-/// More phases than the kernel takes that stores them.
+void expect_stored_in_three(const Plan& plan, const std::string& what) {
+  expect(plan.algorithm == Algorithm::kSm90ImplicitGemm && !plan.twice && plan.launches == 3 &&
+             !plan.normalizes && plan.estimated_stored_ms > 0 &&
+             std::count(plan.stages.begin(), plan.stages.end(), plan.instance->name) == 3 &&
+             has_part(describe(plan), "launches: 3 of the convolution"),
+         what + ": " + describe(plan));
+}
+
+/// Shares of slabs among launches: all of them, in order, no launch with more than it takes.
+void test_slab_launches() {
+  for (std::size_t count = 1; count <= static_cast<std::size_t>(kMaxPhases); ++count) {
+    std::vector<Slab> slabs(count);
+    for (std::size_t i = 0; i < count; ++i) slabs[i].origin[0] = static_cast<std::int64_t>(i);
+    const int launches = slab_launches(count);
+    std::size_t next = 0;
+    for (int launch = 0; launch < launches; ++launch) {
+      const std::vector<Slab> share = slabs_of_launch(slabs, launch, launches);
+      expect(slabs_before(slabs, launch, launches).size() == next, "slabs before a launch");
+      expect(!share.empty() && share.size() <= static_cast<std::size_t>(kMaxSlabs), "slabs of a launch");
+      for (const Slab& slab : share)
+        expect(slab.origin[0] == static_cast<std::int64_t>(next++), "their order");
+    }
+    expect(next == count, "all slabs are some launch's");
+  }
+}
+
+/// More phases than one launch takes of the kernel that stores them.
 void test_many_phases() {
   Problem p = kernel_is_stride();
   p.c = p.k = 256, p.in = {32, 32, 5}, p.kernel = p.stride = {4, 4, 4};
@@ -122,19 +149,22 @@ void test_many_phases() {
          "64 phases in one class");
   p.w_channels_last = true;
   const Plan plan = select_plan(p, hopper(), all_compiled());
-  expect(plan.twice && plan.w_in_place && plan.estimated_stored_ms == 0 && plan.stages.size() == 1,
+  expect(plan.twice && plan.w_in_place && plan.launches == 1 && plan.stages.size() == 1,
          "64 phases are computed twice");
   const Plan training = select_training_plan(p, hopper(), all_compiled());
   expect(training.algorithm == Algorithm::kCudaLibrary && training.keeps_conv &&
-             training.reason.find("64 phases") != std::string::npos,
+             training.reason.find("more than 27 phases") != std::string::npos,
          "and are PyTorch's where a backward pass wants the convolution");
   Device device = hopper();
   device.forced_plan = "stored";
-  expect(refusal(p, device).find("64 phases, more than the 27") != std::string::npos, "they are not stored");
+  expect_stored_in_three(select_plan(p, device, all_compiled()), "64 phases, where that is asked for");
+  expect_stored_in_three(select_training_plan(p, device, all_compiled()), "and by a backward pass");
   p.tail = make_tail("norm_act", false, "relu", 0.0, false);
-  expect(select_plan(p, hopper(), all_compiled()).algorithm == Algorithm::kCudaLibrary,
-         "nor computed twice without a norm");
+  expect_stored_in_three(select_plan(p, hopper(), all_compiled()), "64 phases without a norm");
   p.tail = Tail{};
+  p.x_layout = p.y_layout = Layout::kNCDHW;
+  expect_stored_in_three(select_plan(p, hopper(), all_compiled()), "64 phases of y NCDHW");
+  p.x_layout = p.y_layout = Layout::kNDHWC;
   p.k = 1024;
   expect(twice_layout(p).classes.empty(), "512 sets of weights are too many");
   p.stride[2] = 5;
@@ -169,6 +199,7 @@ void test_twice() {
   expect(twice_reads_w_in_place(twice_layout(p)), "from w as it lies");
   test_stacked();
   test_many_phases();
+  test_slab_launches();
   p = headline();
   p.n = 2, p.k = 32, p.in = {64, 64, 64}, p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};
   test_twice_layout_of(p);
