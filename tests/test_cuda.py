@@ -209,7 +209,10 @@ def test_strides_of_many_phases_in_ncdhw(hopper, stride, dtype, precision):
             precision=precision,
         )
         plan = block.plan()
-        assert plan.algorithm == "sm90_implicit_gemm" and not plan.twice
-        assert ("group_norm_finalize_slabs" in plan.stages) == (stride[0] * stride[1] * stride[2] > 27)
+        assert plan.algorithm == "sm90_implicit_gemm"
+        many = stride[0] * stride[1] * stride[2] > 27
+        assert many == (plan.twice or "group_norm_finalize_slabs" in plan.stages)
+        if groups != 1 or (precision == "ieee" and dtype is torch.float32):
+            assert not plan.twice
         check_like_eager(block)
         assert torch.equal(block.ours(), block.ours())

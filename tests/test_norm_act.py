@@ -121,7 +121,12 @@ def test_errors_at_most_twice_pytorchs(device, order, norm, activation, dtype, p
 @pytest.mark.parametrize("k", [64, 20])
 @pytest.mark.parametrize(
     ("norm", "activation", "return_conv"),
-    [(None, "relu", False), ("group", "silu", False), ("instance", "leaky_relu", False), ("group", "relu", True)],
+    [
+        (None, "relu", False),
+        ("group", "silu", False),
+        ("instance", "leaky_relu", False),
+        ("group", "relu", True),
+    ],
 )
 def test_inference_of_64_phases(hopper, norm, activation, return_conv, k, dtype, layout):
     """Several launches of the SM90 plan, with what follows them: errors at most twice PyTorch's."""

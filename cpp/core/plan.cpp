@@ -49,6 +49,7 @@ std::string describe(const Plan& plan) {
     text += "\n  convolution: computed once, and stored as y";
   } else if (plan.twice || direct) {
     text += "\n  convolution: computed for its moments, and once more to be normalized and stored";
+    if (plan.twice && !plan.activation_in_y) text += concat(" as ", name(plan.conv_layout), " beside y");
   } else {
     text += concat("\n  convolution: stores ", name(plan.activation), steps_text(plan), ' ',
                    name(plan.conv_layout), plan.activation_in_y ? " in y's memory" : " beside y");

@@ -17,6 +17,7 @@
 #include "core/sm80_plan.hpp"
 #include "core/sm90_plan.hpp"
 #include "core/text.hpp"
+#include "core/twice_transposed.hpp"
 
 namespace upconv3d {
 namespace {
@@ -202,8 +203,12 @@ std::optional<Plan> sm90_choice(const Problem& problem, const Device& device,
     if (forced == "twice") plan.reason += "; stored, because the backward reads what is stored";
     return plan;
   }
-  const std::string twice_obstacle = problem.tail.norm ? consider_twice(problem, device, instances, plan)
-                                                       : std::string("nothing is normalized");
+  std::string twice_obstacle = problem.tail.norm ? consider_twice(problem, device, instances, plan)
+                                                 : std::string("nothing is normalized");
+  if (const auto transposed = twice_transposed_plan(problem, device, instances, plan)) {
+    plan = *transposed;
+    twice_obstacle = "";
+  }
   if (keeps_activation && has_backward && !trains) {
     obstacle = concat("a backward pass follows, and of more than ", kMaxSlabs,
                       " phases it was not compared with cuDNN's");

@@ -324,11 +324,6 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
   return std::max(pass, x) + written + kWaitMs;
 }
 
-/// What blocks close to the choice took of a stored estimate (perf/NOTES.md, "Stored or computed twice").
-double seen_of_stored(const ConvInstance& stored) {
-  return stored.stored_bits < 8 * size_of(stored.output) ? 1.4 : stored.block_channels == 64 ? 0.75 : 1.0;
-}
-
 /// Of a few weights, with the wait for it.
 constexpr double kPackingLaunchMs = 0.005;
 
@@ -387,6 +382,10 @@ std::int64_t window_tiles(const Problem& p, const std::vector<Slab>& slabs, cons
 }
 
 }  // namespace
+
+double seen_of_stored(const ConvInstance& stored) {
+  return stored.stored_bits < 8 * size_of(stored.output) ? 1.4 : stored.block_channels == 64 ? 0.75 : 1.0;
+}
 
 double tensor_ms(const Problem& p, std::int64_t channels, double positions, std::int64_t bytes) {
   return static_cast<double>(p.n * channels * bytes) * positions / kBytesPerMs;

@@ -49,6 +49,9 @@ double estimated_multiply_ms(const Problem& problem, const ConvInstance& instanc
 /// Time in ms that an H200 takes to read or write [n,channels,positions] of `bytes` each.
 double tensor_ms(const Problem& problem, std::int64_t channels, double positions, std::int64_t bytes);
 
+/// What blocks close to the choice took of a stored estimate (perf/NOTES.md, "Stored or computed twice").
+double seen_of_stored(const ConvInstance& stored);
+
 /// The plan that runs `instance`, where there is no obstacle: before(conv) is stored, then
 /// normalized where that is due.
 Plan sm90_plan(const Problem& problem, const Device& device, const ConvInstance& instance);

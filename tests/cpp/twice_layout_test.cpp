@@ -13,6 +13,7 @@
 #include "core/problem.hpp"
 #include "core/slab_launches.hpp"
 #include "core/twice_layout.hpp"
+#include "core/twice_transposed.hpp"
 #include "core_cases.hpp"
 
 namespace upconv3d {
@@ -138,6 +139,36 @@ void test_slab_launches() {
   }
 }
 
+/// y NCDHW of many phases and few channels: computed twice as NDHWC beside y, then transposed.
+void test_transposed() {
+  Problem p = kernel_is_stride();
+  p.c = p.k = 32, p.in = {24, 24, 24}, p.kernel = p.stride = {4, 4, 4}, p.num_groups = 8;
+  p.x_layout = p.y_layout = Layout::kNCDHW;
+  const auto is_transposed = [&](const Plan& plan) {
+    return plan.twice && transposes_result(p, plan) && plan.conv_layout == Layout::kNDHWC &&
+           !plan.activation_in_y && plan.stages.back() == "group_norm_normalize" &&
+           problem_of_conv(p, plan).y_layout == Layout::kNDHWC;
+  };
+  Device device = hopper();
+  expect(is_transposed(select_plan(p, device, all_compiled())), "few channels, 64 phases, NCDHW");
+  expect(select_training_plan(p, device, all_compiled()).algorithm == Algorithm::kCudaLibrary,
+         "not where a backward pass follows");
+  device.forced_plan = "stored";
+  expect_stored_in_three(select_plan(p, device, all_compiled()), "the same, asked for");
+  device.forced_plan = "twice";
+  p.c = p.k = 256, p.in = {32, 32, 5};
+  expect(is_transposed(select_plan(p, device, all_compiled())), "many channels where that is asked for");
+  p.tail = make_tail("norm_act", false, "relu", 0.0, false);
+  expect(refusal(p, device).find("nothing is normalized") != std::string::npos, "not without a norm");
+  p.tail = Tail{};
+  p.stride = p.kernel = {3, 3, 3};
+  expect(refusal(p, device).find("y is NCDHW") != std::string::npos, "nor of phases that one launch stores");
+  device.forced_plan = "";
+  p.stride = p.kernel = {4, 4, 2};
+  const Plan direct = select_plan(p, device, all_compiled());
+  expect(!transposes_result(p, direct), "nor where NCDHW can be written");
+}
+
 /// More phases than one launch takes of the kernel that stores them.
 void test_many_phases() {
   Problem p = kernel_is_stride();
@@ -200,6 +231,7 @@ void test_twice() {
   test_stacked();
   test_many_phases();
   test_slab_launches();
+  test_transposed();
   p = headline();
   p.n = 2, p.k = 32, p.in = {64, 64, 64}, p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};
   test_twice_layout_of(p);

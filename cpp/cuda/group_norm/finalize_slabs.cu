@@ -22,8 +22,12 @@
 namespace upconv3d::cuda {
 namespace {
 
-/// One group of one sample, 64 phases of a few partials each or more, is one or two trips to memory.
-constexpr int kThreads = 512;
+/// Threads of a block.
+constexpr int kThreadsLarge = 512;
+
+/// The same where a group has few partials, as with one group per channel: small blocks share a
+/// multiprocessor.
+constexpr int kThreadsSmall = 128;
 
 /// Partials that a thread loads before it uses the first.
 constexpr int kLoads = 8;
@@ -61,7 +65,7 @@ struct SharedSlabs {
 /// This thread's share of a group's partials, numbered moment*granules + granule.
 ///
 /// \param part [moments,K/granule] from the group's first granule on
-template <class T>
+template <int kThreads, class T>
 __device__ MomentSums sum_partials(const FinalizeSlabsArgs<T>& args, const SharedSlabs& slabs,
                                    const float2* part, double pivot) {
   const std::int64_t row = args.k / args.granule, total = args.moments * args.group_granules;
@@ -93,6 +97,7 @@ __device__ MomentSums sum_partials(const FinalizeSlabsArgs<T>& args, const Share
 }
 
 /// Sum over the block; thread 0 gets it. \param warp_sums [kThreads/32], shared, used once
+template <int kThreads>
 __device__ double block_sum(double value, double* warp_sums) {
 #pragma unroll
   for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffffu, value, lane);
@@ -105,7 +110,7 @@ __device__ double block_sum(double value, double* warp_sums) {
 }
 
 /// Blocks: group fastest, then sample.
-template <class T>
+template <class T, int kThreads>
 __global__ void __launch_bounds__(kThreads) group_norm_finalize_slabs(const FinalizeSlabsArgs<T> args) {
   __shared__ SharedSlabs slabs;
   __shared__ double warp_sums[3][kThreads / 32];
@@ -120,10 +125,10 @@ __global__ void __launch_bounds__(kThreads) group_norm_finalize_slabs(const Fina
   const float2* const part =
       args.part + sample * args.moments * (args.k / args.granule) + group * args.group_granules;
   const double pivot = part[0].x;
-  const MomentSums own = sum_partials(args, slabs, part, pivot);
-  const double count = block_sum(own.count, warp_sums[0]);
-  const double sum = block_sum(own.sum, warp_sums[1]);
-  const double sum_squares = block_sum(own.sum_squares, warp_sums[2]);
+  const MomentSums own = sum_partials<kThreads>(args, slabs, part, pivot);
+  const double count = block_sum<kThreads>(own.count, warp_sums[0]);
+  const double sum = block_sum<kThreads>(own.sum, warp_sums[1]);
+  const double sum_squares = block_sum<kThreads>(own.sum_squares, warp_sums[2]);
   if (threadIdx.x == 0) {
     const double mean_shift = sum / count, mean = pivot + mean_shift;
     const double m2 = sum_squares - sum * mean_shift;
@@ -174,9 +179,11 @@ FinalizeSlabsArgs<T> finalize_slabs_args(const FinalizeSlabsParams& params) {
 
 template <class T>
 void launch_of(const FinalizeSlabsParams& params, cudaStream_t stream) {
-  launch("group_norm_finalize_slabs", group_norm_finalize_slabs<T>,
-         params.problem.n * params.problem.num_groups, dim3(kThreads), stream,
-         finalize_slabs_args<T>(params));
+  const FinalizeSlabsArgs<T> args = finalize_slabs_args<T>(params);
+  const bool small = args.moments * args.group_granules <= kThreadsSmall * kLoads;
+  launch("group_norm_finalize_slabs",
+         small ? group_norm_finalize_slabs<T, kThreadsSmall> : group_norm_finalize_slabs<T, kThreadsLarge>,
+         args.n * args.num_groups, dim3(small ? kThreadsSmall : kThreadsLarge), stream, args);
 }
 
 }  // namespace
