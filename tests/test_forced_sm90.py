@@ -34,7 +34,7 @@ SHAPES = {
 STORED_ALONE = {"channels-72-136", "channels-136-72", "channels-256-64"}
 # Phases along the width of unequal extents cannot be folded, so that there are too many views.
 STORED_ALONE.add("stride-2x4x4-odd")
-# Computed twice, an NCDHW result takes a stride of 2 along the width, or is transposed, of more than 27 phases.
+# Computed twice, an NCDHW result wants a stride of 2 along the width, or more than 27 phases (transposed).
 MANY_PHASES = ("64-phases", "64-phases-of-8-taps", "64-phases-stacked")
 CHANNELS_LAST_ALONE = {("twice", name) for name in ("stride-1", "stride-3", "stride-1x4x4")}
 KINDS = ((torch.bfloat16, "ieee"), (torch.float16, "ieee"), (torch.float32, "tf32"))
