@@ -32,7 +32,7 @@ SHAPES = {
     "stride-4x4x2": ((1, 64, 64, (3, 4, 5), (4, 5, 2)), {"stride": (4, 4, 2), "padding": (0, 1, 0)}),
 }
 STORED_ALONE = {"channels-72-136", "channels-136-72", "channels-256-64"}
-# Phases along the width of unequal extents cannot be folded, so that there are too many views.
+# Phases along the width that read differently are not folded, and are then too many views.
 STORED_ALONE.add("stride-2x4x4-odd")
 # Computed twice, an NCDHW result wants a stride of 2 along the width, or more than 27 phases (transposed).
 MANY_PHASES = ("64-phases", "64-phases-of-8-taps", "64-phases-stacked")
