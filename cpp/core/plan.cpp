@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "core/border_slabs.hpp"
+#include "core/half_blocks.hpp"
 #include "core/pack_stages.hpp"
 #include "core/text.hpp"
 
@@ -43,6 +44,9 @@ std::string describe(const Plan& plan) {
   if (plan.instance) {
     text += concat("\n  kernel: ", plan.instance->name, ", tile ", plan.instance->block_channels,
                    " channels x ", plan.instance->block_positions, " positions");
+    if (plan.instance->block_inputs == kHalfBlockInputs) {
+      text += concat(", k-blocks of ", kHalfBlockInputs, " input channels");
+    }
   }
   const bool direct = plan.algorithm == Algorithm::kCudaDirect;
   if (direct && plan.tiles == 0) {

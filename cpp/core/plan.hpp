@@ -39,6 +39,7 @@ struct ConvInstance {
   int stored_bits;      // of a value of before(conv) until it is normalized
   int block_channels;   // output channels of a tile
   int block_positions;  // output positions of a tile
+  int block_inputs;     // SM90: input channels of a k-block, kBlockInputs or half of it
   bool twice;           // conv_transpose_twice_sm90: before(conv) is never stored
   bool compiled;        // false in a build without CUDA, or without an arch it runs on
 };

@@ -8,6 +8,7 @@
 #include "core/border_slabs.hpp"
 #include "core/channel_share.hpp"
 #include "core/channels.hpp"
+#include "core/half_blocks.hpp"
 #include "core/im2col_limits.hpp"
 #include "core/index_math.hpp"
 #include "core/pack_stages.hpp"
@@ -113,27 +114,28 @@ std::int64_t tile_count(const Problem& p, const ConvInstance& instance) {
                             channel_tiles(p, instance.block_channels));
 }
 
-/// Estimated cycles of one of a slab's tiles: the slower of the tensor cores and shared memory.
+/// Estimated cycles of one of a slab's tiles: the slowest of the tensor cores, shared memory and TMA.
 double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& slab, bool share_taps) {
-  constexpr double kBlockK = kBlockInputs;
+  const double block_inputs = instance.block_inputs;
   constexpr double kMacsPerCycle = 2048;  // 16-bit tensor-core multiply-adds of one SM
-  // Shared-memory bandwidth of one SM: 128 bytes per cycle, of which 0.92 were seen with one product, 128 x
-  // 256.
+  // Shared-memory bandwidth of one SM: 128 bytes a cycle, of which 0.92 were seen (one product, 128 x 256).
   constexpr double kSharedBytesPerCycle = 118;
+  // Of TMA for a row of either operand: half k-blocks of 64 x 256 took 600. Whole ones have longer to wait.
+  constexpr double kRowCycles = 1.9;
   // Filling the pipeline, and handing the accumulators over.
   constexpr double kTileCycles = 1500;
   // Tiles of few k-blocks took this long, in either width, 256 positions 12000 and 128 positions 13500: they
   // wait for the tile before to be stored and its moments to be taken. A little less for the smaller ones, so
   // that they win where either makes one wave.
   const double least = instance.block_positions < 256 ? 11000 : 12000;
-  const double bc = instance.block_channels;
-  const double bp = instance.block_positions;
+  const double bc = instance.block_channels, bp = instance.block_positions;
   const double copies = instance.products == 1 ? 1 : 2;  // hi, or hi and lo
-  const double k_blocks = static_cast<double>(slab.tap_count() * ceil_div(group_inputs(p), kBlockInputs));
-  const double multiply = k_blocks * bc * bp * kBlockK * instance.products / kMacsPerCycle;
+  const std::int64_t blocks_of_tap = ceil_div(group_inputs(p), instance.block_inputs);
+  const double k_blocks = static_cast<double>(slab.tap_count() * blocks_of_tap);
+  const double multiply = k_blocks * bc * bp * block_inputs * instance.products / kMacsPerCycle;
   // TMA writes a k-block once, or x once for all taps that share it; each of the two warpgroups reads its 64
   // channels and its positions per product.
-  const double row_bytes = kBlockK * 2;
+  const double row_bytes = block_inputs * 2;
   double x_rows = bp;
   if (share_taps && shares_x_loads(p, slab)) {
     const double taps = static_cast<double>(slab.taps[1]);
@@ -142,10 +144,10 @@ double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& s
   const double written = (bc + x_rows) * row_bytes * copies;
   const double read =
       2 * (64 + static_cast<double>(warpgroup_positions(instance))) * row_bytes * instance.products;
-  // The epilogue stages a tile: written once, read to be stored and to take its moments.
-  const double staged = 3 * bc * bp * instance.stored_bits / 8;
+  const double staged = 3 * bc * bp * instance.stored_bits / 8;  // to be stored and for its moments
+  const double shared = (k_blocks * (written + read) + staged) / kSharedBytesPerCycle;
   const double cycles =
-      kTileCycles + std::max(multiply, (k_blocks * (written + read) + staged) / kSharedBytesPerCycle);
+      kTileCycles + std::max({multiply, shared, k_blocks * (bc + x_rows) * copies * kRowCycles});
   return p.operation == Operation::kConvTranspose ? std::max(cycles, least) : cycles;
 }
 
@@ -236,6 +238,7 @@ std::optional<ConvInstance> cheapest_instance(const Problem& p, const Device& de
   double best_cycles = std::numeric_limits<double>::infinity();
   for (const ConvInstance& instance : instances) {
     if (!instance.compiled || instance.arch != kHopper || instance.twice ||
+        (instance.block_inputs != kBlockInputs && !fits_half_block(p)) ||
         instance.operand != family.operand || instance.products != family.products ||
         instance.output != family.output || instance.stored_bits != family.stored_bits ||
         tile_count(p, instance) > kMaxSm90Tiles) {
@@ -300,13 +303,13 @@ double estimated_stored_ms(const Problem& p, const ConvInstance& instance, const
 double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_count) {
   constexpr double kWaitMs = 0.006;
   const double unhidden = p.dtype == DType::kFloat32 ? 1.0 : 0.25;
-  const std::int64_t c_blocks = ceil_div(p.c, kTwiceBlockC);
+  const std::int64_t block_inputs = twice_block_inputs(p), c_blocks = ceil_div(p.c, block_inputs);
   // Two results of the special function unit per value, 64 x 256 values by 16 lanes, of each warpgroup.
   constexpr double kExponentialCycles = 2048;
   double cycles = 0, longest = 0, exponentials = 0;
   for (const TwiceClass& from : layout.classes) {
     const bool staged = p.y_layout == Layout::kNDHWC;
-    const double tile = static_cast<double>(twice_tile_cycles(from, c_blocks, staged));
+    const double tile = static_cast<double>(twice_tile_cycles(from, c_blocks, block_inputs, staged));
     const std::int64_t sets = static_cast<std::int64_t>(from.sets.size());
     const double tiles = static_cast<double>(p.n * sets * ceil_div(from.window.positions(), kTwicePositions));
     cycles += tile * tiles;
@@ -337,7 +340,7 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
   if (family.products != 1) return "float32's accuracy takes three products, which that kernel lacks";
   const auto found = std::find_if(instances.begin(), instances.end(), [&](const ConvInstance& candidate) {
     return candidate.compiled && candidate.twice && candidate.operand == family.operand &&
-           candidate.output == family.output;
+           candidate.output == family.output && candidate.block_inputs == twice_block_inputs(p);
   });
   if (found == instances.end()) return concat("this build has no such kernel for ", family_text(family));
   layout = twice_layout(p);

@@ -72,6 +72,7 @@ inline bool is_quantized(const ConvInstance& instance) {
 inline bool can_launch(const ConvInstance& instance, const Problem& problem, Mode mode, const Cut& cut) {
   // Loads that serve several taps leave three products no room for w.
   if (cut.share_taps && instance.products == 3) return false;
+  if (cut.share_taps && problem.dilation != Extent3{1, 1, 1}) return false;
   // Phases of a stride are slabs already.
   const bool has_stride = problem.stride != Extent3{1, 1, 1};
   if (has_stride && (cut.share_taps || cut.split_axes > 0)) return false;
@@ -300,7 +301,7 @@ class Fixture {
     Problem problem;
     problem.n = shape.n, problem.c = shape.c, problem.k = shape.k;
     problem.in = shape.in, problem.kernel = shape.kernel, problem.padding = shape.padding;
-    problem.stride = shape.stride;
+    problem.stride = shape.stride, problem.dilation = shape.dilation;
     problem.dtype = instance.output;
     problem.groups = shape.groups;
     problem.has_bias = true;

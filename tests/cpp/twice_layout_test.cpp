@@ -56,7 +56,7 @@ void test_twice_layout_of(const Problem& p) {
   const TwiceLayout layout = twice_layout(p);
   std::vector<std::int64_t> computed(layout.phases.size(), 0);
   for (const TwiceClass& made : layout.classes) {
-    expect(made.units[0].count + made.units[1].count <= kMaxTwiceUnits, what + ", weights fit");
+    expect(made.units[0].count + made.units[1].count <= max_twice_units(p), what + ", weights fit");
     for (const TwiceSet& set : made.sets) {
       for (int group = 0; group < 2; ++group) {
         const TwiceRows& rows = set.rows[group];
@@ -222,6 +222,31 @@ void test_many_phases() {
   }
 }
 
+/// k-blocks of 32 input channels: as many again fit into a block's shared memory.
+void test_half_blocks() {
+  Problem p = headline();
+  p.n = 4, p.c = 32, p.k = 16, p.kernel = {4, 4, 4}, p.stride = {2, 2, 2}, p.padding = {1, 1, 1};
+  test_twice_layout_of(p);
+  const TwiceLayout half = twice_layout(p);
+  expect(max_twice_units(p) == 32 && half.classes.size() == 2 && half.classes[0].units[1].count == 12,
+         "12 taps of two rows of phases side by side");
+  Device device = hopper();
+  device.forced_plan = "twice";
+  const Plan plan = select_plan(p, device, all_compiled());
+  expect(plan.twice && plan.instance->block_inputs == 32, "in half k-blocks");
+  std::vector<ConvInstance> whole = all_compiled();
+  std::erase_if(whole, [](const ConvInstance& instance) { return instance.block_inputs != kTwiceBlockC; });
+  expect_violation<RuleViolation>([&] { select_plan(p, device, whole); }, "this build has no such kernel",
+                                  "or not at all");
+  p.c = 64;
+  test_twice_layout_of(p);
+  expect(max_twice_units(p) == 16 && twice_layout(p).classes[0].units[1].count == 0, "whole ones do not fit");
+  expect(select_plan(p, device, all_compiled()).instance->block_inputs == 64, "but run");
+  const TwiceClass& one = half.classes[0];
+  expect(twice_tile_cycles(one, 1, kHalfBlockInputs, true) < twice_tile_cycles(one, 1, kTwiceBlockC, true),
+         "half k-blocks take less");
+}
+
 void test_twice() {
   Problem p = kernel_is_stride();
   test_twice_layout_of(p);
@@ -232,6 +257,7 @@ void test_twice() {
   test_many_phases();
   test_slab_launches();
   test_transposed();
+  test_half_blocks();
   p = headline();
   p.n = 2, p.k = 32, p.in = {64, 64, 64}, p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};
   test_twice_layout_of(p);

@@ -206,7 +206,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::THREADS, 1)
     conv_transpose_relu_group_norm_sm90(__grid_constant__ const KernelParams<Traits> params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  // 128-byte swizzled tiles must start on 1024-byte boundaries.
+  // Swizzled tiles of 128-byte rows must start on 1024-byte boundaries.
   extern __shared__ __align__(1024) char raw_shared[];
   SharedMemory<Traits> const shared(raw_shared, params.rings);
   ControlStorage<Traits>& control = *shared.control;
@@ -287,7 +287,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
   const std::int64_t x_pitch = params.x_pitch != 0 ? params.x_pitch : problem.c;
   const std::int64_t x_channels = params.x_packed ? operand_channels(problem) : x_pitch;
   const RowBox x_row = params.x_split ? row_box(SplitRow(x_pitch)) : RowBox{x_channels, x_channels};
-  to.x_block_step = static_cast<int>(params.x_split ? SplitRow(x_pitch).block_step() : kBlockInputs);
+  to.x_block_step = static_cast<int>(params.x_split ? SplitRow(x_pitch).block_step() : Traits::BLK_C);
   std::int64_t moments = slab_tiles(slabs_before(all, params.launch, params.launches), Traits::STAGED_POS);
   std::int64_t tiles = 0;
   int shared_rows = 0;
@@ -453,7 +453,7 @@ void point_to(const ConvTransposeParams& params, KernelParams<Traits>& to) {
 }
 
 /// A launch of one persistent block per multiprocessor, all at once.
-template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS>
+template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS, int BLK_C>
 class ConvTransposeLaunchSm90 : public RememberedLaunch {
  public:
   explicit ConvTransposeLaunchSm90(const ConvTransposeParams& params) : shown_(mapped_addresses(params)) {
@@ -478,7 +478,7 @@ class ConvTransposeLaunchSm90 : public RememberedLaunch {
   }
 
  private:
-  using Traits = ConvTransposeTraitsSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS>;
+  using Traits = ConvTransposeTraitsSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS, BLK_C>;
   static constexpr const char* kName = "conv_transpose_relu_group_norm_sm90";
   static inline const void* const kKernel =
       reinterpret_cast<const void*>(conv_transpose_relu_group_norm_sm90<Traits>);
@@ -489,9 +489,9 @@ class ConvTransposeLaunchSm90 : public RememberedLaunch {
   int blocks_ = 0;
 };
 
-template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS>
+template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS, int BLK_C = int(kBlockInputs)>
 void launch_conv_transpose_relu_group_norm_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
-  using Launch = ConvTransposeLaunchSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS>;
+  using Launch = ConvTransposeLaunchSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS, BLK_C>;
   params.launches > 1 ? run_remembered<SlabLaunchesSm90<Launch>>(params, stream)
                       : run_remembered<Launch>(params, stream);
 }
