@@ -387,6 +387,7 @@ std::int64_t window_tiles(const Problem& p, const std::vector<Slab>& slabs, cons
 }  // namespace
 
 double seen_of_stored(const ConvInstance& stored) {
+  if (stored.block_inputs != kBlockInputs) return 1.0;
   return stored.stored_bits < 8 * size_of(stored.output) ? 1.4 : stored.block_channels == 64 ? 0.75 : 1.0;
 }
 
