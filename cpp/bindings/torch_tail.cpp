@@ -123,6 +123,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(upconv3d, library) {
       "norm_weight, "
       "Tensor? norm_bias, Tensor? slopes, Tensor(a!) saved, int settings, int wanted, bool consume_saved) -> "
       "(Tensor?, Tensor?, Tensor?, Tensor?, Tensor?, Tensor?, Tensor?)");
+  library.def(
+      "_tail_backward(Tensor grad_y, Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
+      "int[] output_padding, int groups, int[] dilation, str order, int num_groups, Tensor? norm_weight, "
+      "Tensor? norm_bias, float eps, str activation, float activation_param, Tensor? slopes, str precision, "
+      "Tensor saved, int wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(upconv3d, CUDA, library) {
