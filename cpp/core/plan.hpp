@@ -39,6 +39,7 @@ struct ConvInstance {
   int stored_bits;      // of a value of before(conv) until it is normalized
   int block_channels;   // output channels of a tile
   int block_positions;  // output positions of a tile
+  int block_inputs;     // SM90: input channels of a k-block, kBlockInputs or half of it
   bool twice;           // conv_transpose_twice_sm90: before(conv) is never stored
   bool compiled;        // false in a build without CUDA, or without an arch it runs on
 };
@@ -105,6 +106,7 @@ struct Plan {
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
   int split_axes = 0;                    // axes along which our kernels cut borders off (border_slabs)
   bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)
+  int launches = 1;                      // SM90: of a stored convolution, among which its slabs are divided
   std::int64_t window_tiles = 0;         // SM90: position tiles of a window of the launch order, 0: none
   bool twice = false;                    // SM90: the convolution is computed for its moments, and once more
   double estimated_stored_ms = 0.0;      // SM90: without packing, before(conv) stored in between; 0 where

@@ -163,7 +163,8 @@ TwiceUnits count_units(const Problem& problem, const TwiceClass& shared, const S
       }
     }
   }
-  units.count = static_cast<int>(used * (shared.reached ? ceil_div(problem.c, kTwiceBlockC) : 1));
+  units.count =
+      static_cast<int>(used * (shared.reached ? ceil_div(problem.c, twice_block_inputs(problem)) : 1));
   return units;
 }
 
@@ -182,8 +183,9 @@ TwiceClass make_class(const Problem& problem, const Slab& window, const Candidat
 
 bool fits(const Problem& problem, const TwiceClass& made) {
   constexpr std::int64_t kMaskBits = 32;
-  return made.window.tap_count() <= kMaskBits && ceil_div(problem.c, kTwiceBlockC) <= kMaxTwiceUnits &&
-         made.units[0].count + made.units[1].count <= kMaxTwiceUnits;
+  const std::int64_t most = max_twice_units(problem);
+  return made.window.tap_count() <= kMaskBits && ceil_div(problem.c, twice_block_inputs(problem)) <= most &&
+         made.units[0].count + made.units[1].count <= most;
 }
 
 /// Adds the set of `made` to the class that it is one of.
@@ -246,19 +248,24 @@ TwiceLayout twice_layout(const Problem& problem) {
   return layout;
 }
 
-std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks, bool staged) {
-  // 64 x 256 x 64 multiply-adds, 2048 a cycle. wgmma reads 8 KB of w and 32 KB of x, TMA writes x; 118 bytes
-  // a cycle, and as many again for two staged half tiles.
-  constexpr std::int64_t kUnitCycles = 512, kUnitBytes = 40 << 10, kLoadBytes = 32 << 10,
-                         kStagedBytes = 64 << 10;
+std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks, std::int64_t block_inputs,
+                               bool staged) {
+  // Of 64 input channels 64 x 256 x 64 multiply-adds, 2048 a cycle. wgmma reads 8 KB of w and 32 KB of x, TMA
+  // writes x; 118 bytes a cycle, and as many again for two staged half tiles.
+  const std::int64_t unit_cycles = 8 * block_inputs, unit_bytes = 640 * block_inputs,
+                     load_bytes = 512 * block_inputs;
+  constexpr std::int64_t kStagedBytes = 64 << 10;
   constexpr std::int64_t kSharedBytesPerCycle = 118;
+  // Of TMA, as seen of half k-blocks. Whole ones that one warpgroup multiplies take longer.
+  constexpr std::int64_t kLoadCycles = 600;
   // Of a warpgroup: beside the other's multiplication it was seen to take as long as it would alone.
   constexpr std::int64_t kEpilogueCycles = 1000;
   const std::int64_t units = of.units[0].count + of.units[1].count;
   const std::int64_t loads = of.reached ? of.loads() * c_blocks : 1;
   const std::int64_t shared =
-      (units * kUnitBytes + loads * kLoadBytes + (staged ? kStagedBytes : 0)) / kSharedBytesPerCycle;
-  return std::max(units * kUnitCycles, shared) + (of.units[1].count == 0 ? 1 : 2) * kEpilogueCycles;
+      (units * unit_bytes + loads * load_bytes + (staged ? kStagedBytes : 0)) / kSharedBytesPerCycle;
+  const std::int64_t multiply = std::max({units * unit_cycles, shared, loads * kLoadCycles});
+  return multiply + (of.units[1].count == 0 ? 1 : 2) * kEpilogueCycles;
 }
 
 int twice_granule_shift(const Problem& problem) {

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "core/border_slabs.hpp"
+#include "core/half_blocks.hpp"
 #include "core/problem.hpp"
 
 namespace upconv3d {
@@ -31,8 +32,8 @@ inline constexpr std::int64_t kTwiceBlockC = 64;      // input channels of a k-b
 /// of wgmma's result that lie so far apart.
 inline constexpr std::int64_t kTwiceStackedChannels = 8;
 
-/// k-blocks of weights, 8 KB each, that the two warpgroups of a block may hold together: 128 KB.
-inline constexpr int kMaxTwiceUnits = 16;
+/// What the k-blocks of weights that the two warpgroups of a block hold may take together.
+inline constexpr std::int64_t kMaxTwiceWeightBytes = 128 * 1024;
 
 /// What one launch takes, bounded by its 18 KB of parameters, which cost time: a launch with small ones took
 /// 2 us less. 64 phases are stride 4 along three axes or 8 along two. Views are a launch's descriptors of y:
@@ -116,10 +117,22 @@ inline TwiceRow twice_row(const TwiceLayout& layout, std::int64_t row) {
 /// windows are united only where it is.
 std::int64_t tap_lead(const Slab& window, const Slab& phase, int axis);
 
-/// Estimated cycles of one tile of a class: the slower of the tensor cores and shared memory.
+/// Input channels of a k-block of the kernel that the problem takes.
+inline std::int64_t twice_block_inputs(const Problem& problem) {
+  return fits_half_block(problem) ? kHalfBlockInputs : kTwiceBlockC;
+}
+
+/// k-blocks of weights, 64 rows of 16-bit input channels, that may be held: 16, or 32 half ones.
+inline std::int64_t max_twice_units(const Problem& problem) {
+  return kMaxTwiceWeightBytes / (kTwiceRows * 2 * twice_block_inputs(problem));
+}
+
+/// Estimated cycles of one tile of a class: the slowest of the tensor cores, shared memory and TMA.
 ///
+/// \param c_blocks of block_inputs input channels each
 /// \param staged whether y goes through shared memory, as it does but for NCDHW
-std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks, bool staged);
+std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks, std::int64_t block_inputs,
+                               bool staged);
 
 /// Neighbouring channels of one norm group that share a partial moment, as a power of two.
 int twice_granule_shift(const Problem& problem);

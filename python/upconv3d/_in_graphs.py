@@ -14,7 +14,8 @@ from ._autocast import FEW_CHANNELS_KERNEL, about_values, autocast_dtype, graph_
 from ._facts import is_concrete
 from ._graphs import is_exporting, is_traced
 from ._tail import Settings, Tensors, autocast_result_dtype, composite, is_plain
-from ._tail_op import NUMBERS, TENSORS, batch_tail, facts_of, in_format_of_result, join, public_tail, split
+from ._tail_arguments import NUMBERS, TENSORS, facts_of, join, split
+from ._tail_op import batch_tail, in_format_of_result, public_tail
 from ._transforms import batch_block
 
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _C
 from ._facts import block_facts
-from ._tail_op import facts_of
+from ._tail_arguments import facts_of
 from .functional import IntOrTriple, check_kinds, integer, resolve_precision, triple
 from .norm_act import checked_arguments, require_known
 

@@ -21,12 +21,11 @@ from ._tail import (
     composite,
     reads_returned,
 )
+from ._tail_arguments import facts_of, runs_kernels
 from ._tail_op import (
-    facts_of,
     numbered_tail,
     public_tail,
     record_tail,
-    runs_kernels,
     tail_number,
 )
 from .functional import (

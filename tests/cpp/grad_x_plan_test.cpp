@@ -166,6 +166,7 @@ void test_plans() {
   expect(plan.cut.share_taps && plan.in_place && plan.grad_c_pitch == 128, "the headline shape shares loads");
   expect(plan.instance.block_channels == 64 && plan.stages.size() == 2, "in tiles of 64 channels");
   expect(has_part(describe(plan), "loads shared"), "which describe says");
+  expect(plan_of([](Problem& p) { p.k = 32; }).instance.block_inputs == 64, "in whole k-blocks");
   const auto tf32 = [](Problem& p) { p.dtype = DType::kFloat32, p.precision = Precision::kTF32; };
   expect(plan_of(tf32).instance.stored_bits == 32 && plan_of(tf32).instance.operand == DType::kFloat16,
          "float32 is stored as it is");

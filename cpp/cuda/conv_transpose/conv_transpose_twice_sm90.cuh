@@ -149,7 +149,7 @@ class TwiceMultiplier {
 
   TwiceParams<Traits> const& params_;
   TwiceShared<Traits> const& shared_;
-  TwiceControl& control_;
+  TwiceControl<Traits>& control_;
   int group_;
   FragmentW w_;
   FragmentX x_;
@@ -198,7 +198,7 @@ CUTLASS_DEVICE void wait_for_all_blocks(int* arrivals) {
 
 /// Merges part into table, a segment per warp of any block.
 template <class Traits>
-CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceControl const& control) {
+CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceControl<Traits> const& control) {
   int const per_moment = params.group_granules.divisor;
   int const row = params.k.divisor >> params.granule_shift;
   int const total = params.moments * per_moment;
@@ -231,7 +231,7 @@ CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceContr
 
 /// From all blocks' partial moments to the table that all of them read.
 template <class Traits>
-CUTLASS_DEVICE void merge_moments(TwiceParams<Traits> const& params, TwiceControl const& control) {
+CUTLASS_DEVICE void merge_moments(TwiceParams<Traits> const& params, TwiceControl<Traits> const& control) {
   wait_for_all_blocks(params.arrivals);
   merge_segments(params, control);
   __threadfence();
@@ -244,7 +244,7 @@ template <class Traits>
 CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared) {
   using namespace cute;
   int const group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
-  TwiceTileReader tiles(*shared.control);
+  TwiceTileReader<Traits> tiles(*shared.control);
   auto multiplier = make_twice_multiplier(params, shared, group);
   TwiceEpilogue<Traits> epilogue(params, shared, group, kGroup0 + group);
   Tensor acc =
@@ -313,10 +313,10 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::THREADS, 1)
     conv_transpose_twice_sm90(__grid_constant__ const TwiceParams<Traits> params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  // 128-byte swizzled tiles must start on 1024-byte boundaries.
+  // Swizzled tiles of 128-byte rows must start on 1024-byte boundaries.
   extern __shared__ __align__(1024) char raw_shared[];
   TwiceShared<Traits> const shared(raw_shared, params);
-  TwiceControl& control = *shared.control;
+  TwiceControl<Traits>& control = *shared.control;
   cooperative_groups::grid_group const grid = cooperative_groups::this_grid();
   cooperative_groups::grid_group::arrival_token cleared{};
   if (params.num_counters > 0) {

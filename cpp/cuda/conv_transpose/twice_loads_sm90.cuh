@@ -97,7 +97,7 @@ class TwiceLoader {
 
   TwiceParams<Traits> const& params_;
   TwiceShared<Traits> const& shared_;
-  TwiceControl& control_;
+  TwiceControl<Traits>& control_;
   RingCursor x_, wanted_;
   int set_ = -1;  // of the tile that was last
   // Of its class.

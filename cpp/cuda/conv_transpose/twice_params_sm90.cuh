@@ -18,7 +18,8 @@ namespace upconv3d::cuda {
 /// \tparam kChannelsFirst y is [N,K,Z,P,Q], not [N,Z,P,Q,K]
 /// \tparam kWInPlace w is [C,T,R,S,K], as PyTorch's channels_last_3d leaves it: of the operand's dtype, and a
 /// warpgroup's rows are output channels as they follow each other
-template <class Operand_, class Output_, bool kChannelsFirst, bool kWInPlace>
+/// \tparam BLK_C_ input channels of a k-block
+template <class Operand_, class Output_, bool kChannelsFirst, bool kWInPlace, int BLK_C_>
 struct TwiceTraitsSm90 {
   using Operand = Operand_;
   using Output = Output_;  // y, bias, gamma, beta
@@ -27,7 +28,7 @@ struct TwiceTraitsSm90 {
   static_assert(!W_IN_PLACE || (std::is_same_v<Operand, Output> && !CHANNELS_FIRST));
   static constexpr int ROWS = int(kTwiceRows);          // of a warpgroup: output channels of its phases
   static constexpr int BLK_POS = int(kTwicePositions);  // positions of a tile
-  static constexpr int BLK_C = int(kTwiceBlockC);       // input channels of a k-block: a 128-byte swizzle row
+  static constexpr int BLK_C = BLK_C_;                  // input channels of a k-block: a swizzled row
   static constexpr bool SCALED = sizeof(Output) == 4;   // operands carry powers of two
 
   static constexpr auto W_MAJOR = W_IN_PLACE ? cute::GMMA::Major::MN : cute::GMMA::Major::K;
@@ -36,7 +37,7 @@ struct TwiceTraitsSm90 {
                                           cute::Shape<cute::Int<ROWS>, cute::Int<BLK_POS>, cute::Int<BLK_C>>,
                                           W_MAJOR>());
   using TiledMma = decltype(cute::make_tiled_mma(MmaOp{}));
-  using SmemAtom = cute::GMMA::Layout_K_SW128_Atom<Operand>;
+  using SmemAtom = SmemAtomOf<Operand, BLK_C>;
   using SmemLayoutX = decltype(cute::tile_to_shape(
       SmemAtom{}, cute::Shape<cute::Int<BLK_POS>, cute::Int<BLK_C>>{}));  // (BLK_POS,BLK_C)
   using SmemAtomW = std::conditional_t<W_IN_PLACE, cute::GMMA::Layout_MN_SW128_Atom<Operand>, SmemAtom>;
@@ -46,6 +47,10 @@ struct TwiceTraitsSm90 {
   static constexpr int ROW_BYTES = BLK_C * int(sizeof(Operand));
   static constexpr int X_BYTES = BLK_POS * ROW_BYTES;  // of a slot
   static constexpr int W_BYTES = ROWS * ROW_BYTES;     // of a unit
+
+  /// Slots of x are for bytes on their way: of half k-blocks as many as there is room for barriers.
+  static constexpr int MAX_X_SLOTS = BLK_C == int(kBlockInputs) ? 6 : 9;
+  static constexpr int WANTED_X_SLOTS = BLK_C == int(kBlockInputs) ? 4 : 8;
 
   /// A staging buffer holds 64 channels of this many positions.
   static constexpr int STAGE_POS = kStagePositions<Output>;
@@ -62,14 +67,13 @@ struct TwiceTraitsSm90 {
                 "else the launch waits for registers forever");
 };
 
-inline constexpr int kMaxTwiceXSlots = 6;
 /// Tiles that the loading thread may be ahead.
 inline constexpr int kTwiceTileSlots = 4;
 /// Staging buffers of a warpgroup: one or the other.
 inline constexpr int kManyStagingBuffers = 4, kFewStagingBuffers = 2;
 /// Their halves: one is staged while the other is stored.
 inline constexpr int kStagingSets = 2;
-/// Small enough that beside kMaxTwiceUnits of weights and the staging buffers two slots of x fit.
+/// Small enough that beside kMaxTwiceWeightBytes and the staging buffers two slots of x fit.
 inline constexpr int kTwiceControlBytes = 3072;
 
 /// One phase of the stride.
@@ -185,8 +189,9 @@ struct TwiceTile {
 };
 
 /// Barriers and small exchanges; at the end of shared memory.
+template <class Traits>
 struct TwiceControl {
-  RingBarriers<kMaxTwiceXSlots> x;
+  RingBarriers<Traits::MAX_X_SLOTS> x;
   RingBarriers<1> w;
   RingBarriers<kTwiceTileSlots> tile_ring;
   RingBarriers<1> wanted;  // w_wanted
@@ -209,14 +214,14 @@ struct TwiceShared {
   char* x;        // [x_slots] (BLK_POS,BLK_C) swizzled
   char* w;        // [w_units] (ROWS,BLK_C) swizzled, either operand layout: warpgroup 0's, then 1's
   char* staging;  // [2][staging_buffers] of 8 KB
-  TwiceControl* control;
+  TwiceControl<Traits>* control;
 
   CUTLASS_DEVICE TwiceShared(char* base, TwiceParams<Traits> const& params) {
-    static_assert(sizeof(TwiceControl) <= kTwiceControlBytes);
+    static_assert(sizeof(TwiceControl<Traits>) <= kTwiceControlBytes);
     x = base;
     w = x + params.x_slots * Traits::X_BYTES;
     staging = w + params.w_units * Traits::W_BYTES;
-    control = reinterpret_cast<TwiceControl*>(base + kSharedMemoryBytes - kTwiceControlBytes);
+    control = reinterpret_cast<TwiceControl<Traits>*>(base + kSharedMemoryBytes - kTwiceControlBytes);
   }
 };
 
