@@ -80,6 +80,6 @@ def small_blocks_left(monkeypatch):
     """
     from upconv3d._accelerated import block
 
-    limit = block._MOST_VALUES
-    monkeypatch.setattr(block, "_MOST_VALUES", 0)
+    limit = block.SMALL_BLOCK_VALUES
+    monkeypatch.setattr(block, "SMALL_BLOCK_VALUES", 0)
     return limit

@@ -97,7 +97,7 @@ def test_small_blocks_are_pytorchs(recorded, device, monkeypatch, small_blocks_l
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("which blocks would be cuDNN's was measured on Hopper")
     torch.backends.cudnn.deterministic = True  # equal bits are asked for below
-    monkeypatch.setattr(block, "_MOST_VALUES", small_blocks_left)
+    monkeypatch.setattr(block, "SMALL_BLOCK_VALUES", small_blocks_left)
     calls = _blocks_run(monkeypatch)
 
     def blocks_run(model, x):
@@ -123,7 +123,7 @@ def test_small_blocks_are_pytorchs(recorded, device, monkeypatch, small_blocks_l
     # Few large norm groups are what PyTorch's norm is slow at, on a GPU; large blocks are ours anywhere.
     large, x = made(1)[1], torch.randn(1, 64, 13, 13, 13, device=device)
     assert blocks_run(large, x) == (device.type == "cuda")
-    monkeypatch.setattr(block, "_MOST_VALUES", 2**17)
+    monkeypatch.setattr(block, "SMALL_BLOCK_VALUES", 2**17)
     assert blocks_run(large, x) == 1
 
 

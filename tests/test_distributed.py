@@ -114,7 +114,7 @@ def _count_blocks_of_accelerate():
         return y
 
     chain.run_block = counted
-    block._MOST_VALUES = 0  # small as the blocks are
+    block.SMALL_BLOCK_VALUES = 0  # small as the blocks are
     return calls
 
 

@@ -13,6 +13,7 @@ from oracles import ERROR_FACTOR, Block, check_gradients_like_eager, make_block,
 from tails import ACTIVATIONS, Call, gradients, make_call
 from test_select_plan import facts, plan_of
 from upconv3d import _autocast
+from upconv3d._plan_questions import PlanQuestion
 
 KINDS = {
     "bfloat16": (torch.bfloat16, "ieee"),
@@ -89,7 +90,8 @@ def test_autocast_asks_for_a_plan_once(monkeypatch):
             return {"plan": {"algorithm": algorithm, "stages": [kernel]}}
 
     monkeypatch.setattr(_autocast, "_C", Module)
-    monkeypatch.setattr(_autocast, "_quicker_in_float32", {})
+    question = PlanQuestion(_autocast._plans_are_quicker_in_float32)
+    monkeypatch.setattr(_autocast, "_quicker_in_float32", question)
     settings = ((2, 2, 2), (0, 0, 0), (0, 0, 0), 1, (1, 1, 1), 2, 1e-5, "ieee")
     x = torch.zeros(1, 4, 2, 2, 2, dtype=torch.bfloat16)
     for k, expected in ((2, False), (8, True)):
@@ -106,9 +108,6 @@ def test_autocast_asks_for_a_plan_once(monkeypatch):
     assert len(asked) == 2 + 1 + 2 + 2
     low = [a for a in asked if a["weight"]["dtype"] == "bfloat16"]
     assert len(low) == 2 and all(a["input"]["dtype"] == "bfloat16" and "training" not in a for a in low)
-    monkeypatch.setattr(_autocast, "_MOST_KINDS", 2)
-    _autocast._is_quicker_in_float32(x[:, :, :1], weight, settings, None)
-    assert len(_autocast._quicker_in_float32) == 1
 
 
 @every_kind

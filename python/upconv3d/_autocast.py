@@ -13,12 +13,11 @@ from ._facts import block_facts, is_concrete
 from ._geometry import batched, memory_format_of
 from ._graphs import is_traced
 from ._numbered import numbered_block, settings_number
+from ._plan_questions import FEW_CHANNELS_KERNEL, PlanQuestion, about_values
 from ._tail import composite
 
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
-
-FEW_CHANNELS_KERNEL = "conv_transpose_few_channels_sm80"
 
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
@@ -33,30 +32,8 @@ def autocast_dtype(input: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-# Whether calls of a kind are quicker in float32 "tf32". Asking takes longer than the block itself.
-_quicker_in_float32: dict[tuple[Any, ...], bool] = {}
-_MOST_KINDS = 1024  # beyond which all are forgotten, as where shapes never repeat
-
-
-def _is_quicker_in_float32(
+def _plans_are_quicker_in_float32(
     input: Tensor, weight: Tensor, settings: tuple[Any, ...], inference_dtype: torch.dtype | None
-) -> bool:
-    """inference_dtype: what the casts are to; None where gradients are recorded."""
-    shapes = (input.shape, input.stride(), weight.shape, weight.stride())
-    kind = (shapes, input.device, settings, inference_dtype)
-    try:
-        found = _quicker_in_float32.get(kind)
-    except TypeError:  # a symbolic size, which has no hash
-        return False
-    return _ask_for_plans(kind, input, weight, settings, inference_dtype) if found is None else found
-
-
-def _ask_for_plans(
-    kind: tuple[Any, ...],
-    input: Tensor,
-    weight: Tensor,
-    settings: tuple[Any, ...],
-    inference_dtype: torch.dtype | None,
 ) -> bool:
     stride, padding, output_padding, groups, dilation, num_groups, eps = settings[:7]
     convolution = (stride, padding, output_padding, groups, dilation)
@@ -69,10 +46,22 @@ def _ask_for_plans(
         low = facts | {"input": facts["input"] | dtype, "weight": facts["weight"] | dtype}
         # Of few channels, 16 bit is quicker with its casts too (1, 16 > 8, 96x64x80: 134 us, float32 187).
         found = FEW_CHANNELS_KERNEL not in _C.explain(low)["plan"]["stages"]
-    if len(_quicker_in_float32) >= _MOST_KINDS:
-        _quicker_in_float32.clear()
-    _quicker_in_float32[kind] = found
     return found
+
+
+_quicker_in_float32 = PlanQuestion(_plans_are_quicker_in_float32)
+
+
+def _is_quicker_in_float32(
+    input: Tensor, weight: Tensor, settings: tuple[Any, ...], inference_dtype: torch.dtype | None
+) -> bool:
+    """Whether the call is quicker in float32 "tf32".
+
+    inference_dtype: what the casts are to; None where gradients are recorded.
+    """
+    shapes = (input.shape, input.stride(), weight.shape, weight.stride())
+    kind = (shapes, input.device, settings, inference_dtype)
+    return _quicker_in_float32(kind, input, weight, settings, inference_dtype)
 
 
 # Output values of a block up to which the casts of its tensors are expected to take longer, on the host, than
@@ -82,12 +71,6 @@ _MOST_FLOAT32_VALUES = 2**25
 # The same of a compiled graph, whose casts cost the host 40 us a call and the device 6. An estimate: a block
 # of 3.5 million values takes as long in float32 as with its casts, one of 10 million 20 us longer.
 _MOST_FLOAT32_VALUES_OF_GRAPHS = 2**22
-
-
-def about_values(input: Tensor, weight: Tensor, stride: Sequence[int], groups: int) -> int:
-    """Values of the result [N, K, Z, P, Q], as if each axis were `stride` times input's [N, C, D, H, W]."""
-    positions = input.numel() // max(input.size(-4), 1) * stride[0] * stride[1] * stride[2]
-    return positions * weight.size(1) * groups
 
 
 def _has_float32_parameters(tensors: Sequence[Tensor | None], low: torch.dtype) -> bool:

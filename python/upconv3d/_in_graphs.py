@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._autocast import FEW_CHANNELS_KERNEL, about_values, autocast_dtype, graph_without_casts, records
+from ._autocast import autocast_dtype, graph_without_casts, records
 from ._facts import is_concrete
 from ._graphs import is_exporting, is_traced
+from ._plan_questions import FEW_CHANNELS_KERNEL, SMALL_BLOCK_VALUES, about_values
 from ._tail import Settings, Tensors, autocast_result_dtype, composite, is_plain
 from ._tail_arguments import NUMBERS, TENSORS, facts_of, join, split
 from ._tail_op import batch_tail, in_format_of_result, public_tail
@@ -27,12 +28,6 @@ _SCHEMA = (
     "-> (Tensor y, Tensor conv)"
 )
 
-# Output values of a block up to which it is the compiler's, on the library plan or few channels' kernel. The
-# first calls cuDNN, as Inductor does. On an H200 it takes the device 4 to 15 us less (perf/results), the
-# other up to 90, and both the host 20 to 60 more, which plans and calls what Inductor's code has planned:
-# models of such blocks wait for the host. Beyond, passes over the output decide.
-_MOST_VALUES = 2**22
-
 
 def _replays() -> bool:
     """Whether what is compiled becomes a CUDA graph, which costs the host nothing."""
@@ -42,6 +37,8 @@ def _replays() -> bool:
 
 
 def _is_small_kind(plan: dict[str, Any]) -> bool:
+    """Whether a small block of this plan is the compiler's. The library plan calls cuDNN, as Inductor does;
+    few channels' kernel takes the device up to 90 us less, but the host as much more as the library plan."""
     return plan["algorithm"] == "cuda_library" or FEW_CHANNELS_KERNEL in plan["stages"]
 
 
@@ -53,7 +50,7 @@ def is_left_to_compiler(tensors: Sequence[Any], settings: Sequence[Any]) -> bool
     given = [tensor for tensor in t if tensor is not None]
     if not is_concrete(*given, *s):
         return False
-    if about_values(t.input, t.weight, s.stride, s.groups) > _MOST_VALUES or _replays():
+    if about_values(t.input, t.weight, s.stride, s.groups) > SMALL_BLOCK_VALUES or _replays():
         return False
     facts = facts_of(t, s)
     low = autocast_dtype(t.input)

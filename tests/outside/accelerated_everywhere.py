@@ -83,7 +83,7 @@ def _accelerating_call(self, *args, **kwargs):
 
 
 def pytest_configure(config):
-    block._MOST_VALUES = 0  # else blocks as small as a test's stay PyTorch's calls
+    block.SMALL_BLOCK_VALUES = 0  # else blocks as small as a test's stay PyTorch's calls
     nn.Module.__call__ = _accelerating_call
 
 

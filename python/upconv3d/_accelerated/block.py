@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from .._autocast import about_values, autocast_dtype
+from .._autocast import autocast_dtype
 from .._facts import block_facts
+from .._plan_questions import SMALL_BLOCK_VALUES, PlanQuestion, about_values
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,15 @@ class Block(NamedTuple):
         return self.norm is not None and not (self.order == "act_norm" and self.activation == "relu")
 
 
-# A small block in eager mode is PyTorch's calls: ours take the host some 50 us more, with a node of the graph
-# of autograd 100 (on a CPU 300), much of it in Python, and it is not the device that models of such blocks
-# wait for. Estimates from an H200: PyTorch's norms run one CUDA block per norm group of a sample, in 0.75 ns
-# per value forward and 1.25 backward, which is what ours save; these many values in such a group are 50 us
-# and 130 with gradients, and these many in all some more for passes over memory.
+# Output values per norm group of a sample up to which a small block's calls are PyTorch's in eager mode. An
+# estimate from an H200: PyTorch's norms run one CUDA block per such group, in 0.75 ns per value forward and
+# 1.25 backward, which is what ours save: so many values are 50 us and, with gradients, 130.
 _MOST_VALUES_OF_GROUP = 2**16
-_MOST_VALUES = 2**22
-
-# Whether the convolution of calls of a kind is cuDNN's. Asking takes longer than what is saved.
-_is_library: dict[tuple[Any, ...], bool] = {}
-_MOST_KINDS = 1024  # beyond which all are forgotten, as where shapes never repeat
 
 
-def _asked_for_plan(kind: tuple[Any, ...], block: Block, x: Tensor, weight: Tensor) -> bool:
+def _plan_is_library(block: Block, x: Tensor, weight: Tensor) -> bool:
+    """Whether the convolution is cuDNN's, as planned for inference: in training a block keeps the SM90 plan
+    that is too small for it else."""
     conv, norm_groups = block.conv, _norm_groups(block)
     padding: Any = conv.padding
     geometry = (conv.stride, padding, conv.output_padding, conv.groups, conv.dilation)
@@ -82,12 +78,11 @@ def _asked_for_plan(kind: tuple[Any, ...], block: Block, x: Tensor, weight: Tens
     if low is not None:
         dtype = {"dtype": str(low).removeprefix("torch.")}
         facts |= {name: facts[name] | dtype for name in ("input", "weight")}
-    # In training a block keeps the SM90 plan that is too small for it else.
     found: bool = _C.explain(facts)["plan"]["algorithm"] == "cuda_library"
-    if len(_is_library) >= _MOST_KINDS:
-        _is_library.clear()
-    _is_library[kind] = found
     return found
+
+
+_is_library = PlanQuestion(_plan_is_library)
 
 
 def _norm_groups(block: Block) -> int:
@@ -109,15 +104,10 @@ def is_left_to_pytorch(block: Block, x: Tensor, weight: Tensor) -> bool:
     if not isinstance(stride, tuple):  # a number that somebody set, which PyTorch takes too
         return False
     values = about_values(x, weight, stride, conv.groups)
-    if values > _MOST_VALUES or not x.is_cuda:
-        return values <= _MOST_VALUES
+    if values > SMALL_BLOCK_VALUES or not x.is_cuda:
+        return values <= SMALL_BLOCK_VALUES
     if values > x.size(0) * norm_groups * _MOST_VALUES_OF_GROUP or torch.cuda.is_current_stream_capturing():
         return False
     tensors = (x.shape, x.stride(), x.dtype, x.device, autocast_dtype(x), weight.shape, weight.stride())
     geometry = (stride, conv.padding, conv.output_padding, conv.groups, conv.dilation)
-    kind = (*tensors, *geometry, norm_groups)
-    try:
-        found = _is_library.get(kind)
-    except TypeError:  # of lists, say, which have no hash
-        return False
-    return _asked_for_plan(kind, block, x, weight) if found is None else found
+    return _is_library((*tensors, *geometry, norm_groups), block, x, weight)
