@@ -45,18 +45,20 @@ struct Slab {
 /// out. Sorted by falling tap count, so that tiles handed out in this order end with the cheap ones.
 std::vector<Slab> border_slabs(const Problem& problem, int split_axes);
 
-/// Slabs for loads of x that serve all taps along the height: rows of a multiple of 8 positions wherever the
-/// width allows, the whole height, borders cut off along the depth alone. Sorted as border_slabs' are. For
-/// stride 1 and dilation 1.
-inline constexpr std::int64_t kSharedPlaneUnit = 256;  // plain convolutions: positions of the largest tile
+/// Slabs for loads of x that serve all taps along the height. Of each phase, an inside that shares loads, in
+/// one part or several along the width, and what that leaves over above, below, left and right of it, cut so
+/// that the fewest products are wasted; at stride 1, the inside's borders are cut off along the depth too.
+/// Phases that no cut lets share remain whole. Sorted as border_slabs' are.
+inline constexpr std::int64_t kSharedPlaneUnit = 256;  // positions of the largest tile
 inline constexpr std::int64_t kSharedRowUnit = 8;
 inline constexpr std::int64_t kMaxSharedRows = 128;  // two x tiles of the largest kind and three of w fit
 std::vector<Slab> tap_sharing_slabs(const Problem& problem);
 
 /// Whether one load of x can serve all of a slab's taps along the height: position j's input for tap r is
 /// position j + r*width's for tap 0, in the order of the slab's positions. Within a plane that is so by
-/// itself; across its end it holds if both lie outside the volume, which takes the whole height and no
-/// padding along it. In a plain convolution they would lie inside: there, tiles must end where planes do.
+/// itself. Planes either end where tiles do, so that loads go on below the last position (input_box); or,
+/// across their ends, both inputs lie outside the volume, as where the slab has the whole height of a
+/// transposed convolution of stride 1 without padding along it.
 bool shares_x_loads(const Problem& problem, const Slab& slab);
 
 /// The part of x that a slab reads, and where its windows lie relative to that: what an im2col descriptor
@@ -68,8 +70,8 @@ struct InputBox {
   Extent3 upper{};   // last position's window, relative to the box's last input
 };
 
-/// \param shares_taps of loads that serve all taps along the height: in a plain convolution their windows go
-/// on below the last position's, down to that one's last tap.
+/// \param shares_taps of loads that serve all taps along the height: where planes end with tiles, their
+/// windows go on below the last position's, down to that one's last tap.
 InputBox input_box(const Problem& problem, const Slab& slab, bool shares_taps = false);
 
 /// The SM90 kernel's counters of tiles and positions are 32-bit; the margin is room for one step beyond the

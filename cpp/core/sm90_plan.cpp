@@ -205,8 +205,7 @@ Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count) {
   if (best_cycles < kWorthwhileCycles) return best;
   best_cycles *= kWorthwhileGain;
   const auto consider = [&](const Cut& cut, const std::vector<Slab>& slabs, double worthwhile_gain) {
-    // A plain convolution's loads serve several taps in one slab too.
-    if (slabs.size() == 1 && p.operation == Operation::kConvTranspose) return;
+    if (slabs.size() == 1 && !cut.share_taps) return;
     if (slabs.size() > static_cast<std::size_t>(kMaxSlabs)) return;
     if (!within_im2col(p, slabs, cut.share_taps)) return;
     const double cycles = estimated_cycles(p, instance, slabs, cut.share_taps, sm_count);
@@ -216,14 +215,9 @@ Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count) {
     }
   };
   for (int axes = 1; axes <= 3; ++axes) consider({axes, false}, border_slabs(p, axes), 1.0);
-  // With three products, two loads of that many rows leave no room for w. With tiles of 128 x 256, which the
-  // estimate sees 2 to 4 % ahead, sharing was 2 % quicker or slower by turns; smaller ones, which wait for
-  // shared memory, gained 10 %.
-  constexpr Extent3 kOnes = {1, 1, 1};
-  const double sharing_gain = instance.block_channels * instance.block_positions >= 128 * 256 ? 0.95 : 1.0;
-  if (p.stride == kOnes && p.dilation == kOnes && instance.products == 1) {
-    consider({0, true}, tap_sharing_slabs(p), sharing_gain);
-  }
+  // With three products, two loads of that many rows leave no room for w.
+  if (p.dilation == Extent3{1, 1, 1} && instance.products == 1)
+    consider({0, true}, tap_sharing_slabs(p), 1.0);
   return best;
 }
 

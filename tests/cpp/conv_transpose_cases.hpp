@@ -87,6 +87,16 @@ inline const Case kCases[] = {
     {2, 72, 136, {5, 3, 4}, {5, 6, 3}, {1, 2, 0}, 0.0, 1, false, {2, 4, 4}},
     {2, 16, 32, {5, 6, 19}, {3, 3, 4}, {0, 0, 0}, 0.0, 2, true, {3, 3, 4}},
     {1, 24, 33, {3, 4, 9}, {4, 5, 6}, {1, 0, 2}, 0.0, 1, false, {4, 4, 4}},
+    // planes that end with tiles share loads inside, and borders around them do not: one and two parts along
+    // the width, a row left over above or below; phases, of which all share, or those that two taps reach;
+    // half k-blocks; groups
+    {2, 64, 128, {3, 16, 16}, {3, 3, 3}, {0, 0, 0}},
+    {2, 64, 64, {2, 16, 96}, {1, 3, 3}, {0, 1, 0}, kNaN},
+    {1, 72, 136, {2, 33, 9}, {2, 4, 3}, {0, 2, 1}},
+    {2, 64, 128, {2, 17, 17}, {3, 3, 3}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
+    {1, 136, 64, {2, 16, 16}, {4, 4, 4}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
+    {2, 32, 64, {2, 17, 18}, {3, 3, 3}, {1, 1, 1}},
+    {1, 128, 256, {2, 18, 16}, {3, 3, 3}, {1, 1, 1}, 0.0, 2, true},
 };
 
 /// Divisors of K: layer norm, two groups, 4, 5, 8, groups of 8 channels, instance norm. With a group of NaN

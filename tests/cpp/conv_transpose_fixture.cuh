@@ -73,9 +73,15 @@ inline bool can_launch(const ConvInstance& instance, const Problem& problem, Mod
   // Loads that serve several taps leave three products no room for w.
   if (cut.share_taps && instance.products == 3) return false;
   if (cut.share_taps && problem.dilation != Extent3{1, 1, 1}) return false;
-  // Phases of a stride are slabs already.
+  // Phases of a stride are slabs already, of which some share loads or none.
   const bool has_stride = problem.stride != Extent3{1, 1, 1};
-  if (has_stride && (cut.share_taps || cut.split_axes > 0)) return false;
+  if (has_stride && cut.split_axes > 0) return false;
+  if (has_stride && cut.share_taps) {
+    const std::vector<Slab> slabs = tap_sharing_slabs(problem);
+    const bool shares = std::any_of(slabs.begin(), slabs.end(),
+                                    [&](const Slab& slab) { return shares_x_loads(problem, slab); });
+    if (!shares || slabs.size() > std::size_t{kMaxSlabs}) return false;
+  }
   if (is_linear(mode) && is_quantized(instance)) return false;
   if (mode == Mode::kLinearChannelsFirst) {
     Problem planes = problem;

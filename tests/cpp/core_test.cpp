@@ -146,8 +146,8 @@ void test_sm90_selection() {
   const Plan bf16 = select_plan(headline(), hopper(), all_compiled());
   expect(bf16.algorithm == Algorithm::kSm90ImplicitGemm && !bf16.pack_x && bf16.activation_in_y,
          "headline, bf16");
-  expect(bf16.split_axes == 3 && !bf16.share_taps, "the headline shape's borders are cut off");
-  expect(bf16.tiles == slab_tiles(border_slabs(headline(), 3), bf16.tile_positions),
+  expect(bf16.split_axes == 0 && bf16.share_taps, "the headline shape's inside shares loads");
+  expect(bf16.tiles == slab_tiles(tap_sharing_slabs(headline()), bf16.tile_positions),
          "tiles of the headline shape");
   expect(bf16.stages == std::vector<std::string>{"pack_operands", bf16.instance->name},
          "channels_last_3d ends with the SM90 kernel");
@@ -161,7 +161,7 @@ void test_sm90_selection() {
   const Plan tf32 = select_plan(p, hopper(), all_compiled());
   expect(tf32.instance->products == 1 && tf32.instance->stored_bits == 16 && stores_steps(tf32),
          "headline, float32 tf32: 16 bit until the transposing stage");
-  expect(!tf32.share_taps && tf32.split_axes == 3, "on the tile of the 16-bit dtypes, cut as theirs");
+  expect(tf32.share_taps, "on the tile of the 16-bit dtypes, cut as theirs");
   expect(describe(tf32).find("stores float32 in 16 bits with a step, NDHWC beside y") != std::string::npos,
          "which the plan says");
   p.y_layout = Layout::kNDHWC;
@@ -261,76 +261,122 @@ void test_border_slabs_of(const Problem& p, int split_axes) {
   test_slabs_of(p, border_slabs(p, split_axes), split_axes, "border slabs");
 }
 
-/// Whole heights, rows of eights but for what is left over, and along the width just the taps that read any
-/// input.
-void test_tap_sharing_slabs_of(const Problem& p) {
-  const std::vector<Slab> slabs = tap_sharing_slabs(p);
-  test_slabs_of(p, slabs, 1, "tap sharing slabs");
-  const std::int64_t columns = p.out()[2], rest = columns % kSharedRowUnit;
-  for (const Slab& slab : slabs) {
-    const bool is_rest = slab.origin[2] == columns - rest;
-    expect(slab.origin[1] == 0 && slab.extent[1] == p.out()[1], concat("whole heights: ", describe(p)));
-    expect(is_rest ? slab.extent[2] == rest : slab.origin[2] == 0 && slab.extent[2] == columns - rest,
-           concat("rows of eights, then the rest: ", describe(p)));
-    for (std::int64_t tap = 0; tap < p.kernel[2]; ++tap) {
-      bool reads = false;
-      for (std::int64_t q = slab.origin[2]; q < slab.origin[2] + slab.extent[2]; ++q) {
-        reads = reads || inside(p, 2, input_of(p, 2, q, tap));
+/// Windows of a tile's load, in im2col's order: along the width, then the height, then the depth of the box.
+class Walk {
+ public:
+  Walk(const Slab& slab, const InputBox& box, std::int64_t begin) : box_(box), at_(index_of(slab, begin)) {
+    for (int axis = 0; axis < 3; ++axis) count_[axis] = box.extent[axis] + box.upper[axis] - box.lower[axis];
+  }
+  /// The input that the first tap of the window reads.
+  Extent3 input() const {
+    Extent3 input;
+    for (int axis = 0; axis < 3; ++axis) input[axis] = box_.origin[axis] + box_.lower[axis] + at_[axis];
+    return input;
+  }
+  void advance() {
+    for (int axis = 2; axis >= 0 && ++at_[axis] == count_[axis]; --axis) at_[axis] = 0;
+  }
+
+ private:
+  InputBox box_;
+  Extent3 at_, count_{};
+};
+
+/// In every tile, what the load brings r rows of the slab behind a position's is what its tap r reads, or
+/// neither reads input.
+void test_shared_loads_of(const Problem& p, const Slab& slab, std::int64_t tile) {
+  const InputBox box = input_box(p, slab, true);
+  bool right = true;
+  for (std::int64_t begin = 0; begin < slab.positions(); begin += tile) {
+    std::vector<Extent3> loaded;
+    Walk walk(slab, box, begin);
+    for (std::int64_t i = 0; i < tile + (slab.taps[1] - 1) * slab.extent[2]; ++i, walk.advance())
+      loaded.push_back(walk.input());
+    for (std::int64_t j = 0; j < std::min(tile, slab.positions() - begin); ++j) {
+      const Extent3 own = index_of(slab, begin + j);
+      for (std::int64_t r = 0; r < slab.taps[1]; ++r) {
+        const Extent3& got = loaded[static_cast<std::size_t>(j + r * slab.extent[2])];
+        const Extent3 wanted = {slab_input(slab, 0, own[0], 0), slab_input(slab, 1, own[1], r),
+                                slab_input(slab, 2, own[2], 0)};
+        // Along the other axes all taps move alike; along the height both may lie outside.
+        const bool neither = !inside(p, 1, got[1]) && !inside(p, 1, wanted[1]);
+        right = right && (neither || got == wanted);
       }
-      const bool kept = tap <= slab.tap[2] && tap > slab.tap[2] - slab.taps[2];
-      expect(reads == kept, concat("tap ", tap, " along the width: ", describe(p)));
     }
   }
+  expect(right, concat("loads of ", tile, " positions serve all taps along the height: ", describe(p)));
 }
 
-/// What position j reads for tap r along the height, position j + r*width reads for tap 0, or neither reads
-/// input.
-void test_shared_loads_of(const Problem& p, const Slab& slab) {
-  bool right = true;
-  for (std::int64_t j = 0; j < slab.positions(); ++j) {
-    for (std::int64_t r = 0; r < slab.taps[1]; ++r) {
-      const Extent3 own = index_of(slab, j), other = index_of(slab, j + r * slab.extent[2]);
-      const std::int64_t own_row = slab_input(slab, 1, own[1], r);
-      const std::int64_t other_row = slab_input(slab, 1, other[1], 0);
-      const bool neither = !inside(p, 1, own_row) && !inside(p, 1, other_row);
-      // Taps along depth and width are the same for both, so equal positions there read equal inputs.
-      right = right && (neither || (own_row == other_row && own[0] == other[0] && own[2] == other[2]));
-    }
+/// Slabs that share loads among all of a problem's.
+int test_tap_sharing_of(const Problem& p) {
+  const std::vector<Slab> slabs = tap_sharing_slabs(p);
+  test_slabs_of(p, slabs, 0, "tap sharing slabs");
+  int shared = 0;
+  for (const Slab& slab : slabs) {
+    if (!shares_x_loads(p, slab)) continue;
+    ++shared;
+    for (const std::int64_t tile : {std::int64_t{128}, kSharedPlaneUnit}) test_shared_loads_of(p, slab, tile);
   }
-  expect(right, concat("loads serve all taps along the height: ", describe(p)));
+  return shared;
 }
 
 void test_tap_sharing() {
-  int shared = 0;
-  for (const Extent3 in :
-       {Extent3{5, 4, 7}, Extent3{1, 2, 9}, Extent3{6, 6, 14}, Extent3{3, 1, 24}, Extent3{2, 3, 4}}) {
-    for (const Extent3 kernel :
-         {Extent3{1, 1, 1}, Extent3{3, 3, 3}, Extent3{2, 5, 3}, Extent3{3, 2, 7}, Extent3{2, 2, 11}}) {
-      for (const Extent3 padding : {Extent3{0, 0, 0}, Extent3{1, 0, 1}, Extent3{0, 1, 0}, Extent3{0, 0, 3}}) {
-        Problem p = headline();
-        p.in = in, p.kernel = kernel, p.padding = padding;
-        const Extent3 out = p.out();
-        if (out[0] < 1 || out[1] < 1 || out[2] < 1) continue;
-        test_tap_sharing_slabs_of(p);
-        for (const Slab& slab : tap_sharing_slabs(p)) {
-          if (!shares_x_loads(p, slab)) continue;
-          ++shared;
-          test_shared_loads_of(p, slab);
+  int shared = 0, beyond_planes = 0;
+  for (const Extent3 in : {Extent3{5, 4, 7}, Extent3{1, 2, 9}, Extent3{3, 6, 14}, Extent3{3, 1, 24},
+                           Extent3{2, 17, 16}, Extent3{2, 9, 40}, Extent3{1, 34, 26}}) {
+    for (const Extent3 kernel : {Extent3{1, 1, 1}, Extent3{3, 3, 3}, Extent3{2, 5, 3}, Extent3{3, 2, 7},
+                                 Extent3{2, 2, 11}, Extent3{2, 4, 4}}) {
+      for (const Extent3 padding : {Extent3{0, 0, 0}, Extent3{1, 0, 1}, Extent3{0, 1, 0}, Extent3{0, 2, 3}}) {
+        for (const Extent3 stride : {Extent3{1, 1, 1}, Extent3{1, 2, 2}, Extent3{2, 2, 1}}) {
+          Problem p = headline();
+          p.in = in, p.kernel = kernel, p.padding = padding, p.stride = stride;
+          const Extent3 out = p.out();
+          if (out[0] < 1 || out[1] < 1 || out[2] < 1) continue;
+          shared += test_tap_sharing_of(p);
+          for (const Slab& slab : tap_sharing_slabs(p))
+            beyond_planes +=
+                shares_x_loads(p, slab) && slab.extent[1] * slab.extent[2] % kSharedPlaneUnit != 0;
         }
       }
     }
   }
-  expect(shared >= 20, concat("slabs that share loads are among the cases: ", shared));
+  expect(shared >= 100 && beyond_planes >= 10 && shared - beyond_planes >= 10,
+         concat("slabs that share loads are among the cases: ", shared, ", of which ", beyond_planes,
+                " across the ends of planes"));
+}
+
+/// Where the first slab lies, and how many slabs share among all: "1,1,1 30x32x32, 5 of 9".
+std::string shared_text(const Problem& p) {
+  const std::vector<Slab> slabs = tap_sharing_slabs(p);
+  const auto shared =
+      std::count_if(slabs.begin(), slabs.end(), [&](const Slab& slab) { return shares_x_loads(p, slab); });
+  const Slab& first = slabs.front();
+  return concat(first.origin[0], ',', first.origin[1], ',', first.origin[2], ' ', extent_text(first.extent),
+                ", ", shared, " of ", slabs.size());
+}
+
+void test_shared_cuts() {
+  const auto expect_cut = [](const Problem& p, const std::string& text) {
+    expect(shared_text(p) == text, concat(shared_text(p), ", not ", text, ": ", describe(p)));
+  };
   Problem p = headline();
-  expect(shares_x_loads(p, tap_sharing_slabs(p).front()), "the headline shape's inside shares loads");
-  expect(!shares_x_loads(p, border_slabs(p, 2).front()), "part of the height does not");
-  p.kernel[1] = 8;
-  expect(!shares_x_loads(p, tap_sharing_slabs(p).front()), "7 more rows of 32 positions are too many");
-  p.kernel[1] = 1;
-  expect(!shares_x_loads(p, tap_sharing_slabs(p).front()), "a single tap has nothing to share");
+  expect_cut(p, "2,1,1 30x32x32, 5 of 9");  // of each border that 1 of 3 taps reaches, one row or column
+  expect(!shares_x_loads(p, border_slabs(p, 2).front()), "planes that end within tiles do not share");
+  p.padding = {1, 1, 1};
+  expect_cut(p, "1,0,0 30x32x32, 3 of 3");
+  p.in = {32, 96, 96}, p.padding = {0, 0, 0};
+  expect_cut(p, "2,1,1 30x96x48, 10 of 14");
+  p.in = {64, 64, 64};
+  expect_cut(p, "2,1,1 62x64x32, 10 of 14");
+  p.in = {32, 32, 32}, p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};
+  expect_cut(p, "1,1,1 32x32x32, 4 of 8");  // of stride 2, phases that two taps along the height reach
+  p.kernel = {4, 4, 4}, p.output_padding = {0, 0, 0};
+  expect_cut(p, "0,0,0 32x32x32, 8 of 8");
   p = headline();
-  p.padding[1] = 1;
-  expect(!shares_x_loads(p, tap_sharing_slabs(p).front()), "nor does padding along the height allow it");
+  p.kernel[1] = 8;
+  expect_cut(p, "2,4,1 30x32x8, 20 of 24");  // 7 rows more of as few positions as will do
+  p.kernel[1] = 1;
+  expect_cut(p, "0,0,0 34x32x34, 0 of 1");  // nothing to share
 }
 
 void test_border_slabs() {
@@ -478,6 +524,7 @@ int main() {
     upconv3d::test_border_slabs();
     upconv3d::test_phases();
     upconv3d::test_tap_sharing();
+    upconv3d::test_shared_cuts();
     upconv3d::test_sm90_selection();
     upconv3d::test_splits_within_im2col();
     upconv3d::test_library_selection();
