@@ -265,20 +265,27 @@ std::vector<Slab> tap_sharing_slabs(const Problem& problem) {
   return slabs;
 }
 
-bool shares_x_loads(const Problem& problem, const Slab& slab) {
+SharedLoads shared_loads(const Problem& problem, const Slab& slab) {
   constexpr Extent3 kOnes = {1, 1, 1};
-  const std::int64_t taps = slab.taps[1];
+  if (slab.stride != kOnes || slab.dilation != kOnes || slab.tap_count() == 0) return {};
+  const auto fits = [&](int axis, std::int64_t rows) {
+    return slab.taps[axis] > 1 && rows % kSharedRowUnit == 0 &&
+           (slab.taps[axis] - 1) * rows <= kMaxSharedRows;
+  };
+  const std::int64_t row = slab.extent[2], plane = slab.extent[1] * row;
   const bool nothing_behind_planes = problem.operation == Operation::kConvTranspose && slab.step == kOnes &&
                                      problem.padding[1] == 0 && slab.extent[1] == problem.out()[1] &&
-                                     taps == problem.kernel[1];
-  return slab.stride == kOnes && slab.dilation == kOnes && taps > 1 &&
-         (tiles_end_with_planes(slab) || nothing_behind_planes) && slab.extent[2] % kSharedRowUnit == 0 &&
-         (taps - 1) * slab.extent[2] <= kMaxSharedRows;
+                                     slab.taps[1] == problem.kernel[1];
+  if (fits(1, row) && (tiles_end_with_planes(slab) || nothing_behind_planes)) return {1, slab.taps[1], row};
+  if (fits(0, plane)) return {0, slab.taps[0], plane};
+  return {};
 }
 
 InputBox input_box(const Problem& problem, const Slab& slab, bool shares_taps) {
   InputBox box;
   const bool reached = slab.tap_count() > 0;
+  const SharedLoads shared = shares_taps ? shared_loads(problem, slab) : SharedLoads{};
+  const bool goes_on = shared.taps > 1 && (shared.axis == 0 || tiles_end_with_planes(slab));
   for (int axis = 0; axis < 3; ++axis) {
     const std::int64_t reach = (slab.extent[axis] - 1) * slab.stride[axis];  // of the windows
     if (!reached) {
@@ -292,7 +299,7 @@ InputBox input_box(const Problem& problem, const Slab& slab, bool shares_taps) {
     box.extent[axis] = std::min(first + reach + taps_reach, problem.in[axis] - 1) - box.origin[axis] + 1;
     box.lower[axis] = first - box.origin[axis];
     box.upper[axis] = box.lower[axis] + reach + 1 - box.extent[axis];
-    if (shares_taps && axis == 1 && tiles_end_with_planes(slab)) box.upper[axis] += taps_reach;
+    if (goes_on && axis == shared.axis) box.upper[axis] += taps_reach;
   }
   return box;
 }

@@ -137,9 +137,10 @@ double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& s
   // channels and its positions per product.
   const double row_bytes = block_inputs * 2;
   double x_rows = bp;
-  if (share_taps && shares_x_loads(p, slab)) {
-    const double taps = static_cast<double>(slab.taps[1]);
-    x_rows = (bp + (taps - 1) * static_cast<double>(slab.extent[2])) / taps;
+  if (share_taps) {
+    const SharedLoads shared = shared_loads(p, slab);
+    const double taps = static_cast<double>(shared.taps);
+    x_rows = (bp + (taps - 1) * static_cast<double>(shared.rows)) / taps;
   }
   const double written = (bc + x_rows) * row_bytes * copies;
   const double read =

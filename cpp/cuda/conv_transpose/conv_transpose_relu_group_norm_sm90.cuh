@@ -293,13 +293,12 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
   int shared_rows = 0;
   for (const Slab& from : slabs) {
     KernelSlab<Traits>& slab = to.slabs[to.num_slabs++];
-    slab.shared_taps = 1;
-    int rows = 0;  // beyond BLK_POS
-    if (params.share_taps && shares_x_loads(problem, from)) {
-      slab.shared_taps = static_cast<int>(from.taps[1]);
-      rows = static_cast<int>((from.taps[1] - 1) * from.extent[2]);
-      shared_rows = std::max(shared_rows, rows);
-    }
+    const SharedLoads shared = params.share_taps ? shared_loads(problem, from) : SharedLoads{};
+    slab.shared[0] = slab.shared[1] = 1;
+    slab.shared[shared.axis] = slab.shared_taps = static_cast<int>(shared.taps);
+    slab.shared_rows = static_cast<int>(shared.rows);
+    const int rows = (slab.shared_taps - 1) * slab.shared_rows;  // beyond BLK_POS
+    shared_rows = std::max(shared_rows, rows);
     for (int split = 0; split < Traits::SPLITS; ++split) {
       maps.place(slab.x[split], split == 0 ? Mapped::kX : Mapped::kXLo,
                  encode_slab_input(problem, from, operand, x[split], x_samples, x_row, Traits::BLK_POS + rows,
@@ -337,6 +336,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
       slab.taps[axis] = reached ? static_cast<int>(from.taps[axis]) : 1;
     }
     const int k_blocks = slab.taps[0] * slab.taps[1] * slab.taps[2] * (slab.c_end - slab.c_begin);
+    slab.x_loads = k_blocks / slab.shared_taps;
     slab.row_moments = wants_row_moments<Traits>(k_blocks) && !to.linear;
     const std::int64_t pos_tiles = ceil_div(from.positions(), Traits::BLK_POS);
     slab.first_tile = static_cast<int>(tiles);

@@ -242,7 +242,10 @@ struct KernelSlab : SlabGeometry {
   int tap_step[3];     // from one tap to the next, downwards
   int taps[3];         // taps along T,R,S
   int c_begin, c_end;  // k-blocks of input channels
-  int shared_taps;     // of taps[1], how many one load of x serves: all or 1
+  int shared[2];       // taps along T,R that one load of x serves: all of one of the two, or 1
+  int shared_taps;     // their product
+  int shared_rows;     // of x, from one of those taps to the next
+  int x_loads;         // of a tile
   int first_tile;      // of a sample's tiles
   int first_moment;    // of a sample's partial moments
   bool row_moments;    // consumers take the moments of whole half tiles
@@ -402,9 +405,7 @@ CUTLASS_DEVICE TileCoord tile_of_launch(KernelParams<Traits> const& params, int 
 template <class Traits>
 CUTLASS_DEVICE TileWork tile_work(KernelParams<Traits> const& params, TileCoord const& coord) {
   KernelSlab<Traits> const& slab = params.slabs[coord.slab];
-  int const x_loads =
-      slab.taps[0] * (slab.taps[1] / slab.shared_taps) * slab.taps[2] * (slab.c_end - slab.c_begin);
-  return {coord, slab.positions - coord.position, x_loads, slab.shared_taps, slab.width.divisor};
+  return {coord, slab.positions - coord.position, slab.x_loads, slab.shared_taps, slab.shared_rows};
 }
 
 /// The loading thread's note of the tile at `coord`, which has place `place` of the launch order.
