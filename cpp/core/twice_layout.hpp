@@ -56,7 +56,7 @@ struct TwiceSet {
 
 /// What one warpgroup multiplies in a tile of a class.
 struct TwiceUnits {
-  std::uint32_t taps = 0;  // bit mask of the class's taps that it uses
+  std::uint32_t taps = 0;  // bit mask of the class's taps that it uses, in the order of tap_bit
   int count = 0;           // k-blocks: taps that it uses x blocks of input channels; 0: it has no rows
 };
 
@@ -64,10 +64,15 @@ struct TwiceUnits {
 struct TwiceClass {
   Slab window;          // extent, and windows and taps of the rows taken together
   bool reached = true;  // some tap reads x
+  SharedLoads shared;   // taps that one load of x serves
   TwiceUnits units[2];
   std::vector<TwiceSet> sets;
   std::int64_t loads() const { return window.tap_count(); }
 };
+
+/// Place of the tap `at`, along T,R,S, among a class's: load by load along T, then R, then S; where loads are
+/// shared along one of them, the taps that a load serves come last.
+int tap_bit(const TwiceClass& of, const Extent3& at);
 
 struct TwiceLayout {
   int fold = 1;                   // phases along the width that are folded
@@ -91,6 +96,9 @@ inline std::int64_t twice_sets(const TwiceLayout& layout) {
   for (const TwiceClass& from : layout.classes) sets += from.sets.size();
   return static_cast<std::int64_t>(sets);
 }
+
+/// Rows of x that the longest load of a class has beyond a tile's.
+std::int64_t twice_shared_rows(const TwiceLayout& layout);
 
 /// Whether the kernel can read w as it lies, where that is reads_w_in_place: 64 output channels of one tap
 /// are a box of w, so rows that one warpgroup holds are to be one phase's, and in the order of the channels.

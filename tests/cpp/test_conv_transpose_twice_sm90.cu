@@ -112,12 +112,20 @@ const Case kCases[] = {
     {1, 16, 32, {6, 6, 6}, {3, 3, 3}, {2, 2, 2}, {2, 2, 2}, {1, 1, 1}, {2, 2, 2}},
     // 32 phases in either layout.
     {1, 40, 64, {3, 4, 5}, {4, 4, 3}, {4, 4, 2}, {1, 0, 1}, {0, 0, 1}, kOnes},
+    // Loads that serve two taps along the height, of one k-block and of two, and along the depth.
+    {2, 64, 32, {2, 16, 16}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, {1, 1, 1}, kOnes},
+    {1, 128, 16, {2, 32, 8}, {1, 3, 2}, {1, 2, 2}, {0, 1, 0}, {0, 1, 0}, kOnes},
+    {2, 64, 32, {4, 8, 10}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, {1, 1, 1}, kOnes},
+    // The same of half k-blocks; three taps; across the ends of planes.
+    {2, 32, 16, {2, 32, 32}, {4, 4, 4}, {2, 2, 2}, {1, 1, 1}, kNone, kOnes},
+    {1, 16, 8, {3, 16, 16}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, {1, 1, 1}, kOnes},
+    {2, 16, 16, {3, 6, 14}, {3, 3, 3}, kOnes, kNone, kNone, kOnes},
 };
 
 /// Cases of k-blocks of 64 and of 32 input channels, and those that y [N,K,Z,P,Q] takes.
-constexpr int kWholeBlockCases = 15, kHalfBlockCases = 17;
+constexpr int kWholeBlockCases = 18, kHalfBlockCases = 20;
 static_assert(kWholeBlockCases + kHalfBlockCases == std::size(kCases));
-constexpr int kChannelsFirstWhole = 10, kChannelsFirstHalf = 11;
+constexpr int kChannelsFirstWhole = 13, kChannelsFirstHalf = 13;
 
 int expected_cases(const ConvInstance& instance, Layout y_layout) {
   const bool whole = instance.block_inputs == upconv3d::kTwiceBlockC;

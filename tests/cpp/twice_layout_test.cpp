@@ -3,18 +3,23 @@
 /// core/twice_layout.hpp, and when select_plan computes the convolution twice. Without torch or CUDA.
 
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <exception>
 #include <iostream>
 #include <string>
 #include <vector>
 
 #include "core/errors.hpp"
+#include "core/index_math.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 #include "core/slab_launches.hpp"
+#include "core/text.hpp"
 #include "core/twice_layout.hpp"
 #include "core/twice_transposed.hpp"
 #include "core_cases.hpp"
+#include "shared_loads_check.hpp"
 
 namespace upconv3d {
 namespace {
@@ -26,9 +31,49 @@ Problem kernel_is_stride() {
   return p;
 }
 
+/// Whether the mask names all of the phase's taps.
+bool names_taps(const TwiceClass& made, std::uint32_t mask, const Slab& phase) {
+  Extent3 lead;
+  for (int axis = 0; axis < 3; ++axis) lead[axis] = tap_lead(made.window, phase, axis);
+  for (std::int64_t t = 0; t < phase.taps[0]; ++t) {
+    for (std::int64_t r = 0; r < phase.taps[1]; ++r) {
+      for (std::int64_t s = 0; s < phase.taps[2]; ++s) {
+        if ((mask >> tap_bit(made, {t - lead[0], r - lead[1], s - lead[2]}) & 1) == 0) return false;
+      }
+    }
+  }
+  return true;
+}
+
+/// Taps have places of their own, those that a load serves next to each other, and loads bring what is read.
+void test_loads_of(const Problem& p, const TwiceClass& made) {
+  const std::string what = "computed twice: " + describe(p);
+  const Extent3& taps = made.window.taps;
+  std::uint64_t places = 0;
+  for (std::int64_t t = 0; t < taps[0]; ++t) {
+    for (std::int64_t r = 0; r < taps[1]; ++r) {
+      for (std::int64_t s = 0; s < taps[2]; ++s) {
+        const int bit = tap_bit(made, {t, r, s});
+        places |= std::uint64_t{1} << bit;
+        Extent3 first = {t, r, s};
+        if (made.shared.taps > 1) first[made.shared.axis] = 0;
+        expect(tap_bit(made, first) == bit / made.shared.taps * made.shared.taps, what + ", a load's taps");
+      }
+    }
+  }
+  expect(places == (std::uint64_t{1} << made.window.tap_count()) - 1, what + ", places of taps");
+  for (const TwiceUnits& of : made.units) {
+    const std::int64_t c_blocks = made.reached ? ceil_div(p.c, twice_block_inputs(p)) : 1;
+    expect(of.count == std::popcount(of.taps) * c_blocks, what + ", k-blocks");
+  }
+  if (made.shared.taps == 1) return;
+  expect(made.reached && made.shared.taps == taps[made.shared.axis], what + ", all taps along an axis");
+  expect(tests::shared_loads_are_right(p, made.window, kTwicePositions), what + ", shared loads");
+}
+
 /// Counts the rows by phase, whose taps are to be among those of the class.
-void count_rows(const Problem& p, const TwiceLayout& layout, const TwiceClass& made, const TwiceRows& rows,
-                std::vector<std::int64_t>& computed) {
+void count_rows(const Problem& p, const TwiceLayout& layout, const TwiceClass& made, int group,
+                const TwiceRows& rows, std::vector<std::int64_t>& computed) {
   const std::string what = "computed twice: " + describe(p);
   const std::int64_t end = std::min(rows.row + kTwiceRows, layout.fold * p.k);
   for (std::int64_t row = rows.row; row < end; ++row) {
@@ -47,6 +92,7 @@ void count_rows(const Problem& p, const TwiceLayout& layout, const TwiceClass& m
       expect(made.window.window[axis] - lead * phase.dilation[axis] == phase.window[axis], what + ", grid");
       expect(lead <= 0 && phase.taps[axis] - lead <= made.window.taps[axis], what + ", taps");
     }
+    expect(names_taps(made, made.units[group].taps, phase), what + ", taps that are used");
   }
 }
 
@@ -57,11 +103,12 @@ void test_twice_layout_of(const Problem& p) {
   std::vector<std::int64_t> computed(layout.phases.size(), 0);
   for (const TwiceClass& made : layout.classes) {
     expect(made.units[0].count + made.units[1].count <= max_twice_units(p), what + ", weights fit");
+    test_loads_of(p, made);
     for (const TwiceSet& set : made.sets) {
       for (int group = 0; group < 2; ++group) {
         const TwiceRows& rows = set.rows[group];
         expect((rows.view < 0) == (made.units[group].count == 0), what + ", rows are multiplied");
-        if (rows.view >= 0) count_rows(p, layout, made, rows, computed);
+        if (rows.view >= 0) count_rows(p, layout, made, group, rows, computed);
       }
     }
   }
@@ -247,6 +294,48 @@ void test_half_blocks() {
          "half k-blocks take less");
 }
 
+/// Loads that serve several taps: along the height, along the depth of small planes, and where they would
+/// leave no room.
+void test_shared() {
+  const auto shared = [](const Problem& p) {
+    test_twice_layout_of(p);
+    std::string text;
+    for (const TwiceClass& made : twice_layout(p).classes)
+      text += concat(text.empty() ? "" : ", ", made.shared.taps, made.shared.axis == 0 ? " deep" : " high");
+    return text;
+  };
+  Problem p = headline();
+  p.n = 2, p.k = 32, p.in = {4, 64, 64}, p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};
+  expect(shared(p) == "2 high, 2 high", "phases of two taps along the height, beside such of one");
+  expect(twice_shared_rows(twice_layout(p)) == 64, "with a row more");
+  p.y_layout = Layout::kNCDHW;
+  expect(shared(p) == "2 high, 2 high", "y NCDHW");
+  p.y_layout = Layout::kNDHWC;
+  p.in = {6, 8, 10};
+  expect(shared(p) == "2 deep, 2 deep", "planes of 80 positions");
+  p.in = {6, 9, 10};
+  expect(shared(p) == "1 high, 1 high", "planes of 90, no multiple of 8");
+  p.c = 32, p.k = 16, p.in = {4, 32, 32}, p.kernel = {4, 4, 4}, p.output_padding = {0, 0, 0};
+  expect(shared(p) == "3 high, 3 high", "half k-blocks, two rows of phases side by side");
+  p.c = 64, p.k = 64, p.kernel = {3, 3, 3}, p.stride = {2, 1, 2}, p.output_padding = {1, 0, 1};
+  shared(p);
+  int sharing = 0;
+  for (const std::int64_t width : {8, 16, 24}) {
+    for (const Extent3 kernel : {Extent3{3, 3, 3}, Extent3{4, 4, 4}, Extent3{2, 5, 3}, Extent3{1, 3, 1}}) {
+      for (const std::int64_t k : {8, 16, 40, 64}) {
+        for (const Layout layout : {Layout::kNDHWC, Layout::kNCDHW}) {
+          p = headline();
+          p.n = 1, p.c = 40, p.k = p.num_groups = k, p.in = {3, 32, width}, p.kernel = kernel;
+          p.stride = {1, 2, 2}, p.padding = {0, 1, 1}, p.y_layout = layout;
+          p.output_padding = {0, (kernel[1] + 1) % 2 == 0, (kernel[2] + 1) % 2 == 0};
+          sharing += shared(p).find_first_of("2345") != std::string::npos;
+        }
+      }
+    }
+  }
+  expect(sharing >= 20, concat("layouts that share loads are among the cases: ", sharing));
+}
+
 void test_twice() {
   Problem p = kernel_is_stride();
   test_twice_layout_of(p);
@@ -258,6 +347,7 @@ void test_twice() {
   test_slab_launches();
   test_transposed();
   test_half_blocks();
+  test_shared();
   p = headline();
   p.n = 2, p.k = 32, p.in = {64, 64, 64}, p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};
   test_twice_layout_of(p);

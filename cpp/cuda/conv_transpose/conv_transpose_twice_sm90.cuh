@@ -77,19 +77,24 @@ class TwiceMultiplier {
     if (tile.set != loaded_) take_weights(tile);
     int left_of_turn = turn_;
     int unit = first_unit_;
+    std::uint32_t used_taps = used_taps_;
     int done = -1;
     typename Traits::TiledMma mma;
     mma.accumulate_ = GMMA::ScaleOut::Zero;
     take_turn();
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int tap = 0; tap < taps_; ++tap) {
-      bool const used = used_taps_ >> tap & 1;
+    for (int load = 0; load < loads_; ++load) {
+      std::uint32_t const served = used_taps & served_mask_;
       CUTLASS_PRAGMA_NO_UNROLL
       for (int c_block = 0; c_block < c_blocks_; ++c_block) {
         control_.x.wait_full(at_);
-        if (used) {
-          Tensor w = make_tensor(w_.data() + unit * (Traits::W_BYTES / kUnit), w_.layout());
-          Tensor x = make_tensor(x_.data() + at_.slot * (Traits::X_BYTES / kUnit), x_.layout());
+        int of_tap = unit + c_block;
+        int x_from = at_.slot * (params_.x_slot_bytes / kUnit);
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (std::uint32_t taps = served; taps != 0; taps >>= 1, x_from += shared_step_) {
+          if (!(taps & 1)) continue;
+          Tensor w = make_tensor(w_.data() + of_tap * (Traits::W_BYTES / kUnit), w_.layout());
+          Tensor x = make_tensor(x_.data() + x_from, x_.layout());
           warpgroup_fence_operand(acc);
           warpgroup_arrive();
           CUTLASS_PRAGMA_UNROLL
@@ -99,10 +104,11 @@ class TwiceMultiplier {
           }
           warpgroup_commit_batch();
           warpgroup_wait<1>();  // the batch before this one is done: what it read may be overwritten
-          if (done >= 0) release_x(done);
+          if (done >= 0 && done != at_.slot) release_x(done);
           done = at_.slot;
-          ++unit;
-        } else {
+          of_tap += c_blocks_;
+        }
+        if (served == 0) {
           // What is held meanwhile may be the slot that the next one used has to come to.
           warpgroup_wait<0>();
           if (done >= 0) release_x(done);
@@ -113,6 +119,8 @@ class TwiceMultiplier {
         at_.advance(params_.x_slots);
         if (--left_of_turn == 0) pass_turn();
       }
+      unit += __popc(served) * c_blocks_;
+      used_taps >>= shared_taps_;
     }
     meanwhile();
     __syncwarp();  // lanes may have parted, and wgmma's wait wants them together
@@ -136,10 +144,13 @@ class TwiceMultiplier {
   CUTLASS_DEVICE void take_weights(TwiceTile const& tile) {
     TwiceClassParams const& cls = params_.classes[tile.cls];
     used_taps_ = cls.units[group_].taps;
-    taps_ = cls.taps[0] * cls.taps[1] * cls.taps[2];
+    loads_ = cls.loads[0] * cls.loads[1] * cls.loads[2];
+    shared_taps_ = cls.shared_taps;
+    served_mask_ = 0xffffffffu >> (32 - shared_taps_);
+    shared_step_ = cls.shared_rows * (Traits::ROW_BYTES / 16);
     c_blocks_ = cls.c_blocks;
     first_unit_ = group_ == 0 ? 0 : cls.units[0].count;
-    turn_ = group_ == 0 ? min(taps_ * c_blocks_, params_.x_slots - 1) : taps_ * c_blocks_;
+    turn_ = group_ == 0 ? min(loads_ * c_blocks_, params_.x_slots - 1) : loads_ * c_blocks_;
     if (loaded_ >= 0 && threadIdx.x % 32 == 0) control_.w.arrive_empty(0);
     control_.w.wait_full(weights_);
     weights_.advance(1);
@@ -157,9 +168,12 @@ class TwiceMultiplier {
   int loaded_ = -1;  // set
   // Of its class.
   std::uint32_t used_taps_;
-  int taps_, c_blocks_;
-  int first_unit_;  // of this warpgroup
-  int turn_;        // k-blocks before the other warpgroup's turn comes
+  std::uint32_t served_mask_;  // of the taps that one load serves
+  int loads_, c_blocks_;
+  int shared_taps_;  // that a load serves
+  int shared_step_;  // from one of these to the next, in descriptors' units of 16 bytes
+  int first_unit_;   // of this warpgroup
+  int turn_;         // loads before the other warpgroup's turn comes
 };
 
 template <class Traits>

@@ -97,14 +97,19 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
     TwiceClassParams& cls = to.classes[to.num_classes++];
     Slab window = from.window;
     if (!from.reached) window.taps = {};
+    cls.shared_axis = from.shared.axis;
+    cls.shared_taps = static_cast<int>(from.shared.taps);
+    cls.shared_rows = static_cast<int>(from.shared.rows);
     maps.place(cls.x, Mapped::kX,
                encode_slab_input(problem, window, operand, x, problem.n, {x_channels, x_channels},
-                                 Traits::BLK_POS, Traits::BLK_C));
+                                 Traits::BLK_POS + (cls.shared_taps - 1) * cls.shared_rows, Traits::BLK_C,
+                                 cls.shared_taps > 1));
     cls.width = cutlass::FastDivmod(static_cast<int>(window.extent[2]));
     cls.height = cutlass::FastDivmod(static_cast<int>(window.extent[1]));
     copy_extent(input_box(problem, window).lower, cls.corner);
     copy_window(window, cls.window);
-    copy_extent(from.window.taps, cls.taps);
+    copy_extent(from.window.taps, cls.loads);
+    cls.loads[cls.shared_axis] /= cls.shared_taps;
     // Where no tap reaches, the one k-block behind the last: x and w are zeros there.
     cls.c_begin = from.reached ? 0 : c_blocks;
     cls.c_blocks = from.reached ? c_blocks : 1;
@@ -123,8 +128,13 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
 }
 
 /// Divides shared memory: what the weights leave goes to x first, then to staging.
+/// \param shared_rows twice_shared_rows
 template <class Traits>
-void fill_shared_memory(TwiceParams<Traits>& to) {
+void fill_shared_memory(std::int64_t shared_rows, TwiceParams<Traits>& to) {
+  // Slots, and the weights behind them, begin on 1024 bytes.
+  constexpr std::int64_t kAlignment = 1024;
+  to.x_slot_bytes =
+      static_cast<int>(ceil_div(Traits::X_BYTES + shared_rows * Traits::ROW_BYTES, kAlignment) * kAlignment);
   static_assert(
       kSharedMemoryBytes - kTwiceControlBytes - kMaxTwiceWeightBytes - 2 * kFewStagingBuffers * kStageBytes >=
           2 * Traits::X_BYTES,
@@ -132,7 +142,7 @@ void fill_shared_memory(TwiceParams<Traits>& to) {
   const auto slots = [&](int buffers) {
     return (kSharedMemoryBytes - kTwiceControlBytes - to.w_units * Traits::W_BYTES -
             2 * buffers * kStageBytes) /
-           Traits::X_BYTES;
+           to.x_slot_bytes;
   };
   to.staging_buffers = Traits::CHANNELS_FIRST                                 ? 0
                        : slots(kManyStagingBuffers) >= Traits::WANTED_X_SLOTS ? kManyStagingBuffers
@@ -161,7 +171,7 @@ void fill_twice_params(const ConvTransposeParams& params, DType operand, DType o
   fill_views(problem, layout, output, params.a, to, maps);
   fill_classes(problem, layout, operand, params.x_hi, params.x_packed ? operand_channels(problem) : problem.c,
                to, maps);
-  fill_shared_memory(to);
+  fill_shared_memory(twice_shared_rows(layout), to);
   to.w_rows = static_cast<int>(layout.box);
   // The warp that loads weights gives each of its lanes a box, or more than one.
   if (to.w_rows < 8) {

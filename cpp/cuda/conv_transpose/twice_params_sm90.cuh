@@ -45,7 +45,7 @@ struct TwiceTraitsSm90 {
       SmemAtomW{}, cute::Shape<cute::Int<ROWS>, cute::Int<BLK_C>>{}));  // (ROWS,BLK_C)
 
   static constexpr int ROW_BYTES = BLK_C * int(sizeof(Operand));
-  static constexpr int X_BYTES = BLK_POS * ROW_BYTES;  // of a slot
+  static constexpr int X_BYTES = BLK_POS * ROW_BYTES;  // of a load that serves one tap
   static constexpr int W_BYTES = ROWS * ROW_BYTES;     // of a unit
 
   /// Slots of x are for bytes on their way: of half k-blocks as many as there is room for barriers.
@@ -106,8 +106,11 @@ struct TwiceClassParams {
   cutlass::FastDivmod width, height;  // of its views along Q/fold and P
   int corner[3];                      // first window's coordinates in x
   int window[3];                      // the same as phases have it, to compare them
-  int taps[3];
-  int c_begin, c_blocks;  // k-blocks of input channels; beyond the last one where no tap reaches
+  int loads[3];                       // of x along T,R,S: taps, but for those that are shared
+  int shared_axis;                    // along which a load serves several taps
+  int shared_taps;                    // that each serves
+  int shared_rows;                    // of x, from one of those taps to the next
+  int c_begin, c_blocks;              // k-blocks of input channels; beyond the last one where no tap reaches
   TwiceUnitsParams units[2];
   cutlass::FastDivmod pos_tiles;  // of a sample
   int positions;                  // of a sample
@@ -140,6 +143,7 @@ struct TwiceParams {
   std::int64_t total_cost;
   int w_units;  // room for weights
   int x_slots;
+  int x_slot_bytes;                    // of the longest load
   int staging_buffers;                 // of each warpgroup; none for y [N,K,Z,P,Q]
   Output* y;                           // [N,Z,P,Q,K] or [N,K,Z,P,Q]
   Output const* bias;                  // [K], or null
@@ -211,7 +215,7 @@ struct TwiceControl {
 /// The parts of shared memory.
 template <class Traits>
 struct TwiceShared {
-  char* x;        // [x_slots] (BLK_POS,BLK_C) swizzled
+  char* x;        // [x_slots] (BLK_POS + shared rows,BLK_C) swizzled
   char* w;        // [w_units] (ROWS,BLK_C) swizzled, either operand layout: warpgroup 0's, then 1's
   char* staging;  // [2][staging_buffers] of 8 KB
   TwiceControl<Traits>* control;
@@ -219,7 +223,7 @@ struct TwiceShared {
   CUTLASS_DEVICE TwiceShared(char* base, TwiceParams<Traits> const& params) {
     static_assert(sizeof(TwiceControl<Traits>) <= kTwiceControlBytes);
     x = base;
-    w = x + params.x_slots * Traits::X_BYTES;
+    w = x + params.x_slots * params.x_slot_bytes;
     staging = w + params.w_units * Traits::W_BYTES;
     control = reinterpret_cast<TwiceControl<Traits>*>(base + kSharedMemoryBytes - kTwiceControlBytes);
   }
