@@ -75,8 +75,8 @@ class TwiceMultiplier {
     using namespace cute;
     constexpr int kUnit = 16;  // descriptors count in 16 bytes
     if (tile.set != loaded_) take_weights(tile);
-    int left_of_turn = turn_;
-    int unit = first_unit_;
+    int left_of_turn = begin_ >> 16;
+    int unit = begin_ & 0xffff;
     std::uint32_t used_taps = used_taps_;
     int done = -1;
     typename Traits::TiledMma mma;
@@ -84,14 +84,14 @@ class TwiceMultiplier {
     take_turn();
     CUTLASS_PRAGMA_NO_UNROLL
     for (int load = 0; load < loads_; ++load) {
-      std::uint32_t const served = used_taps & served_mask_;
+      std::uint32_t const served = used_taps & ~(~0u << (served_ & 0xff));
       CUTLASS_PRAGMA_NO_UNROLL
       for (int c_block = 0; c_block < c_blocks_; ++c_block) {
         control_.x.wait_full(at_);
         int of_tap = unit + c_block;
         int x_from = at_.slot * (params_.x_slot_bytes / kUnit);
         CUTLASS_PRAGMA_NO_UNROLL
-        for (std::uint32_t taps = served; taps != 0; taps >>= 1, x_from += shared_step_) {
+        for (std::uint32_t taps = served; taps != 0; taps >>= 1, x_from += served_ >> 8) {
           if (!(taps & 1)) continue;
           Tensor w = make_tensor(w_.data() + of_tap * (Traits::W_BYTES / kUnit), w_.layout());
           Tensor x = make_tensor(x_.data() + x_from, x_.layout());
@@ -120,7 +120,7 @@ class TwiceMultiplier {
         if (--left_of_turn == 0) pass_turn();
       }
       unit += __popc(served) * c_blocks_;
-      used_taps >>= shared_taps_;
+      used_taps >>= served_ & 0xff;
     }
     meanwhile();
     __syncwarp();  // lanes may have parted, and wgmma's wait wants them together
@@ -145,12 +145,11 @@ class TwiceMultiplier {
     TwiceClassParams const& cls = params_.classes[tile.cls];
     used_taps_ = cls.units[group_].taps;
     loads_ = cls.loads[0] * cls.loads[1] * cls.loads[2];
-    shared_taps_ = cls.shared_taps;
-    served_mask_ = 0xffffffffu >> (32 - shared_taps_);
-    shared_step_ = cls.shared_rows * (Traits::ROW_BYTES / 16);
+    served_ = cls.shared_taps | cls.shared_rows * (Traits::ROW_BYTES / 16) << 8;
     c_blocks_ = cls.c_blocks;
-    first_unit_ = group_ == 0 ? 0 : cls.units[0].count;
-    turn_ = group_ == 0 ? min(loads_ * c_blocks_, params_.x_slots - 1) : loads_ * c_blocks_;
+    int const first_unit = group_ == 0 ? 0 : cls.units[0].count;
+    int const turn = group_ == 0 ? min(loads_ * c_blocks_, params_.x_slots - 1) : loads_ * c_blocks_;
+    begin_ = first_unit | turn << 16;
     if (loaded_ >= 0 && threadIdx.x % 32 == 0) control_.w.arrive_empty(0);
     control_.w.wait_full(weights_);
     weights_.advance(1);
@@ -166,14 +165,11 @@ class TwiceMultiplier {
   FragmentX x_;
   RingCursor at_, weights_;
   int loaded_ = -1;  // set
-  // Of its class.
+  // Of its class, two numbers in a register, of which there are none to spare.
   std::uint32_t used_taps_;
-  std::uint32_t served_mask_;  // of the taps that one load serves
   int loads_, c_blocks_;
-  int shared_taps_;  // that a load serves
-  int shared_step_;  // from one of these to the next, in descriptors' units of 16 bytes
-  int first_unit_;   // of this warpgroup
-  int turn_;         // loads before the other warpgroup's turn comes
+  int served_;  // taps that a load serves; << 8: from one to the next, in descriptors' units of 16 bytes
+  int begin_;   // first unit of this warpgroup; << 16: loads before the other warpgroup's turn comes
 };
 
 template <class Traits>
