@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._accelerated.block import Block, Options, is_left_to_pytorch
-from ._accelerated.chain import admits, call_of, find_block, takes
+from ._accelerated.block import Block, Options, is_left_to_pytorch, sized_weight
+from ._accelerated.call import call_of
+from ._accelerated.chain import admits, blocks_of, find_block, takes
 from ._accelerated.proof import UnprovableError
 from ._accelerated.swap import (
     Accelerated,
@@ -22,7 +23,7 @@ from ._accelerated.swap import (
     unswap,
     why_not_swapped,
 )
-from ._accelerated.traced import _TRACED, AcceleratedForward, blocks_of, is_open, trace
+from ._accelerated.traced import _TRACED, AcceleratedForward, is_open, trace
 from .explain import explain_norm_act
 from .functional import resolve_precision
 
@@ -149,7 +150,9 @@ class _Planner:
     def sequentials(self, model: nn.Module) -> None:
         best: dict[int, _Place] = {}
         for conv, place in _sequential_places(model):
-            self.reasons[id(conv)] = str(place.blocks[False])
+            why = place.blocks[False]
+            if isinstance(why, str):
+                self.reasons[id(conv)] = why
             known = best.get(id(conv))
             # The innermost of those that see as much: they come later, and what is outside keeps its class.
             if place.length() > 0 and (known is None or place.length() >= known.length()):
@@ -200,13 +203,15 @@ def _plan(block: Block | str, meta: Tensor | None, options: Options) -> str | No
     """Name of the plan that the block would run on an input of these sizes, without gradients."""
     if meta is None or not isinstance(block, Block):
         return None
-    device = block.conv.weight.device
+    conv = block.conv
+    device = next((parameter.device for parameter in conv.parameters()), meta.device)
     x = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=device)
     if not takes(x) or not admits(block, x):
         return None
-    if options.precision is None and is_left_to_pytorch(block, x, block.conv.weight):
+    weight = sized_weight(conv, x, device)
+    if options.precision is None and is_left_to_pytorch(block, x, weight):
         return "small: PyTorch's calls"
-    positional, named = call_of(block, x, options)
+    positional, named = call_of(block, x, options, weight)
     return explain_norm_act(*positional, **named).algorithm
 
 

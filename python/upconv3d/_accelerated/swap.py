@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from .block import Block, Options
 from .chain import run_block, run_chain, runs_forward_of, takes, why_watched
@@ -50,7 +51,8 @@ class AcceleratedSequential(Accelerated):
 
     def forward(self, input: Any) -> Any:
         options = self.__dict__.get(_OPTIONS)
-        if options is None:  # a slice of it, which nobody asked to accelerate
+        # A slice has none, which nobody asked to accelerate. Hooks of all modules see each by itself.
+        if options is None or _has_any_global_hook():  # type: ignore[no-untyped-call]
             base: Any = self._upconv3d_base
             return base.forward(self, input)
         return run_chain(leaves(self), input, options)
