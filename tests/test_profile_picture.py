@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The roofline that `python -m upconv3d.profile --png` draws: every case can be told, no two texts meet."""
 
+import dataclasses
 import itertools
 import types
 
@@ -71,12 +72,22 @@ def test_roofline_texts_neither_meet_nor_leave_the_picture(monkeypatch, names, k
     for text, box in zip(texts, boxes, strict=True):
         assert box.x0 >= 0 and box.y0 >= 0, text
         assert box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, text
+    for axes in figure.axes:
+        bounds = axes.get_tightbbox()
+        assert bounds.x0 >= 0 and bounds.y0 >= 0 and bounds.x1 <= figure.bbox.x1
     for (one, a), (other, b) in itertools.combinations(zip(texts, boxes, strict=True), 2):
         assert not a.overlaps(b), (one, other)
     if len(profiles) > 1:
         labels, _ = roofline.labels(profiles)
         assert len(set(labels)) == len(profiles)
         assert [text.get_text() for axes in figure.axes for text in axes.texts] == labels
+
+
+def test_a_shape_by_its_numbers_is_named_by_them():
+    shape = dataclasses.replace(load_shapes()[0], name="custom", source="command line")
+    names, shared = roofline.labels(profiles_for_a_picture([shape], ["bfloat16"], ["ncdhw", "ndhwc"]))
+    assert names == ["ncdhw", "ndhwc"]
+    assert shared == "16x64x32x32x32 > 128, k3 s1 p0, 8 norm groups, bfloat16"
 
 
 def test_places_are_moved_apart():

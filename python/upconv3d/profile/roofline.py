@@ -36,24 +36,26 @@ ROOF_STYLES = ("-", "--", ":", "-.")
 LEADER_COLOUR = "#bbbbbb"
 
 # Inches.
-LEFT, RIGHT = 0.8, 0.25
-PLOT_WIDTH, PLOT_HEIGHT = 8.55, 4.4
+LEFT, RIGHT = 0.95, 0.25  # tick labels down to 0.0001, and the axis's own
+PLOT_WIDTH, PLOT_HEIGHT = 8.4, 4.4
 TITLE_LINE, LEGEND_LINE, MARGIN = 0.2, 0.19, 0.1
 X_AXIS, FOOTER = 0.55, 0.25
 LEADER = 0.3  # between names and plot
 COLUMN = 0.17  # from one case to the next: a name's height and a marker's width
 DPI = 150
-TITLE_CHARACTERS = 100  # what PLOT_WIDTH holds
+TITLE_CHARACTERS = 98  # what PLOT_WIDTH holds
 LARGEST_SHIFT = 0.08  # decades, 20%: a point farther from its intensity would be held against a wrong roof
 BEYOND = 5.0  # the x axis ends this factor beyond the outermost intensity, or knee of a roof
 
 
 def labels(profiles: list[CaseProfile]) -> tuple[list[str], str]:
     """What tells each case from the others, of shape, dtype and layout; and what all of them share."""
-    parts = [(p.case.shape.name, kind_of(p), p.case.layout) for p in profiles]
+    shapes = [p.case.shape for p in profiles]
+    names = [shape.describe() if shape.source == "command line" else shape.name for shape in shapes]
+    parts = [(name, kind_of(p), p.case.layout) for name, p in zip(names, profiles, strict=True)]
     varies = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
-    names = [", ".join(part for part, vary in zip(row, varies, strict=True) if vary) for row in parts]
-    return names, ", ".join(part for part, vary in zip(parts[0], varies, strict=True) if not vary)
+    differing = [", ".join(part for part, vary in zip(row, varies, strict=True) if vary) for row in parts]
+    return differing, ", ".join(part for part, vary in zip(parts[0], varies, strict=True) if not vary)
 
 
 def _rates(profile: CaseProfile) -> list[float]:
