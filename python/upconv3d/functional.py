@@ -190,6 +190,11 @@ def check_kinds(input: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias:
             f"upconv3d: input must be float32, bfloat16, float16 or float64; got input.dtype={input.dtype}. "
             f"Convert it, and the other tensors with it."
         )
+    if type(eps) is not float and not hasattr(eps, "__float__"):
+        raise TypeError(
+            f"upconv3d: eps must be a number (activation units squared); got eps={eps!r} "
+            f"({type(eps).__name__})."
+        )
     # Comparisons, not math.isfinite: torch.compile traces them for a symbolic eps too.
     if not -math.inf < eps < math.inf:
         raise ValueError(f"upconv3d: eps must be a finite number (activation units squared); got eps={eps}.")
