@@ -47,6 +47,45 @@ def test_cpu_mean_far_larger_than_the_spread(recompute, layout, dtype, shift):
         assert relative_error(grad, exact[name]) <= limit, name
 
 
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("way", ["eager", "recompute", "operator", "func"])
+def test_cpu_autocast_errors_like_pytorchs(way, low):
+    """PyTorch does not cast the norm's parameters there, nor their gradients, which float16 may overflow."""
+    block = make_block(2, 16, 32, 12, 3, num_groups=8, stride=2, padding=1)
+    target = torch.randn_like(block.eager()) + 4
+    names = tuple(block.tensors())
+    scale = 65536.0 if low == torch.float16 else 1.0
+
+    def loss(run, tensors):
+        here = replace(block, **dict(zip(names, tensors, strict=True)))
+        with torch.autocast("cpu", low, enabled=here.input.dtype == torch.float32):
+            y = run(here)
+        return (y.to(here.input.dtype) - target).square().mean() * scale
+
+    def ours(here):
+        args, kwargs = here.arguments()
+        if way == "operator":
+            x, w, b, s, p, o, groups, d = args
+            numbers = ([s] * 3, [p] * 3, [o] * 3, groups, [d] * 3)
+            return torch.ops.upconv3d.conv_transpose3d_relu_group_norm(
+                x, w, b, *numbers, *(kwargs[name] for name in kwargs)
+            )
+        return upconv3d.conv_transpose3d_relu_group_norm(*args, **kwargs, recompute=way == "recompute")
+
+    def run(call, of):
+        tensors = list(of.requires_grad().tensors().values())
+        if way == "func":
+            values = [tensor.detach() for tensor in tensors]
+            return torch.func.grad(lambda values: loss(call, values))(values)
+        return torch.autograd.grad(loss(call, tensors), tensors)
+
+    exact, theirs = run(Block.eager, block.to(torch.float64)), run(Block.eager, block)
+    for name, grad, other, reference in zip(names, run(ours, block), theirs, exact, strict=True):
+        assert bool(grad.isfinite().all()) or not bool(other.isfinite().all()), name
+        if other.isfinite().all():
+            assert relative_error(grad, reference) <= 1.5 * relative_error(other, reference) + 1e-6, name
+
+
 @pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
 def test_cpu_norm_alone_is_trained(layout):
     """PyTorch's group_norm of channels_last_3d ends the process where its input needs no gradient."""

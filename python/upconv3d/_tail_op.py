@@ -251,6 +251,14 @@ def facts_of(tensors: Sequence[Any], settings: Sequence[Any]) -> dict[str, Any]:
     }
 
 
+def refuse_empty(tensors: Sequence[Any], settings: Sequence[Any]) -> None:
+    """Raises RuntimeError where there are samples but no output positions, which PyTorch's calls allow."""
+    facts = facts_of(tensors, settings)
+    for tensor in (v for v in facts.values() if isinstance(v, dict)):
+        tensor["dtype"] = facts["input"]["dtype"]  # autocast's affair
+    _C.validate(facts)
+
+
 def _fused_backward(
     grad_y: Tensor, t: Tensors, number: int, mask: Sequence[bool], saved: Tensor, consume_saved: bool
 ) -> list[Tensor | None]:

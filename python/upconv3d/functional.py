@@ -266,7 +266,7 @@ def conv_transpose3d_relu_group_norm(
     CUDA and of that dtype on the CPU, as it is from the three calls. On an SM90 GPU a small block of float32
     parameters is computed as under precision="tf32" instead, which is more exact and saves the casts; so is
     one of any size while gradients are recorded in float16, or PyTorch's calls run, whose norm takes
-    gradients in float32.
+    gradients in float32. On the CPU PyTorch's calls run while gradients are recorded, whatever `recompute`.
 
     Source: GroupNorm, Wu & He, arXiv:1803.08494.
     """

@@ -26,6 +26,7 @@ from ._tail_op import (
     numbered_tail,
     public_tail,
     record_tail,
+    refuse_empty,
     runs_kernels,
     tail_number,
 )
@@ -156,8 +157,7 @@ def checked_arguments(
 
     order, norm and activation are known ones.
     """
-    if norm is None:  # nothing reads it
-        eps = 1e-5
+    eps = 1e-5 if norm is None else eps  # without a norm nothing reads it
     check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
     if skip is not None and not isinstance(skip, Tensor):
         raise TypeError(f"upconv3d: skip must be a tensor or None; got {type(skip).__name__}.")
@@ -209,14 +209,6 @@ def _require_device(device: torch.device, tensors: Sequence[Any]) -> None:
                 f"upconv3d: all tensors must be on one device; got {device} and {tensor.device}. Remedy: "
                 f"move them there."
             )
-
-
-def _refuse_empty(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> None:
-    """Raises RuntimeError where there are samples but no output positions, which PyTorch's calls allow."""
-    facts = facts_of(tensors, settings)
-    for tensor in (v for v in facts.values() if isinstance(v, dict)):
-        tensor["dtype"] = facts["input"]["dtype"]  # autocast's affair
-    _C.validate(facts)
 
 
 def _run_kernels(tensors: tuple[Any, ...], settings: tuple[Any, ...], recording: bool) -> Pair | None:
@@ -293,8 +285,8 @@ def _run(tensors: tuple[Any, ...], settings: tuple[Any, ...], norm: str | None, 
         if low is None:
             _require_dtype(summed, *tensors[3:6])
         y, conv = composite(tensors, settings, precise)
-        if not _dynamo_compiling() and not _tracing() and y.numel() == 0:
-            _refuse_empty(tensors, settings)
+        if not (_dynamo_compiling() or _tracing()) and y.numel() == 0:
+            refuse_empty(tensors, settings)
     # instance_norm returns the dtype that it gets; ours is group_norm, which autocast runs in float32.
     if low is not None and norm == "instance":
         expected = low if settings[9] == "prelu" else summed
