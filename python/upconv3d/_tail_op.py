@@ -24,6 +24,7 @@ from ._tail import (
     Tensors,
     composite,
     differentiable_backward,
+    in_format_of_result,
     in_sizes_of,
     reachable,
     reads_returned,
@@ -173,13 +174,6 @@ def _training_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return *_forward_kernel(*arguments), tensors[0].new_empty(0, dtype=torch.uint8)
 
 
-def in_format_of_result(tensor: Tensor, t: Tensors) -> Tensor:
-    """channels_last_3d where input or weight is, which PyTorch's operators do not return on every device."""
-    memory_format = memory_format_of(batched(t.input), t.weight)
-    whole = batched(tensor).contiguous(memory_format=memory_format)
-    return whole if tensor.dim() == 5 else whole.squeeze(0)
-
-
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     tensors, settings = split(arguments)
     t, s = Tensors(*tensors), Settings(*settings)
@@ -255,6 +249,14 @@ def facts_of(tensors: Sequence[Any], settings: Sequence[Any]) -> dict[str, Any]:
         "slopes": tensor_facts(t.slopes),
         "skip": tensor_facts(skip),
     }
+
+
+def refuse_empty(tensors: Sequence[Any], settings: Sequence[Any]) -> None:
+    """Raises RuntimeError where there are samples but no output positions, which PyTorch's calls allow."""
+    facts = facts_of(tensors, settings)
+    for tensor in (v for v in facts.values() if isinstance(v, dict)):
+        tensor["dtype"] = facts["input"]["dtype"]  # autocast's affair
+    _C.validate(facts)
 
 
 def _fused_backward(
