@@ -12,7 +12,9 @@ convolution alone; x_floor is explained in upconv3d.profile.cases.floor_ms and g
 are absolute, against float64, on normalized values. check is "ok" where every value is finite and the rms
 error is at most twice eager's.
 
-Exit status 1 if any check fails. See perf/README.md for how to read and record results.
+Exit status 1 if any check fails; 2 for wrong arguments, a result file that cannot be written among them; 4
+where it could be written at first and not after measuring. See perf/README.md for how to read and
+record results.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 
 import torch
 import upconv3d
+from upconv3d.profile.arguments import ArgumentError, device_of, seconds, shapes_of_file
 from upconv3d.profile.cases import (
     DTYPES,
     LAYOUTS,
@@ -34,10 +37,9 @@ from upconv3d.profile.cases import (
     Case,
     floor_ms,
     h200_rates,
-    load_shapes,
     make_tensors,
 )
-from upconv3d.profile.measure import environment, medians_ms, write_whole
+from upconv3d.profile.measure import environment, medians_ms
 from upconv3d.profile.peers import (
     COMPILE_MODES,
     block_arguments,
@@ -48,15 +50,15 @@ from upconv3d.profile.peers import (
     eager,
     set_precision,
 )
+from upconv3d.profile.results import NOT_WRITTEN_STATUS, ResultFileError, ResultFiles
 
 DASH = "na"
 
 
 def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
     """The selected shapes crossed with dtypes, memory formats and precisions, in a fixed order."""
-    pattern = re.compile(args.shapes)
-    for shape in load_shapes(args.shapes_file):
-        if not pattern.search(shape.name):
+    for shape in shapes_of_file(args.shapes_file):
+        if not args.shapes.search(shape.name):
             continue
         if args.quick and "quick" not in shape.tags:
             continue
@@ -130,11 +132,22 @@ def bench_line(row: dict[str, Any], kind: str = "BENCH", columns: str = LINE) ->
     return f"{kind} " + " ".join(f"{key}={text(row[key])}" for key in columns.split())
 
 
+def regex(text: str) -> re.Pattern[str]:
+    """A regular expression of an argument."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"must be a regular expression; got {text!r}: {error}") from error
+
+
 def parse_arguments(description: str | None = __doc__) -> argparse.Namespace:
+    """The options of bench.py and bench_training.py; `files` are the ResultFiles that were asked for."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--shapes", default="", metavar="REGEX", help="names to run (default: all)")
+    parser.add_argument(
+        "--shapes", type=regex, default="", metavar="REGEX", help="names to run (default: all)"
+    )
     parser.add_argument("--shapes-file", type=Path, default=SHAPES_FILE, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=["float32", "bfloat16"])
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
@@ -151,13 +164,33 @@ def parse_arguments(description: str | None = __doc__) -> argparse.Namespace:
         choices=list(COMPILE_MODES),
         help="torch.compile peers (default: best; with --quick: default)",
     )
-    parser.add_argument("--seconds", type=float, default=1.0, help="measuring time per case (default: 1)")
+    parser.add_argument("--seconds", type=seconds, default=1.0, help="measuring time per case (default: 1)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write environment and rows to this file")
     parser.add_argument("--quick", action="store_true", help="only the shapes tagged quick in shapes.json")
     args = parser.parse_args()
     if args.compile is None:
         args.compile = "default" if args.quick else "best"
+    try:
+        device_of(args)
+        shapes_of_file(args.shapes_file)
+        args.files = ResultFiles({"--json": args.json}, inputs=[args.shapes_file])
+    except (ArgumentError, ResultFileError) as error:
+        parser.error(str(error))
     return args
+
+
+def exit_status(command: str, rows: list[dict[str, Any]], files: ResultFiles) -> int:
+    """1 where a check failed, else 4 where a file is missing, which it says on stderr."""
+    for failure in files.failures:
+        print(f"{command}: {failure}", file=sys.stderr)
+    if any(row["check"] != "ok" for row in rows):
+        return 1
+    return NOT_WRITTEN_STATUS if files.failures else 0
+
+
+def result_text(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The content of a result file."""
+    return json.dumps({"environment": env, "rows": rows}, indent=1) + "\n"
 
 
 @torch.no_grad()
@@ -169,7 +202,8 @@ def main() -> int:
     selected = list(cases(args, device))
     if not selected:
         print(
-            f"bench: no shape matches --shapes {args.shapes!r}; see {args.shapes_file.name}", file=sys.stderr
+            f"bench: no shape matches --shapes {args.shapes.pattern!r}; see {args.shapes_file.name}",
+            file=sys.stderr,
         )
         return 2
     env = environment(device, ["python", "perf/bench.py", *sys.argv[1:]], Path(__file__))
@@ -181,12 +215,11 @@ def main() -> int:
         print(bench_line(row), flush=True)
         for mode, failure in row["compile_failures"].items():
             print(f"BENCH_NOTE name={row['name']} torch.compile mode={mode} failed: {failure}", flush=True)
-        if args.json is not None:
-            # After every case, so that an interrupted run keeps what it has.
-            write_whole(args.json, json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
+        # After every case, so that an interrupted run keeps what it has.
+        args.files.write("--json", lambda: result_text(env, rows))
     failed = sum(row["check"] != "ok" for row in rows)
     print(f"BENCH_SUMMARY cases={len(rows)} failed={failed}")
-    return 1 if failed else 0
+    return exit_status("bench", rows, args.files)
 
 
 if __name__ == "__main__":

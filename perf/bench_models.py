@@ -18,7 +18,10 @@ float64. check is "ok" where all is finite and err at most twice eager_err.
 Inference runs in eval mode without gradients, training in train mode: forward, mean of squares, backward,
 without an optimizer. "bfloat16" is autocast of float32 parameters, "float32" has TF32 on.
 
-perf/models.py says what has to be installed. Exit status 1 if any check fails.
+perf/models.py says what has to be installed.
+
+Exit status 1 if any check fails; 2 for wrong arguments, a result file that cannot be written among them; 4
+where it could be written at first and not after measuring.
 """
 
 from __future__ import annotations
@@ -27,8 +30,7 @@ import argparse
 import contextlib
 import copy
 import importlib.util
-import json
-import re
+import io
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,11 +38,13 @@ from typing import Any
 
 import torch
 import upconv3d
-from bench import bench_line
+from bench import bench_line, exit_status, regex, result_text
 from models import MODELS, Model
 from report import models_report
 from torch import Tensor, nn
-from upconv3d.profile.measure import environment, medians_ms, write_whole
+from upconv3d.profile.arguments import ArgumentError, device_of, seconds
+from upconv3d.profile.measure import environment, environment_line, medians_ms
+from upconv3d.profile.results import ResultFileError, ResultFiles
 
 ERROR_FACTOR = 2.0
 # Rounding of the last operation, where eager's error happens to be smaller still.
@@ -200,37 +204,65 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
     }
 
 
-def draw(path: Path, env: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Times after divided by times before: a pair of bars per row."""
-    import matplotlib
+# Of each kind of bar: the ratio, that of an unchanged copy, offset from the row, colour and label.
+BARS = (
+    ("x_eager", "x_copy", -0.2, "#0072B2", "accelerated / eager"),
+    ("x_compile", "x_compiled_copy", 0.2, "#E69F00", "accelerated and compiled / torch.compile"),
+)
+BAR_HEIGHT = 0.36
+COPY_LABEL = "scatter: from 1 to the ratio of an unchanged copy in the same rounds (no mark: none was timed)"
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    labels = [f"{r['name']}\n{r['pass']}, {r['dtype']}, {r['layout']}" for r in rows]
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.5 * len(rows)))
-    places = range(len(rows))
-    axes.barh([p - 0.2 for p in places], [r["x_eager"] for r in rows], 0.38, label="accelerated / eager")
-    compiled = [r["x_compile"] or 0.0 for r in rows]
-    if any(compiled):
-        label = "accelerated and compiled / torch.compile"
-        axes.barh([p + 0.2 for p in places], compiled, 0.38, label=label)
+def draw(env: dict[str, Any], rows: list[dict[str, Any]]) -> bytes:
+    """Times after divided by times before, as the content of a PNG file.
+
+    A bar for each ratio of a row, and on it a line from 1 to what an unchanged copy of the model came out at.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.8 + 0.5 * len(rows)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    scatter: dict[str, list[float]] = {"y": [], "ratio": []}
+    for key, copy_key, offset, colour, label in BARS:
+        measured = [(y + offset, row) for y, row in enumerate(rows) if row.get(key) is not None]
+        if not measured:
+            continue
+        places = [y for y, _ in measured]
+        axes.barh(places, [row[key] for _, row in measured], BAR_HEIGHT, color=colour, label=label)
+        for y in {y + offset for y in range(len(rows))} - set(places):
+            axes.text(0.01, y, "not measured", fontsize=6, color="#666666", va="center")
+        copies = [(y, row[copy_key]) for y, row in measured if row.get(copy_key) is not None]
+        scatter["y"] += [y for y, _ in copies]
+        scatter["ratio"] += [ratio for _, ratio in copies]
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks(list(places), labels, fontsize=7)
-    axes.invert_yaxis()
+    if scatter["y"]:
+        axes.hlines(scatter["y"], 1.0, scatter["ratio"], color="black", linewidth=1.6, label=COPY_LABEL)
+        # Where the copy came out at 1, the end alone shows that there was one.
+        axes.plot(scatter["ratio"], scatter["y"], "|", color="black", markersize=9, markeredgewidth=1.6)
+    labels = [f"{row['name']}\n{row['pass']}, {row['dtype']}, {row['layout']}" for row in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=7)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.margins(x=0.05)
     axes.set_xlabel("time, below 1 is quicker")
-    axes.set_title(env.get("gpu") or env["cpu"], fontsize=9)
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    axes.grid(True, axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    figure.suptitle(environment_line(env), fontsize=7)
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    figure.legend(loc="outside lower center", fontsize=7, frameon=False)
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    return png.getvalue()
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--models", default="", metavar="REGEX", help="names to run (default: all)")
+    parser.add_argument(
+        "--models", type=regex, default="", metavar="REGEX", help="names to run (default: all)"
+    )
     parser.add_argument("--pass", dest="passes", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--dtype", nargs="+", choices=list(ROUNDING), default=["bfloat16", "float32"])
     parser.add_argument("--layout", nargs="+", choices=["ncdhw", "ndhwc"], default=["ncdhw"])
@@ -239,7 +271,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bare", action="store_true", help="accelerate(bare=True)")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="no torch.compile peers")
     parser.add_argument(
-        "--seconds", type=float, help="measuring time per row (default: 2; with --quick: 0.3)"
+        "--seconds", type=seconds, help="measuring time per row (default: 2; with --quick: 0.3)"
     )
     parser.add_argument("--quick", action="store_true", help="without torch.compile peers")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write environment and rows to this file")
@@ -250,6 +282,13 @@ def parse_arguments() -> argparse.Namespace:
         args.compile = False
     if args.seconds is None:
         args.seconds = 0.3 if args.quick else 2.0
+    if args.png is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--png needs matplotlib, which is not installed. Remedy: pip install matplotlib")
+    try:
+        device_of(args)
+        args.files = ResultFiles({"--json": args.json, "--markdown": args.markdown, "--png": args.png})
+    except (ArgumentError, ResultFileError) as error:
+        parser.error(str(error))
     return args
 
 
@@ -257,9 +296,9 @@ def main() -> int:
     args = parse_arguments()
     # From the first call on: the plan cache keeps the first plan it finds for a shape.
     torch.backends.cudnn.benchmark = True
-    selected = [model for model in MODELS if re.search(args.models, model.name)]
+    selected = [model for model in MODELS if args.models.search(model.name)]
     if not selected:
-        print(f"bench_models: no model matches --models {args.models!r}", file=sys.stderr)
+        print(f"bench_models: no model matches --models {args.models.pattern!r}", file=sys.stderr)
         return 2
     env = environment(
         torch.device(args.device), ["python", "perf/bench_models.py", *sys.argv[1:]], Path(__file__)
@@ -277,18 +316,15 @@ def main() -> int:
                     print(bench_line(row, "MODEL", LINE), flush=True)
                     for name, failure in row["compile_failures"].items():
                         print(f"MODEL_NOTE name={model.name} torch.compile of {name}: {failure}", flush=True)
-                    if args.json is not None:
-                        text = json.dumps({"environment": env, "rows": rows}, indent=1)
-                        write_whole(args.json, text + "\n")
+                    args.files.write("--json", lambda: result_text(env, rows))
     table = models_report({"environment": env, "rows": rows})
     print(table)
-    if args.markdown is not None:
-        write_whole(args.markdown, table)
-    if args.png is not None and rows:
-        draw(args.png, env, rows)
+    args.files.write("--markdown", lambda: table)
+    if rows:
+        args.files.write("--png", lambda: draw(env, rows))
     failed = sum(row["check"] != "ok" for row in rows)
     print(f"MODEL_SUMMARY rows={len(rows)} failed={failed}")
-    return 1 if failed else 0
+    return exit_status("bench_models", rows, args.files)
 
 
 if __name__ == "__main__":

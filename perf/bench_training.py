@@ -13,12 +13,13 @@ err_ratio is the largest, over the five gradients, of the rms error against floa
 float32 with precision "ieee", of a grad_y that is 0 where rounding decides ReLU's gate. check is "ok" where
 every gradient is finite and err_ratio is at most 2, rounding of the result aside.
 
-Exit status 1 if any check fails. perf/README.md says how to read and record results.
+Exit status 1 if any check fails; 2 for wrong arguments, a result file that cannot be written among them; 4
+where it could be written at first and not after measuring. perf/README.md says how to
+read and record results.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +27,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench import bench_line, cases, parse_arguments
+from bench import bench_line, cases, exit_status, parse_arguments, result_text
 from torch import Tensor
 from upconv3d.profile.cases import Case, Tensors, conv_arguments, make_tensors
-from upconv3d.profile.measure import environment, medians_ms, write_whole
+from upconv3d.profile.measure import environment, medians_ms
 from upconv3d.profile.peers import COMPILE_MODES, ERROR_FACTOR, block_call, eager, set_precision
 
 GRADIENTS = ("x", "w", "bias", "gamma", "beta")
@@ -160,7 +161,7 @@ def main() -> int:
     torch.backends.cudnn.benchmark = True
     selected = list(cases(args, device))
     if not selected:
-        print(f"bench_training: no shape matches --shapes {args.shapes!r}", file=sys.stderr)
+        print(f"bench_training: no shape matches --shapes {args.shapes.pattern!r}", file=sys.stderr)
         return 2
     env = environment(device, ["python", "perf/bench_training.py", *sys.argv[1:]], Path(__file__))
     rows = []
@@ -168,11 +169,10 @@ def main() -> int:
         row = measure(case, device, COMPILE_MODES[args.compile], args.seconds)
         rows.append(row)
         print(bench_line(row, "TRAIN", LINE), flush=True)
-        if args.json is not None:
-            write_whole(args.json, json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
+        args.files.write("--json", lambda: result_text(env, rows))
     failed = sum(row["check"] != "ok" for row in rows)
     print(f"TRAIN_SUMMARY cases={len(rows)} failed={failed}")
-    return 1 if failed else 0
+    return exit_status("bench_training", rows, args.files)
 
 
 if __name__ == "__main__":

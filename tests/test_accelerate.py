@@ -274,6 +274,21 @@ def _conv():
     return nn.ConvTranspose3d(6, 8, 3, 2)
 
 
+class _CalledByKeyword(UpTransition):
+    def forward(self, x):
+        return self.bn1(self.up_conv(input=x))
+
+
+class _CalledWithSize(UpTransition):
+    def forward(self, x):
+        return self.bn1(self.up_conv(x, output_size=[8, 6, 8]))
+
+
+class _CalledWithSizeInPlace(UpTransition):
+    def forward(self, x):
+        return self.bn1(self.up_conv(x, [8, 6, 8]))
+
+
 LEFT_ALONE = {
     "hooks": (_hooked, "hooks"),
     "spectral_norm": (_spectral, "hooks"),
@@ -297,6 +312,9 @@ LEFT_ALONE = {
     "skip": (SegResDecoder, "add"),
     "data": (ValueSwitched, "cannot trace"),
     "hidden state": (Scaled, "self.state, a dict"),
+    "keyword": (_CalledByKeyword, "is called by keyword (input=)"),
+    "output_size": (_CalledWithSize, "is called with output_size"),
+    "output_size without its name": (_CalledWithSizeInPlace, "is called with output_size"),
 }
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import upconv3d
 from accelerated_models import MODELS
 from torch import nn
-from upconv3d._accelerated import chain, traced
+from upconv3d._accelerated import block, chain, traced
 from upconv3d._accelerated.proof import UnprovableError
 
 
@@ -130,6 +130,28 @@ def test_an_opened_sequential_that_is_exchanged():
     torch.testing.assert_close(model(_volume()), plain(_volume()), rtol=1e-4, atol=1e-5)
     model.head = None
     assert torch.equal(model(torch.ones(1, 8, 2, 2, 2)), torch.zeros(1, 8, 2, 2, 2))
+
+
+class _Functional(_Up):
+    def forward(self, x):
+        return F.silu(self.norm(self.up(x)))
+
+
+@pytest.mark.parametrize("make", [*MODELS.values(), _Functional])
+@pytest.mark.parametrize("precision", [None, "ieee"])
+def test_global_hooks_see_the_modules_of_the_model_and_no_others(make, precision):
+    model = make().eval()
+    seen, x = [], torch.ones(2, 6, 4, 3, 4)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        model(x)
+        expected = [id(module) for module in seen]
+        upconv3d.accelerate(model, precision=precision)
+        del seen[:]
+        model(x)
+    finally:
+        handle.remove()
+    assert [id(module) for module in seen] == expected
 
 
 def test_global_hooks_see_an_opened_sequential():
@@ -352,3 +374,119 @@ def test_dropouts_draw_their_numbers_in_turn():
             torch.manual_seed(3)
             results.append(each.train(training)(x, z))
         torch.testing.assert_close(*results)
+
+
+class _Counted(nn.Module):
+    """A parametrization that counts its evaluations, in a tensor: torch.compile records that, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tensor):
+        self.count.add_(1)
+        return tensor + 0
+
+
+class _Scaled(_Up):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.norm(self.up(x)) * self.scale
+
+
+_EVALUATED = {
+    "relu, group norm": lambda: _chain(nn.ReLU(), nn.GroupNorm(2, 8)),
+    "group norm, silu": lambda: _chain(nn.GroupNorm(2, 8), nn.SiLU()),
+    "instance norm, prelu": lambda: _chain(nn.InstanceNorm3d(8, affine=True), nn.PReLU(8)),
+    "batch norm": lambda: _chain(nn.BatchNorm3d(8), nn.ReLU()),
+    "forward": _Up,
+    "its own": _Scaled,
+    "by itself": lambda: nn.Sequential(nn.ConvTranspose3d(6, 8, 2, 2), nn.Tanh()),
+}
+_CALLED = {
+    "eager": lambda model: model,
+    "small": lambda model: model,
+    "compiled": lambda model: torch.compile(model, fullgraph=True, backend="aot_eager"),
+    "traced": lambda model: torch.jit.trace(model, (_volume(),)),
+}
+
+
+def _count_evaluations(modules):
+    """Parametrizes every tensor of the modules; what counts the evaluations of each."""
+    counted = []
+    for module in list(modules):
+        for name in dict(module.named_parameters(recurse=False)):
+            counted.append(_Counted())
+            nn.utils.parametrize.register_parametrization(module, name, counted[-1])
+    return counted
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("called", _CALLED)
+@pytest.mark.parametrize("every", [False, True], ids=["convolution first", "all afterwards"])
+@pytest.mark.parametrize("name", _EVALUATED)
+def test_parametrizations_are_evaluated_once_in_a_forward(
+    name, every, called, monkeypatch, small_blocks_left
+):
+    """As often as in the plain model: their states, and random numbers, go on as they would there."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(chain, "FOLDING_DEVICES", frozenset({"cpu", "cuda"}))
+    if called == "small":
+        monkeypatch.setattr(block, "SMALL_BLOCK_VALUES", small_blocks_left)
+    model = _EVALUATED[name]().eval()
+    if not every:
+        convolutions = (m for m in model.modules() if isinstance(m, nn.ConvTranspose3d))
+        counted = _count_evaluations(convolutions)
+        before = [each.count.item() for each in counted]
+    report = upconv3d.accelerate(model, bare=name == "by itself", sample=(_volume(),))
+    assert bool(report.replaced) == (every or name != "by itself")  # parametrized classes have a __deepcopy__
+    if every:
+        counted = _count_evaluations(model.modules())
+    else:
+        assert [each.count.item() for each in counted] == [count + 1 for count in before]  # by the sample
+    call = _CALLED[called](model)
+    for _ in range(3):
+        before = [each.count.item() for each in counted]
+        call(_volume())
+        assert [each.count.item() for each in counted] == [count + 1 for count in before]
+
+
+@pytest.mark.parametrize("after", [(nn.GroupNorm(2, 8), nn.SiLU()), (nn.ReLU(), nn.GroupNorm(2, 8))])
+def test_spectral_norms_state_is_the_plain_models(after):
+    model = _chain(*after)
+    nn.utils.parametrizations.spectral_norm(model[0])
+    model, plain = _accelerated(model)
+    for _ in range(3):
+        torch.testing.assert_close(model(_volume()), plain(_volume()), rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_computed_weight_of_another_dtype_is_refused_as_by_pytorch():
+    class Wide(nn.Module):
+        def forward(self, weight):
+            return weight.double()
+
+    model = _chain(nn.GroupNorm(2, 8))
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Wide(), unsafe=True)
+    for each in _accelerated(model):
+        with pytest.raises(RuntimeError):
+            each(_volume())
+
+
+@pytest.mark.parametrize("after", [(nn.ReLU(), nn.GroupNorm(2, 8)), (nn.GroupNorm(2, 8), nn.SiLU())])
+def test_outputs_without_values(after):
+    """Of each extent: which inputs leave nothing depends on the padding alone."""
+    make = nn.Sequential(nn.ConvTranspose3d(6, 8, 2, padding=(1, 0, 1)), *after)
+    model, plain = _accelerated(make)
+    for x in (_volume(), _volume(), torch.ones(2, 6, 1, 2, 3), torch.ones(2, 6, 3, 2, 1)):
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
+    for each in (model, plain):
+        each[0].padding = (1, 1, 1)
+        assert each(torch.ones(2, 6, 1, 1, 1)).shape == (2, 8, 0, 0, 0)
+        each[0].padding = (2, 2, 2)
+        with pytest.raises(RuntimeError):
+            each(torch.ones(2, 6, 1, 1, 1))

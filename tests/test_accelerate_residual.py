@@ -160,6 +160,20 @@ def test_scripts_and_traces():
             _check(other, plain)
 
 
+@pytest.mark.parametrize("precision", [None, "ieee"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("grad", [True, False])
+def test_traces_do_not_depend_on_the_gradient_mode(name, grad, precision):
+    """torch.jit.trace repeats the call without gradients, and compares the graphs."""
+    if name == "changed afterwards" and grad:  # group norm's backward reads it
+        return
+    model, plain, _ = _pair(MODELS[name][0], precision=precision)
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(model, (_volume(),))
+    with torch.no_grad():
+        _check(traced, plain)
+
+
 def test_transforms(calls):
     model, plain, _ = _pair(Decoder)
     x, tangent = _volume(), _volume() + 1

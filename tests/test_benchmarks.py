@@ -66,3 +66,41 @@ def test_models(tmp_path, model):
     replaced = {"occupancy_head": "3/3", "monai_unet_an": "2/2"}[model]
     assert all(row["check"] == "ok" and row["replaced"] == replaced for row in rows)
     assert table.read_text().count(f"| `{model}`") == 2 and picture.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("script", "option", "value", "message"),
+    [
+        ("bench.py", "--json", ".", "--json must name a file; got ., a directory"),
+        ("bench_training.py", "--json", ".", "--json must name a file; got ., a directory"),
+        ("bench_models.py", "--png", "x.xyz", "--png must name a file that ends in .png; got x.xyz"),
+        ("bench.py", "--shapes", "(", "must be a regular expression; got '('"),
+        ("bench_models.py", "--seconds", "0", "must be a positive number; got 0"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_measured(script, option, value, message):
+    if option == "--png":
+        pytest.importorskip("matplotlib")
+    done = run(script, "--device", "cpu", option, value)
+    assert done.returncode == 2 and message in done.stderr
+    assert done.stdout == ""
+
+
+def test_the_picture_of_models_shows_what_a_copy_came_out_at(monkeypatch):
+    figure_module = pytest.importorskip("matplotlib.figure")
+    monkeypatch.syspath_prepend(str(PERF))
+    import bench_models
+
+    result = json.loads((PERF / "results" / "h200_models.json").read_text())
+    figures = []
+    save = figure_module.Figure.savefig
+    monkeypatch.setattr(
+        figure_module.Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))
+    )
+    assert bench_models.draw(result["environment"], result["rows"]).startswith(b"\x89PNG")
+    keys = ("x_copy", "x_compiled_copy")
+    copies = [row[key] for key in keys for row in result["rows"] if row.get(key) is not None]
+    (axes,) = figures[0].axes
+    (ends,) = (line.get_xdata() for line in axes.lines if line.get_marker() == "|")
+    assert list(ends) == copies and len(copies) > 10
+    assert bench_models.COPY_LABEL in [text.get_text() for text in figures[0].legends[0].get_texts()]

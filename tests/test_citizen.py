@@ -234,12 +234,16 @@ def test_checkpoint(device, use_reentrant, low):
 
 
 def test_autocast_takes_the_short_way_into_autograd(device):
-    """The node that keeps what the backward needs; casts are nodes around it, where there are any."""
+    """The node that keeps what the backward needs; casts are nodes around it, where there are any.
+
+    On the CPU they would cost the norm's gradients accuracy: there PyTorch's calls are recorded.
+    """
     block = shape_block("kernelbench-small", device=device).requires_grad()
     with torch.autocast(device.type, dtype=torch.bfloat16):
         y = block.ours()
     nodes = [y.grad_fn, y.grad_fn.next_functions[0][0]]
-    assert "ConvTranspose3dReLUGroupNormBackward" in [type(node).__name__ for node in nodes]
+    names = [type(node).__name__ for node in nodes]
+    assert ("ConvTranspose3dReLUGroupNormBackward" in names) == (device.type == "cuda")
     if device.type == "cuda":
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert block.ours().dtype == torch.float32

@@ -61,6 +61,12 @@ CASES = {
     "empty-extent": (lambda b: {"input": _zeros(2, 4, 3, 0, 3)}, RuntimeError, ["input size"], True),
     "no-output-channels": (lambda b: {"weight": _zeros(4, 0, 3, 3, 3)}, RuntimeError, ["channel"], True),
     "no-output": (lambda b: {"padding": 4}, RuntimeError, ["output size must be positive"], True),
+    "empty-output": (
+        lambda b: {"input": _zeros(2, 4, 1, 1, 1), "weight": _zeros(4, 8, 2, 2, 2), "padding": 1},
+        RuntimeError,
+        ["output size must be positive", "0x0x0", "Lower the padding"],
+        False,
+    ),
     "stride-length": (lambda b: {"stride": (1, 1)}, RuntimeError, ["stride", "[1, 1]"], True),
     "padding-length": (lambda b: {"padding": (1, 1, 1, 1)}, RuntimeError, ["padding"], True),
     "stride-type": (lambda b: {"stride": 1.5}, TypeError, ["stride", "1.5"], True),
@@ -92,7 +98,8 @@ CASES = {
     "precision": (lambda b: {"precision": "fp16"}, ValueError, ["precision", "fp16", "tf32"], False),
     "eps-nan": (lambda b: {"eps": math.nan}, ValueError, ["eps", "nan"], False),
     "eps-inf": (lambda b: {"eps": math.inf}, ValueError, ["eps", "inf"], False),
-    "eps-type": (lambda b: {"eps": "small"}, TypeError, [], True),
+    "eps-type": (lambda b: {"eps": "small"}, TypeError, ["eps must be a number", "'small'"], True),
+    "eps-none": (lambda b: {"eps": None}, TypeError, ["eps must be a number", "None"], True),
     "one-value-per-group": (
         lambda b: {"input": _zeros(1, 4, 1, 1, 1), "weight": _zeros(4, 8, 1, 1, 1), "num_groups": 8},
         ValueError,

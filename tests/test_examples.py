@@ -71,6 +71,29 @@ def test_wrong_options_are_refused(wrong, capsys):
     assert "must be" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as refusal:
+        example.parse(["--device", "cpu", "--out", str(tmp_path / "file")])
+    assert refusal.value.code == 2
+    assert "--out must be a folder that can be written; got" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_cuda_is_refused_where_there_is_none(capsys):
+    with pytest.raises(SystemExit):
+        example.parse(["--device", "cuda"])
+    assert "--device cuda needs a GPU that PyTorch sees" in capsys.readouterr().err
+
+
+def test_help_has_whole_sentences(capsys):
+    with pytest.raises(SystemExit):
+        example.parse(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "Both runs have the same initial values, batches and optimizer." in words
+    assert "or where a loss is not finite; with 2 for wrong options" in words
+
+
 def test_defaults_are_those_of_the_device():
     options = example.parse(["--device", "cpu", "--steps", "7"])
     assert isinstance(options, argparse.Namespace)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import upconv3d
-from oracles import Block, check_gradients_like_eager, make_block
+from oracles import Block, check_gradients_like_eager, make_block, relative_error
 from test_values import OPINFO_COUNT, SHAPES, opinfo_block, shape_block
 from torch.autograd import gradcheck, gradgradcheck
 from upconv3d import _autograd
@@ -19,6 +19,84 @@ from upconv3d import _autograd
 def test_like_eager(device, shape, dtype, layout):
     block = shape_block(shape, device=device, dtype=dtype)
     check_gradients_like_eager(block.channels_last() if layout == "NDHWC" else block)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 10, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_cpu_mean_far_larger_than_the_spread(recompute, layout, dtype, shift):
+    """The convolution may be kept in NDHWC, of which PyTorch's group_norm on the CPU loses the variance."""
+    block = make_block(2, 16, 32, 12, 3, num_groups=8, stride=2, padding=1, dtype=dtype)
+    block = replace(block, bias=torch.full_like(block.bias, shift))
+    grad_y = torch.randn_like(block.eager())
+
+    def run(block, call):
+        leaves = block.requires_grad()
+        tensors = leaves.tensors()
+        grads = torch.autograd.grad(call(leaves), list(tensors.values()), grad_y.to(block.input.dtype))
+        return dict(zip(tensors, grads, strict=True))
+
+    def ours(block):
+        args, kwargs = block.arguments()
+        return upconv3d.conv_transpose3d_relu_group_norm(*args, **kwargs, recompute=recompute)
+
+    exact, theirs = run(block.to(torch.float64), Block.eager), run(block, Block.eager)
+    for name, grad in run(block.channels_last() if layout == "NDHWC" else block, ours).items():
+        limit = 2 * relative_error(theirs[name], exact[name]) + torch.finfo(dtype).eps
+        assert relative_error(grad, exact[name]) <= limit, name
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("way", ["eager", "recompute", "operator", "func"])
+def test_cpu_autocast_errors_like_pytorchs(way, low):
+    """PyTorch does not cast the norm's parameters there, nor their gradients, which float16 may overflow."""
+    block = make_block(2, 16, 32, 12, 3, num_groups=8, stride=2, padding=1)
+    target = torch.randn_like(block.eager()) + 4
+    names = tuple(block.tensors())
+    scale = 65536.0 if low == torch.float16 else 1.0
+
+    def loss(run, tensors):
+        here = replace(block, **dict(zip(names, tensors, strict=True)))
+        with torch.autocast("cpu", low, enabled=here.input.dtype == torch.float32):
+            y = run(here)
+        return (y.to(here.input.dtype) - target).square().mean() * scale
+
+    def ours(here):
+        args, kwargs = here.arguments()
+        if way == "operator":
+            x, w, b, s, p, o, groups, d = args
+            numbers = ([s] * 3, [p] * 3, [o] * 3, groups, [d] * 3)
+            return torch.ops.upconv3d.conv_transpose3d_relu_group_norm(
+                x, w, b, *numbers, *(kwargs[name] for name in kwargs)
+            )
+        return upconv3d.conv_transpose3d_relu_group_norm(*args, **kwargs, recompute=way == "recompute")
+
+    def run(call, of):
+        tensors = list(of.requires_grad().tensors().values())
+        if way == "func":
+            values = [tensor.detach() for tensor in tensors]
+            return torch.func.grad(lambda values: loss(call, values))(values)
+        return torch.autograd.grad(loss(call, tensors), tensors)
+
+    exact, theirs = run(Block.eager, block.to(torch.float64)), run(Block.eager, block)
+    for name, grad, other, reference in zip(names, run(ours, block), theirs, exact, strict=True):
+        assert bool(grad.isfinite().all()) or not bool(other.isfinite().all()), name
+        if other.isfinite().all():
+            assert relative_error(grad, reference) <= 1.5 * relative_error(other, reference) + 1e-6, name
+
+
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+def test_cpu_norm_alone_is_trained(layout):
+    """PyTorch's group_norm of channels_last_3d ends the process where its input needs no gradient."""
+    block = make_block(2, 16, 32, 12, 3, num_groups=8, stride=2, padding=1)
+    block = block.channels_last() if layout == "NDHWC" else block
+    norm = {name: getattr(block, name).clone().requires_grad_() for name in ("norm_weight", "norm_bias")}
+    y = replace(block, **norm).ours()
+    grads = torch.autograd.grad(y, list(norm.values()), torch.ones_like(y))
+    xhat = replace(block, norm_weight=None, norm_bias=None).ours()
+    torch.testing.assert_close(grads[0], xhat.double().sum((0, 2, 3, 4)).float(), rtol=1e-3, atol=1e-2)
+    assert grads[1].unique().tolist() == [y.numel() / 32]
 
 
 @pytest.mark.parametrize("affine", [False, True])

@@ -92,6 +92,9 @@ def test_from_modules_refuses():
 def test_constructor_refuses():
     with pytest.raises(ValueError, match="precision"):
         ConvTranspose3dReLUGroupNorm(4, 8, 3, 2, precision="fp16")
+    for num_groups in (None, 2.0):
+        with pytest.raises(TypeError, match="num_groups must be an integer"):
+            ConvTranspose3dReLUGroupNorm(4, 8, 3, num_groups)
     for num_groups in (0, -1, 3):
         with pytest.raises(ValueError):
             ConvTranspose3dReLUGroupNorm(4, 8, 3, num_groups)

@@ -177,8 +177,8 @@ def test_errors_with_skip_and_convolution(cuda, activation, norm, order, dtype):
 @pytest.mark.parametrize("x_last", [False, True])
 @pytest.mark.parametrize("w_last", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "silu"])
-@pytest.mark.parametrize("norm", ["group", None])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=_text)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=_text)
 def test_memory_formats(device, dtype, norm, activation, x_last, w_last):
     names = [name for name, last in (("input", x_last), ("weight", w_last)) if last]
     call = make_call(
@@ -193,12 +193,55 @@ def test_memory_formats(device, dtype, norm, activation, x_last, w_last):
     )
     call = call.channels_last(*names)
     for result, other in zip(call.ours(), call.eager(), strict=True):
-        if device.type == "cpu":
-            assert result.stride() == other.stride()
-        elif not names:
-            assert result.is_contiguous()
-        else:
-            assert result.is_contiguous(memory_format=torch.channels_last_3d)
+        assert result.shape == other.shape
+        expected = torch.channels_last_3d if names else torch.contiguous_format
+        assert result.is_contiguous(memory_format=expected)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 10, 100])
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+@pytest.mark.parametrize("norm", ["group", "instance"])
+@pytest.mark.parametrize("order", ["norm_act", "act_norm"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_cpu_mean_far_larger_than_the_spread(by_name, order, norm, layout, shift):
+    """PyTorch's group_norm of channels_last_3d on the CPU loses the variance then; ours gets contiguous."""
+    numbers = {"order": order, "norm": norm, "activation": "silu", "num_groups": 8, "dtype": torch.float32}
+    call = make_call(n=1, c=16, k=32, extent=(8, 8, 8), stride=2, **numbers)
+    call.tensors["bias"].fill_(shift)
+    exact, exact_grads = gradients(call.to(torch.float64), _eager)
+    theirs, their_grads = gradients(call, _eager)
+
+    def named(c):
+        return torch.ops.upconv3d.conv_transpose3d_norm_act(*c.operator_arguments())[:1]
+
+    ours, grads = gradients(
+        call.channels_last("input", "weight") if layout == "NDHWC" else call, named if by_name else _ours
+    )
+    assert relative_error(ours[0], exact[0]) <= 2 * relative_error(theirs[0], exact[0]) + 1e-7
+    for name, grad in grads.items():
+        if name == "bias":  # nothing but rounding where the norm takes every shift away
+            continue
+        limit = 2 * relative_error(their_grads[name], exact_grads[name]) + 1e-6
+        assert relative_error(grad, exact_grads[name]) <= limit, name
+
+
+@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "silu", "gelu", "prelu", None])
+@pytest.mark.parametrize("order", ["norm_act", "act_norm"])
+@pytest.mark.parametrize("norm", ["group", None])
+def test_result_may_be_changed_in_place(device, norm, order, activation):
+    """As y += skip, where PyTorch's three calls let a caller do so."""
+
+    def run(call, attribute):
+        leaves = call.leaves()
+        y = getattr(leaves, attribute)()
+        y += 1
+        y.square().sum().backward()
+        return {name: tensor.grad for name, tensor in leaves.tensors.items()}
+
+    call = make_call(norm=norm, order=order, activation=activation, skip=True, device=device)
+    expected = run(call, "eager")
+    for name, grad in run(call, "ours").items():
+        torch.testing.assert_close(grad, expected[name], msg=name)
 
 
 def test_returned_convolution_is_before_the_skip(device):
@@ -388,7 +431,13 @@ ERRORS = {
     "output_padding": ({"output_padding": 3}, RuntimeError, ["output_padding"]),
     "no-output": ({"padding": 9}, RuntimeError, ["output size must be positive"]),
     "groups-type": ({"groups": 1.0}, TypeError, ["groups", "1.0"]),
+    "empty-output": (
+        {"input": _vector(2, 4, 1, 1, 1), "weight": _vector(4, 6, 2, 2, 2), "padding": 1},
+        RuntimeError,
+        ["output size must be positive", "0x0x0", "Lower the padding"],
+    ),
     "eps": ({"eps": math.nan}, ValueError, ["eps", "nan"]),
+    "eps-none": ({"eps": None}, TypeError, ["eps must be a number", "None"]),
     "precision": ({"precision": "fp16"}, ValueError, ["precision", "fp16"]),
     "one-value": (
         {"input": _vector(2, 4, 1, 1, 1), "padding": 1, "norm": "instance", "num_groups": None},
@@ -427,6 +476,15 @@ def test_integers_of_any_kind():
     call = make_call(stride=1, padding=0)
     numbers = {"stride": numpy.int64(1), "padding": [numpy.int32(0)] * 3}
     assert torch.equal(replace(call, numbers=numbers).ours(), call.ours())
+
+
+def test_eps_is_of_no_consequence_without_a_norm(device):
+    call = make_call(norm=None, device=device)
+    t = call.tensors
+    y = upconv3d.conv_transpose3d_norm_act(
+        t["input"], t["weight"], t["bias"], **(call.keywords() | {"eps": math.nan})
+    )
+    assert torch.equal(y, call.ours())
 
 
 def test_defaults_are_those_of_torch_nn():

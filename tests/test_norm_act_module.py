@@ -117,6 +117,8 @@ def test_constructor_refuses():
     ):
         with pytest.raises(ValueError, match=match):
             ConvTranspose3dNormAct(**(good | wrong))
+    with pytest.raises(TypeError, match=r"num_groups must be an integer; got num_groups=2\.0"):
+        ConvTranspose3dNormAct(**(good | {"num_groups": 2.0}))
 
 
 def test_from_modules_refuses():

@@ -29,6 +29,7 @@ from upconv3d.profile.kernels import (
     shorten,
 )
 from upconv3d.profile.memory import running_peak
+from upconv3d.profile.results import write_whole
 
 TINY = ["--input", "2", "8", "5", "4", "3", "--out-channels", "16", "--kernel", "3", "--stride", "2"]
 TINY += ["--padding", "1", "--output-padding", "1", "--num-groups", "4", "--bias"]
@@ -115,10 +116,14 @@ def test_ncu_that_cannot_run_is_a_note_and_a_status(capsys):
         ([*TINY, "--num-groups", "3"], "num_groups must divide the output channels; got num_groups=3"),
         ([*TINY, "--groups", "3"], "--groups must divide input and output channels; got 3"),
         ([*TINY, "--precision", "tf32"], "a CPU computes float32 as it is"),
-        ([*TINY, "--seconds", "0"], "must be positive; got 0"),
+        ([*TINY, "--seconds", "0"], "must be a positive number; got 0"),
         ([*TINY, "--stride", "0"], "must be a positive integer; got 0"),
         (["--shapes-file", "missing.json"], "must be a JSON file in the form of shapes.json"),
         (["--device", "tpu"], "--device must be cpu, cuda or cuda:INDEX; got 'tpu'"),
+        (["--shape", "all", "kernelbench_61"], "takes names, or all alone; got all kernelbench_61"),
+        ([*TINY, "--stride", "1.5"], "must be a positive integer; got 1.5"),
+        ([*TINY, "--seconds", "soon"], "must be a positive number; got soon"),
+        ([*TINY, "--eps", "-1"], "must be a number and not negative; got -1"),
     ],
 )
 def test_wrong_arguments_are_refused(given, message, capsys):
@@ -126,6 +131,114 @@ def test_wrong_arguments_are_refused(given, message, capsys):
         run_main(*given)
     assert refusal.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@needs_rich
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "it has no shape"),
+        ([1], "must be a JSON file in the form of shapes.json"),
+        (
+            [{"num_groups": 3}],
+            "shape s: upconv3d: num_groups must divide the output channels; got num_groups=3",
+        ),
+        ([{"n": "two"}], "shape s: "),
+    ],
+)
+def test_wrong_shapes_of_a_file_are_refused(tmp_path, capsys, rows, message):
+    path = tmp_path / "shapes.json"
+    shapes = [vars(SMALL) | row if isinstance(row, dict) else row for row in rows]
+    path.write_text(json.dumps({"shapes": shapes}))
+    with pytest.raises(SystemExit) as refusal:
+        run_main("--shapes-file", str(path), "--shape", "all")
+    assert refusal.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "shapes.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(arguments.ArgumentError, match="must be a JSON file"):
+        arguments.shapes_of_file(tmp_path / "shapes.json")
+
+
+def never(*_, **__):
+    raise AssertionError("measured before the files were tried")
+
+
+@needs_rich
+@needs_matplotlib
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["--png", "x.xyz"], "--png must name a file that ends in .png; got x.xyz. Remedy: --png x.xyz.png"),
+        (["--png", "x"], "Remedy: --png x.png"),
+        (["--json", "."], "--json must name a file; got ., a directory"),
+        (["--csv", "/dev/null"], "--csv must name a file; got /dev/null, a device or pipe"),
+        (["--json", "/proc/x.json"], "--json must name a file that can be written; got /proc/x.json"),
+        (["--json", "shapes.json/x.json"], "that can be written; got shapes.json/x.json: File exists"),
+        (["--csv", "n" * 300], "File name too long"),
+        (["--json", "x", "--csv", "./x"], "--csv must name a file of its own; got x, which is --json's"),
+        (
+            ["--json", "shapes.json"],
+            "--json must name a file of its own; got shapes.json, which this command",
+        ),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_at_first(files, message, tmp_path, monkeypatch, capsys):
+    from upconv3d.profile import __main__ as command
+
+    monkeypatch.chdir(tmp_path)
+    text = json.dumps({"shapes": [vars(SMALL)]})
+    (tmp_path / "shapes.json").write_text(text)
+    monkeypatch.setattr(command, "profile_case", never)
+    with pytest.raises(SystemExit) as refusal:
+        run_main("--shapes-file", "shapes.json", "--shape", "s", *files)
+    assert refusal.value.code == 2 and message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["shapes.json"]
+    assert (tmp_path / "shapes.json").read_text() == text
+
+
+@needs_rich
+def test_tables_come_where_a_file_cannot_be_written_at_last(tmp_path, monkeypatch, capsys):
+    from upconv3d.profile import __main__ as command
+
+    folder = tmp_path / "results"
+    measured = command.profile_case
+
+    def measured_while_the_file_became_a_folder(*given, **keywords):
+        (folder / "x.json").mkdir()
+        return measured(*given, **keywords)
+
+    monkeypatch.setattr(command, "profile_case", measured_while_the_file_became_a_folder)
+    given = [*TINY, "--no-compile", "--seconds", "0.01", "--csv", str(folder / "x.csv")]
+    assert run_main(*given, "--json", str(folder / "x.json")) == 4
+    printed = capsys.readouterr()
+    assert "check ok" in printed.out
+    assert "x.json was not written: IsADirectoryError" in printed.err
+    assert sorted(path.name for path in folder.iterdir()) == ["x.csv", "x.json"]
+
+
+@needs_rich
+def test_an_interrupted_run_prints_what_it_has(monkeypatch, capsys):
+    from upconv3d.profile import __main__ as command
+
+    measured = command.profile_case
+
+    def interrupted_at_bfloat16(case, *given, **keywords):
+        if case.dtype is torch.bfloat16:
+            raise KeyboardInterrupt
+        return measured(case, *given, **keywords)
+
+    monkeypatch.setattr(command, "profile_case", interrupted_at_bfloat16)
+    with pytest.raises(KeyboardInterrupt):
+        run_main(*TINY, "--no-compile", "--seconds", "0.01", "--dtype", "float32", "bfloat16")
+    assert "check ok" in capsys.readouterr().out
+
+
+def test_a_result_replaces_what_a_link_points_to(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_whole(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):
@@ -173,6 +286,11 @@ def test_useful_arithmetic_of_a_dilated_shape():
     assert dilated.output == (2, 2, 2)
     assert dilated.useful_flops == 2 * 3 * (4 // 2) * 6 * 8
     assert "d2" in dilated.describe() and "d2" not in shape.describe()
+
+
+def test_a_value_given_twice_counts_once():
+    given = options("--dtype", "float32", "float32", "--layout", "ncdhw", "ncdhw")
+    assert len(arguments.cases(given, torch.device("cpu"))) == 1
 
 
 def test_float32_on_a_gpu_has_both_precisions():

@@ -86,8 +86,8 @@ def test_headline_runs_on_the_sm90_kernel():
     assert plan.algorithm == "sm90_implicit_gemm"
     assert plan.kernel.startswith("conv_transpose_relu_group_norm_sm90_bf16x1_bf16")
     assert plan.tile[1] == plan.tile_positions
-    # A load of x serves three taps of the inside, 32 x 32 positions of each plane, which 1 to 3 taps reach along
-    # the depth; of the borders around it, one row or column each, just one tap reaches along theirs.
+    # A load of x serves three taps of the inside, 32 x 32 positions of each plane, which 1 to 3 taps reach
+    # along the depth; of the borders around it, one row or column each, just one tap reaches along theirs.
     slabs = [32 * 32] * 4 + [30 * 32 * 32] + [34 * 34] * 2 + [34 * 32] * 2
     assert plan.split_axes == 0 and plan.share_taps
     assert plan.tiles == sum(-(-positions // plan.tile_positions) for positions in slabs)

@@ -19,7 +19,7 @@ from . import (  # noqa: E402  (they register with the operator that _C has just
     _tail_op,
     _transforms,
 )
-from .accelerate import Finding, Report, accelerate  # noqa: E402
+from .accelerate import Finding, Report, accelerate, restore  # noqa: E402
 from .explain import Plan, build_config, explain, explain_norm_act  # noqa: E402
 from .functional import conv_transpose3d_relu_group_norm  # noqa: E402
 from .inductor import InductorPass, inductor_pass  # noqa: E402
@@ -44,6 +44,7 @@ __all__ = [
     "explain",
     "explain_norm_act",
     "inductor_pass",
+    "restore",
 ]
 
 # Builds of one version may differ, and are told apart by when they were made.

@@ -113,11 +113,19 @@ def records(tensors: Sequence[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def casts_cost_gradients(low: torch.dtype, device_type: str) -> bool:
+    """Whether casts around our operators would make 16 bit of gradients that PyTorch's norm takes in float32.
+
+    On CUDA float16 overflows where PyTorch's do not, as under a GradScaler. On the CPU, where PyTorch does
+    not cast the norm's parameters, both dtypes cost accuracy too.
+    """
+    return device_type == "cpu" or low is torch.float16
+
+
 def gradients_lose_range(tensors: Sequence[Tensor | None], low: torch.dtype) -> bool:
-    """Whether casts around our operators would make float16 of gradients that PyTorch's norm takes in
-    float32, which overflows where PyTorch's do not, as under a GradScaler."""
+    """casts_cost_gradients, where there are any."""
     input: Any = tensors[0]
-    return low is torch.float16 and input.is_cuda and records(tensors)
+    return casts_cost_gradients(low, input.device.type) and records(tensors)
 
 
 def graph_without_casts(tensors: Sequence[Tensor | None], low: torch.dtype, settings: Sequence[Any]) -> bool:
@@ -130,7 +138,7 @@ def graph_without_casts(tensors: Sequence[Tensor | None], low: torch.dtype, sett
     if not is_traced(input):
         return False
     if not is_concrete(*(t for t in tensors if t is not None), *settings):
-        return gradients_lose_range(tensors, low) and _has_float32_parameters(tensors, low)
+        return input.is_cuda and gradients_lose_range(tensors, low) and _has_float32_parameters(tensors, low)
     known = tuple(tuple(s) if isinstance(s, Sequence) and not isinstance(s, str) else s for s in settings)
     return computes_in_float32(tensors, low, known, records(tensors), _MOST_FLOAT32_VALUES_OF_GRAPHS)
 
@@ -164,7 +172,7 @@ def block_under_autocast(
     if low is not None and computes_in_float32(tensors, low, block, recording):
         tensors = [input.float(), *tensors[1:]]
         block = (*block[:7], "tf32")
-    elif recording and low is torch.float16 and input.is_cuda:
+    elif recording and low is not None and casts_cost_gradients(low, input.device.type):
         return three_calls(tensors, block)
     elif low is not None:
         tensors = [tensor if tensor is None else tensor.to(low) for tensor in tensors]

@@ -130,18 +130,19 @@ def _native_backward(
 
     conv: the convolution, where the CPU's forward kept it; in float32 and float64 without the bias.
     """
+    # Contiguous, which is all that the GPU's native_group_norm and its backward read. The CPU's read
+    # channels_last_3d too, but their sums over its positions lose the variance of a large mean, their result
+    # is no sooner there, and without grad_input they end the process.
+    grad_y = grad_y.contiguous()
     if conv is None:
-        c = _convolution(x, weight, bias, args)
+        a = _convolution(x, weight, bias, args).contiguous()
     elif bias is not None and x.dtype in (torch.float32, torch.float64):
-        c = conv + bias.view(1, -1, 1, 1, 1)
+        a = conv.contiguous()
+        per_channel = bias.view(1, -1, 1, 1, 1)
+        a = a + per_channel if a is conv else a.add_(per_channel)
     else:
-        c = conv
-    a = _aten.relu.default(c)
-    del c  # what is not read again is freed: these are the largest tensors of a training step
-    # On the GPU native_group_norm and its backward read contiguous tensors only; on the CPU both formats.
-    norm_format = memory_format_of(a) if a.device.type == "cpu" else torch.contiguous_format
-    a = a.contiguous(memory_format=norm_format)
-    grad_y = grad_y.contiguous(memory_format=norm_format)
+        a = conv.contiguous()
+    a = _aten.relu.default(a) if a is conv else _aten.relu_.default(a)
     gamma = None if norm_weight is None else norm_weight.contiguous()
     n, k, positions = a.shape[0], a.shape[1], a.shape[2] * a.shape[3] * a.shape[4]
     mean, rstd = _aten.native_group_norm.default(a, gamma, None, n, k, positions, args.num_groups, args.eps)[
@@ -154,8 +155,9 @@ def _native_backward(
     )
     if not any(conv_mask):
         return [None, None, None, grad_norm_weight, grad_norm_bias]
-    grad_c = _aten.threshold_backward.default(grad_a, a, 0)
-    del grad_a, a
+    # In place: these are the largest tensors of a training step.
+    grad_c = _aten.threshold_backward.grad_input(grad_a, a, 0, grad_input=grad_a)
+    del a
     return [*_convolution_backward(grad_c, x, weight, args, conv_mask), grad_norm_weight, grad_norm_bias]
 
 

@@ -83,6 +83,24 @@ def _is_tracing() -> bool:
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
+def _formats_are_known() -> bool:
+    """Whether tensors can be asked for their memory format, and be given one: not while torch.jit.trace or a
+    transform of torch.func runs."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return not (_is_tracing() or torch._C._are_functorch_transforms_active())
+
+
+def _laid_out(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """tensor.contiguous(memory_format=memory_format) of [N, K, Z, P, Q]; in a graph, which may hold a vmap
+    that has no such operator, by axes in another order."""
+    if memory_format == torch.contiguous_format or not torch.compiler.is_dynamo_compiling():
+        return tensor.contiguous(memory_format=memory_format)
+    if memory_format_of(tensor) == memory_format:
+        return tensor
+    return tensor.permute(0, 2, 3, 4, 1).contiguous().permute(0, 4, 1, 2, 3)
+
+
 class PreciseConvolution(torch.autograd.Function):
     """conv_transpose3d whose float32 precision on CUDA is an argument, in its backward too.
 
@@ -110,14 +128,17 @@ def _activate(value: Tensor, s: Settings, slopes: Tensor | None, in_place: bool)
     """The activation of [N, K, Z, P, Q].
 
     in_place: whether `value` may be overwritten, which is done where its gradient can be had from the result.
+        (Autograd keeps ReLU's result either way. That of the others it keeps only where they run in place:
+        then a caller could not change it.)
     """
     activation = s.activation
+    overwrite = in_place and s.parameter > 0 and not value.requires_grad
     if activation == "relu":
         return F.relu(value, inplace=in_place)
     if activation == "leaky_relu":
-        return F.leaky_relu(value, s.parameter, inplace=in_place and s.parameter > 0)
+        return F.leaky_relu(value, s.parameter, inplace=overwrite)
     if activation == "elu":
-        return F.elu(value, s.parameter, inplace=in_place and s.parameter > 0)
+        return F.elu(value, s.parameter, inplace=overwrite)
     if activation == "silu":
         return F.silu(value)
     if activation == "gelu":
@@ -136,17 +157,21 @@ def _normalize(value: Tensor, t: Tensors, s: Settings, instance: bool) -> Tensor
         return torch.instance_norm(
             value, *vectors, None, None, True, 0.1, s.eps, torch.backends.cudnn.enabled
         )
-    # On the CPU group_norm is up to 4 times as quick as instance_norm, but where its backward reads
-    # channels_last_3d with one channel per group, it takes up to 40 times as long.
-    if (
-        not _is_tracing()
-        and s.num_groups == value.shape[1]
-        and value.device.type == "cpu"
-        and torch.is_grad_enabled()
-        and memory_format_of(value) == torch.channels_last_3d
-    ):
-        return torch.instance_norm(value, *vectors, None, None, True, 0.1, s.eps, False)
+    if value.device.type == "cpu":
+        # Of channels_last_3d the sums of group_norm lose the variance of a large mean.
+        value = value.contiguous()
+        # group_norm is up to 4 times as quick as instance_norm, but its backward takes sums of products less
+        # their expectation, which costs accuracy where a mean is large; instance_norm's subtracts it first.
+        if not _is_tracing() and value.requires_grad and s.num_groups == value.shape[1]:
+            return torch.instance_norm(value, *vectors, None, None, True, 0.1, s.eps, False)
     return torch.group_norm(value, s.num_groups, *vectors, s.eps)
+
+
+def in_format_of_result(tensor: Tensor, t: Tensors) -> Tensor:
+    """channels_last_3d where input or weight is, which PyTorch's operators do not return on every device."""
+    memory_format = memory_format_of(batched(t.input), t.weight)
+    whole = batched(tensor).contiguous(memory_format=memory_format)
+    return whole if tensor.dim() == 5 else whole.squeeze(0)
 
 
 def refuse_skip(skip: Tensor, sizes: Sequence[int]) -> NoReturn:
@@ -189,6 +214,10 @@ def composite(
     if not s.activation_first():
         value = _activate(value, s, t.slopes, in_place=True)
     conv = c if s.return_conv else None
+    if value.device.type == "cpu" and _formats_are_known():
+        memory_format = memory_format_of(x, t.weight)
+        value = _laid_out(value, memory_format)
+        conv = None if conv is None else _laid_out(conv, memory_format)
     if t.input.dim() == 4:
         return value.squeeze(0), None if conv is None else conv.squeeze(0)
     return value, conv
@@ -261,9 +290,7 @@ class _NormState(NamedTuple):
 
 
 def _norm(value: Tensor, t: Tensors, s: Settings) -> _NormState:
-    # On the GPU native_group_norm and its backward read contiguous tensors only; on the CPU both formats.
-    on_cpu = value.device.type == "cpu"
-    value = value.contiguous(memory_format=memory_format_of(value) if on_cpu else torch.contiguous_format)
+    value = value.contiguous()  # see _native_backward
     gamma, beta = (None if v is None else v.contiguous() for v in (t.norm_weight, t.norm_bias))
     n, k, positions = value.shape[0], value.shape[1], value.shape[2] * value.shape[3] * value.shape[4]
     y, mean, rstd = _aten.native_group_norm.default(value, gamma, beta, n, k, positions, s.num_groups, s.eps)
@@ -274,10 +301,13 @@ def _norm_backward(
     grad: Tensor, norm: _NormState, s: Settings, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     value = norm.operand
-    grad = grad.contiguous(memory_format=memory_format_of(value))
+    grad = grad.contiguous()
     n, k, positions = value.shape[0], value.shape[1], value.shape[2] * value.shape[3] * value.shape[4]
+    mean = norm.mean
+    if value.device.type == "cpu" and s.num_groups == k:  # see _normalize
+        value, mean = value - mean.view(n, k, 1, 1, 1), torch.zeros_like(mean)
     gradients: tuple[Tensor, Tensor, Tensor] = _aten.native_group_norm_backward.default(
-        grad, value, norm.mean, norm.rstd, norm.gamma, n, k, positions, s.num_groups, mask
+        grad, value, mean, norm.rstd, norm.gamma, n, k, positions, s.num_groups, mask
     )
     return gradients
 

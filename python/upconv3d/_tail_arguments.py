@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from . import _C
 from ._facts import block_facts, tensor_facts
 from ._tail import Settings, Tensors
 
@@ -65,6 +66,14 @@ def facts_of(tensors: Sequence[Any], settings: Sequence[Any]) -> dict[str, Any]:
         "slopes": tensor_facts(t.slopes),
         "skip": tensor_facts(skip),
     }
+
+
+def refuse_empty(tensors: Sequence[Any], settings: Sequence[Any]) -> None:
+    """Raises RuntimeError where there are samples but no output positions, which PyTorch's calls allow."""
+    facts = facts_of(tensors, settings)
+    for tensor in (v for v in facts.values() if isinstance(v, dict)):
+        tensor["dtype"] = facts["input"]["dtype"]  # autocast's affair
+    _C.validate(facts)
 
 
 def runs_kernels(input: Tensor) -> bool:

@@ -24,6 +24,7 @@ from ._tail import (
     Tensors,
     composite,
     differentiable_backward,
+    in_format_of_result,
     in_sizes_of,
     reachable,
     reads_returned,
@@ -131,13 +132,6 @@ def _training_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         if y is not None:
             return y, y.new_empty(0), saved
     return *_forward_kernel(*arguments), tensors[0].new_empty(0, dtype=torch.uint8)
-
-
-def in_format_of_result(tensor: Tensor, t: Tensors) -> Tensor:
-    """channels_last_3d where input or weight is, which PyTorch's operators do not return on every device."""
-    memory_format = memory_format_of(batched(t.input), t.weight)
-    whole = batched(tensor).contiguous(memory_format=memory_format)
-    return whole if tensor.dim() == 5 else whole.squeeze(0)
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 
-from ._autocast import under_autocast
+from ._autocast import autocast_dtype, three_calls, under_autocast
 from ._autograd import _backward, _setup_context
 
 _MASK = 13  # the backward operator's output_mask among its arguments; `saved` follows, or not
@@ -131,7 +131,10 @@ def transformed_block(*arguments: Any) -> Tensor:
         )
         return y
 
-    return under_autocast(run, (input, weight, bias, norm_weight, norm_bias))
+    tensors = (input, weight, bias, norm_weight, norm_bias)
+    if input.device.type == "cpu" and autocast_dtype(input) is not None:
+        return three_calls(tensors, (*numbers, eps, precision))
+    return under_autocast(run, tensors)
 
 
 def register() -> None:

@@ -9,20 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._accelerated.block import Block, Options, is_left_to_pytorch
-from ._accelerated.chain import admits, call_of, find_block, takes
+from ._accelerated.block import Block, Options, is_left_to_pytorch, sized_weight
+from ._accelerated.call import call_of
+from ._accelerated.chain import admits, blocks_of, find_block, takes
 from ._accelerated.proof import UnprovableError
 from ._accelerated.swap import (
     Accelerated,
     AcceleratedConvTranspose,
     AcceleratedSequential,
     is_sequential,
+    is_swapped,
     leaves,
     swap,
     unswap,
     why_not_swapped,
 )
-from ._accelerated.traced import _TRACED, AcceleratedForward, blocks_of, is_open, trace
+from ._accelerated.traced import _TRACED, AcceleratedForward, is_open, trace
 from .explain import explain_norm_act
 from .functional import resolve_precision
 
@@ -74,7 +76,7 @@ class Report:
         return tuple(finding for finding in self.findings if finding.replaced)
 
     def restore(self) -> None:
-        """Gives every changed module its class back. Copies of the model stay as they are."""
+        """Gives every changed module its class back. Copies of the model stay as they are: restore(copy)."""
         for reference in self._swapped:
             module = reference()
             if module is not None:
@@ -149,7 +151,9 @@ class _Planner:
     def sequentials(self, model: nn.Module) -> None:
         best: dict[int, _Place] = {}
         for conv, place in _sequential_places(model):
-            self.reasons[id(conv)] = str(place.blocks[False])
+            why = place.blocks[False]
+            if isinstance(why, str):
+                self.reasons[id(conv)] = why
             known = best.get(id(conv))
             # The innermost of those that see as much: they come later, and what is outside keeps its class.
             if place.length() > 0 and (known is None or place.length() >= known.length()):
@@ -158,7 +162,7 @@ class _Planner:
             self._take(key, place, AcceleratedSequential)
 
     def _take(self, key: int, place: _Place, mixin: type[Accelerated]) -> None:
-        why = why_not_swapped(place.container)
+        why = why_not_swapped(place.container, mixin)
         if why is not None:
             self.reasons[key] = why
             return
@@ -168,7 +172,7 @@ class _Planner:
     def forwards(self, model: nn.Module) -> None:
         wanted = set(self.convs) - set(self.places)
         for name, module in _callers(model, wanted):
-            why = why_not_swapped(module)
+            why = why_not_swapped(module, AcceleratedForward)
             try:
                 if why is not None:
                     raise UnprovableError(why)
@@ -200,13 +204,15 @@ def _plan(block: Block | str, meta: Tensor | None, options: Options) -> str | No
     """Name of the plan that the block would run on an input of these sizes, without gradients."""
     if meta is None or not isinstance(block, Block):
         return None
-    device = block.conv.weight.device
+    conv = block.conv
+    device = next((parameter.device for parameter in conv.parameters()), meta.device)
     x = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=device)
     if not takes(x) or not admits(block, x):
         return None
-    if options.precision is None and is_left_to_pytorch(block, x, block.conv.weight):
+    weight = sized_weight(conv, x, device)
+    if options.precision is None and is_left_to_pytorch(block, x, weight):
         return "small: PyTorch's calls"
-    positional, named = call_of(block, x, options)
+    positional, named = call_of(block, x, options, weight)
     return explain_norm_act(*positional, **named).algorithm
 
 
@@ -233,19 +239,50 @@ def _sample_inputs(model: nn.Module, planner: _Planner, sample: Any) -> dict[int
     """
     inputs: dict[int, Tensor] = {}
     handles = []
-    for key, (_, conv) in planner.convs.items():
-
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: int = key) -> None:
-            inputs[key] = (args[0] if args else kwargs["input"]).to("meta")
-
-        handles.append(conv.register_forward_pre_hook(keep, with_kwargs=True))
     try:
+        for key, (_, conv) in planner.convs.items():
+
+            def keep(
+                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: int = key
+            ) -> None:
+                inputs[key] = (args[0] if args else kwargs["input"]).to("meta")
+
+            handles.append(conv.register_forward_pre_hook(keep, with_kwargs=True))
         with torch.no_grad():
             model(*sample)
     finally:
         for handle in handles:
             handle.remove()
     return inputs
+
+
+def _require_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"upconv3d: model must be a torch.nn.Module; got {model!r}. Remedy: an instance of one."
+        )
+
+
+def _require_arguments(sample: Any) -> None:
+    if sample is not None and not isinstance(sample, (tuple, list)):
+        raise TypeError(
+            f"upconv3d: sample must be a tuple of the arguments of a call of the model; got "
+            f"{type(sample).__name__}. Remedy: sample=(x,) for model(x)."
+        )
+
+
+def restore(model: nn.Module) -> None:
+    """Undoes accelerate() in every module of a model: a copy, one that was loaded, a slice, a part.
+
+    Modules that none was accelerated in stay as they are. Those that were given yet another class since, as
+    parametrizations do, keep that and run the forward that they had. Parts that another model shares are
+    restored there too.
+
+    Raises: TypeError: model is no nn.Module.
+    """
+    _require_module(model)
+    for module in model.modules():
+        unswap(module)
 
 
 def accelerate(
@@ -270,19 +307,25 @@ def accelerate(
         model: any module; what is found depends on its submodules.
         precision: as in conv_transpose3d_relu_group_norm, of every block.
         bare: whether a transposed convolution that nothing known follows is replaced too, by itself.
-        sample: arguments of a call of the model, which is run once for the sizes in the report.
+        sample: arguments of a call of the model, a tuple; it is run once for the sizes in the report.
 
-    Returns: a Report, which print() shows and whose restore() undoes it all.
+    Returns: a Report, which print() shows and whose restore() undoes it all, as restore(model) does in copies
+        and loaded models, too.
 
     Raises:
+        TypeError: model is no nn.Module, or sample no tuple (nor list).
         ValueError: an unknown precision, or a model with modules that were accelerated before.
     """
+    _require_module(model)
+    _require_arguments(sample)
     resolve_precision(torch.empty(0), precision)
-    if any(isinstance(module, Accelerated) for module in model.modules()):
-        raise ValueError(
-            "upconv3d: a model is accelerated once; got one with accelerated modules. Remedy: restore() of "
-            "its report first."
-        )
+    for name, module in model.named_modules():
+        if is_swapped(module):
+            raise ValueError(
+                f"upconv3d: a model is accelerated once; got one whose {name or type(module).__name__!r} is "
+                f"accelerated. Remedy: upconv3d.restore(model) first."
+            )
+    restore(model)  # slices of accelerated modules have the class, and nothing else
     planner = _Planner(model)
     sizes = {} if sample is None else _sample_inputs(model, planner, sample)
     planner.sequentials(model)
@@ -291,9 +334,13 @@ def accelerate(
         planner.bare()
     options = Options(precision)
     findings = tuple(_finding(planner, key, sizes, options) for key in planner.convs)
-    # From here on nothing raises: a model is changed as a whole, or not at all.
-    for module, mixin in planner.swaps.values():
-        swap(module, mixin, options)
-        if id(module) in planner.traces:
-            module.__dict__[_TRACED] = planner.traces[id(module)]
+    # A model is changed as a whole, or not at all.
+    try:
+        for module, mixin in planner.swaps.values():
+            swap(module, mixin, options)
+            if id(module) in planner.traces:
+                module.__dict__[_TRACED] = planner.traces[id(module)]
+    except BaseException:
+        restore(model)
+        raise
     return Report(findings, [weakref.ref(module) for module, _ in planner.swaps.values()])

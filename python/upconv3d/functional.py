@@ -190,6 +190,11 @@ def check_kinds(input: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias:
             f"upconv3d: input must be float32, bfloat16, float16 or float64; got input.dtype={input.dtype}. "
             f"Convert it, and the other tensors with it."
         )
+    if type(eps) is not float and not hasattr(eps, "__float__"):
+        raise TypeError(
+            f"upconv3d: eps must be a number (activation units squared); got eps={eps!r} "
+            f"({type(eps).__name__})."
+        )
     # Comparisons, not math.isfinite: torch.compile traces them for a symbolic eps too.
     if not -math.inf < eps < math.inf:
         raise ValueError(f"upconv3d: eps must be a finite number (activation units squared); got eps={eps}.")
@@ -261,7 +266,7 @@ def conv_transpose3d_relu_group_norm(
     CUDA and of that dtype on the CPU, as it is from the three calls. On an SM90 GPU a small block of float32
     parameters is computed as under precision="tf32" instead, which is more exact and saves the casts; so is
     one of any size while gradients are recorded in float16, or PyTorch's calls run, whose norm takes
-    gradients in float32.
+    gradients in float32. On the CPU PyTorch's calls run while gradients are recorded, whatever `recompute`.
 
     Source: GroupNorm, Wu & He, arXiv:1803.08494.
     """

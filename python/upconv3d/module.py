@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .functional import IntOrTriple, conv_transpose3d_relu_group_norm
+from .functional import IntOrTriple, conv_transpose3d_relu_group_norm, integer
 
 _PRECISIONS = (None, "ieee", "tf32")
 
@@ -45,6 +45,7 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
 
     Raises:
         ValueError: out_channels not divisible by num_groups or groups, or an unknown precision.
+        TypeError: num_groups is no integer.
 
     Source: GroupNorm, Wu & He, arXiv:1803.08494.
     """
@@ -74,6 +75,7 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
     ) -> None:
         super().__init__()
         _check_precision(precision)
+        num_groups = integer(num_groups, "num_groups")
         if num_groups < 1:
             raise ValueError(f"upconv3d: num_groups must be at least 1; got num_groups={num_groups}.")
         self.conv_transpose = nn.ConvTranspose3d(

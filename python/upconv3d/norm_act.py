@@ -21,7 +21,7 @@ from ._tail import (
     composite,
     reads_returned,
 )
-from ._tail_arguments import facts_of, runs_kernels
+from ._tail_arguments import facts_of, refuse_empty, runs_kernels
 from ._tail_op import (
     numbered_tail,
     public_tail,
@@ -155,6 +155,7 @@ def checked_arguments(
 
     order, norm and activation are known ones.
     """
+    eps = 1e-5 if norm is None else eps  # without a norm nothing reads it
     check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
     if skip is not None and not isinstance(skip, Tensor):
         raise TypeError(f"upconv3d: skip must be a tensor or None; got {type(skip).__name__}.")
@@ -282,6 +283,8 @@ def _run(tensors: tuple[Any, ...], settings: tuple[Any, ...], norm: str | None, 
         if low is None:
             _require_dtype(summed, *tensors[3:6])
         y, conv = composite(tensors, settings, precise)
+        if not (_dynamo_compiling() or _tracing()) and y.numel() == 0:
+            refuse_empty(tensors, settings)
     # instance_norm returns the dtype that it gets; ours is group_norm, which autocast runs in float32.
     if low is not None and norm == "instance":
         expected = low if settings[9] == "prelu" else summed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .functional import IntOrTriple
+from .functional import IntOrTriple, integer
 from .module import _check_precision, _parameter
 from .norm_act import require_known, run_module
 
@@ -115,6 +115,7 @@ class ConvTranspose3dNormAct(nn.Module):
 
     Raises:
         ValueError: an unknown order, norm, activation or precision, or counts that do not fit.
+        TypeError: num_groups is no integer.
     """
 
     order: str
@@ -148,6 +149,7 @@ class ConvTranspose3dNormAct(nn.Module):
         super().__init__()
         require_known(order, norm, activation)
         _check_precision(precision)
+        num_groups = None if num_groups is None else integer(num_groups, "num_groups")
         if (norm == "group") != (num_groups is not None) or (num_groups is not None and num_groups < 1):
             raise ValueError(
                 f"upconv3d: num_groups, at least 1, belongs to norm='group'; got num_groups={num_groups} "

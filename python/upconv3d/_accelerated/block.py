@@ -74,6 +74,7 @@ def _plan_is_library(block: Block, x: Tensor, weight: Tensor) -> bool:
     padding: Any = conv.padding
     geometry = (conv.stride, padding, conv.output_padding, conv.groups, conv.dilation)
     facts = block_facts(x, weight, None, *geometry, norm_groups, None, None, 1e-5, "tf32")
+    facts["weight"] = facts["weight"] | {"device": facts["input"]["device"]}  # a sized_weight has none
     low = autocast_dtype(x)
     if low is not None:
         dtype = {"dtype": str(low).removeprefix("torch.")}
@@ -85,21 +86,38 @@ def _plan_is_library(block: Block, x: Tensor, weight: Tensor) -> bool:
 _is_library = PlanQuestion(_plan_is_library)
 
 
+def sized_weight(conv: nn.ConvTranspose3d, x: Tensor, device: torch.device | str) -> Tensor:
+    """conv's weight or, where a parametrization would compute it, a tensor of its sizes without values.
+
+    Such a weight is evaluated once in a forward, by who convolves with it: it may draw random numbers, or
+    count its evaluations, as spectral_norm's power iteration does.
+
+    Returns: [C, K/groups, T, R, S], without values in x's dtype and on device.
+    """
+    weight = conv._parameters.get("weight")
+    if weight is not None:
+        return weight
+    sizes = (conv.in_channels, conv.out_channels // conv.groups, *conv.kernel_size)
+    return torch.empty(sizes, dtype=x.dtype, device=device)
+
+
 def _norm_groups(block: Block) -> int:
     groups: int = block.normalizer.num_groups if block.norm == "group" else block.conv.out_channels
     return groups
 
 
-def is_left_to_pytorch(block: Block, x: Tensor, weight: Tensor) -> bool:
+def is_left_to_pytorch(block: Block, x: Tensor, weight: Tensor | None) -> bool:
     """Whether the block's modules are to be called themselves, because it is small.
 
     Not while a CUDA graph is captured, whose replays cost the host nothing.
 
-    x: [N, C, D, H, W]; weight: [C, K/groups, T, R, S].
+    x: [N, C, D, H, W]; weight: [C, K/groups, T, R, S], None where a parametrization would compute it.
     """
     if block.norm is None:
         return False
     conv, norm_groups = block.conv, _norm_groups(block)
+    if weight is None:
+        weight = sized_weight(conv, x, "meta")
     stride: Any = conv.stride
     if not isinstance(stride, tuple):  # a number that somebody set, which PyTorch takes too
         return False

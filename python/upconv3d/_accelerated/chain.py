@@ -7,12 +7,12 @@ exchanged, train() or eval(). What is no block runs as it would without us.
 
 import math
 from collections.abc import Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.modules.module import _has_any_global_hook
 
 from .._graphs import is_exporting
 from .._in_graphs import block_in_graph
@@ -26,6 +26,7 @@ from ..functional import (
 from ..module import _parameter
 from ..norm_act import checked_arguments, conv_transpose3d_norm_act, run_checked
 from .block import Block, Options, is_left_to_pytorch
+from .call import call_of, evaluated
 
 
 def runs_forward_of(module: nn.Module, cls: type[nn.Module]) -> bool:
@@ -70,6 +71,17 @@ _KNOWN: tuple[tuple[type[nn.Module], str], ...] = (
 )
 _KINDS = dict(_KNOWN)
 _ACTIVATIONS = frozenset({"relu", "prelu", "leaky_relu", "elu", "silu", "gelu"})
+_VECTORED = frozenset({"group", "instance", "batch", "prelu"})
+
+
+def _computes_vectors(module: nn.Module) -> bool:
+    """Whether a parametrization computes what a norm or PReLU multiplies with or adds.
+
+    Whether a block takes these depends on their dtype, and asking would be an evaluation of its own.
+    """
+    names = ("weight",) if isinstance(module, nn.PReLU) else ("weight", "bias")
+    # DataParallel and FSDP keep some in __dict__.
+    return any(name not in module._parameters and name not in module.__dict__ for name in names)
 
 
 def kind_of(module: nn.Module) -> str | None:
@@ -80,7 +92,7 @@ def kind_of(module: nn.Module) -> str | None:
             return None if "forward" in module.__dict__ else kind
     for cls, name in _KNOWN:
         if runs_forward_of(module, cls):
-            return name
+            return None if name in _VECTORED and _computes_vectors(module) else name
     return None
 
 
@@ -116,7 +128,8 @@ def _norm_of(conv: Any, module: Any, kind: str | None) -> tuple[str | None, str 
             return None, "BatchNorm3d takes the batch's statistics (in training): folded in eval mode only"
         if conv.groups != 1:
             return None, f"BatchNorm3d is folded into convolutions of one group; got groups={conv.groups}"
-        if conv.weight.dtype is torch.float16:
+        weight = conv._parameters.get("weight")  # of another, admits asks
+        if weight is not None and weight.dtype is torch.float16:
             return None, "BatchNorm3d is not folded into float16, whose range it may leave"
         channels = module.num_features
     else:
@@ -200,54 +213,26 @@ def _activation_first(
     return Block(conv, second + 1 - at, "act_norm", norm, chain[second], *activation, returns_conv)
 
 
-def fold(conv: nn.ConvTranspose3d, norm: Any) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a convolution that is followed by batch norm in eval mode, differentiable.
-
-    Channels are axis 1 of a transposed convolution's weight, as they are of a volume, so that batch_norm
-    itself scales it, in one kernel. Computed at every call: a tensor that was changed through .data keeps
-    its version, and nothing else would tell.
-
-    Returns: [C, K, T, R, S] and [K].
-    """
-    mean = norm.running_mean
-    zero = torch.zeros_like(mean)
-    weight = nn.functional.batch_norm(
-        conv.weight, zero, norm.running_var, norm.weight, None, False, 0.0, norm.eps
-    )
-    bias = zero.to(conv.weight.dtype) if conv.bias is None else conv.bias
-    rows = nn.functional.batch_norm(
-        bias.unsqueeze(0), mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps
-    )
-    return weight, rows.squeeze(0)
+@contextmanager
+def in_mode(modules: list[nn.Module], training: bool) -> Any:
+    """Lets `training` of each read as told meanwhile; nothing that a module's own train() does happens."""
+    kept = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = training
+        yield
+    finally:
+        for module, mode in zip(modules, kept, strict=True):
+            module.training = mode
 
 
-def call_of(block: Block, x: Tensor, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of conv_transpose3d_norm_act, and those by name, for the block on x."""
-    conv, norm, normalizer = block.conv, block.norm, block.normalizer
-    if norm == "batch":
-        weight, bias = fold(conv, normalizer)
-        normalization: dict[str, Any] = {"norm": None}
-    else:
-        weight, bias = _parameter(conv, "weight"), _parameter(conv, "bias")
-        normalization = {"norm": norm}
-        if norm is not None:
-            normalization |= {
-                "norm_weight": _parameter(normalizer, "weight"),
-                "norm_bias": _parameter(normalizer, "bias"),
-                "eps": normalizer.eps,
-            }
-            if norm == "group":
-                normalization["num_groups"] = normalizer.num_groups
-    geometry: Any = (conv.stride, conv.padding, conv.output_padding, conv.groups, conv.dilation)
-    parameter = _parameter(block.parameter, "weight") if block.activation == "prelu" else block.parameter
-    named = {
-        "order": block.order,
-        "activation": block.activation,
-        "activation_param": parameter,
-        "return_conv": block.returns_conv,
-        "precision": options.precision,
-    }
-    return (x, weight, bias, *geometry), named | normalization
+def blocks_of(chain: list[nn.Module], at: int = 0, returns_conv: bool = False) -> dict[bool, Block | str]:
+    """find_block for train() and for eval()."""
+    found = {}
+    for mode in (True, False):
+        with in_mode(chain, mode):
+            found[mode] = find_block(chain, at, returns_conv)
+    return found
 
 
 # Where a batch norm is folded. On a CPU little is gained, and PyTorch's calls keep its last bit.
@@ -303,13 +288,36 @@ def _same_dtype(x: Tensor, *tensors: Any) -> bool:
     return True
 
 
+def _three(number: Any) -> Any:
+    return (number,) * 3 if isinstance(number, int) else number
+
+
+def _returns_values(conv: Any, x: Tensor) -> bool:
+    """Whether the convolution's result has values. Where it has none, PyTorch makes it or says why."""
+    padding, kernel = conv.padding, conv.kernel_size
+    if type(padding) is tuple and 2 * max(padding) < min(kernel):
+        return True  # on any input
+    axes = zip(*map(_three, (conv.stride, padding, conv.output_padding, conv.dilation, kernel)), strict=False)
+    for axis, (stride, before, after, dilation, taps) in enumerate(axes):
+        if (x.size(axis + 2) - 1) * stride - 2 * before + dilation * (taps - 1) + after < 0:
+            return False
+    return True
+
+
 def admits(block: Block, x: Tensor) -> bool:
     """Whether one call is to x what the block's modules are, and they are not the ones to say what is wrong.
 
-    PyTorch takes some vectors of another dtype than x, and numbers that are none of Python's.
+    PyTorch takes some vectors of another dtype than x, and numbers that are none of Python's. A weight that a
+    parametrization computes is not asked for its dtype: where that is not x's, PyTorch refuses, too.
     """
     conv, _, _, norm, normalizer, activation, parameter, _ = block
-    if norm == "batch" and x.device.type not in FOLDING_DEVICES:
+    if not _returns_values(conv, x):
+        return False
+    weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
+    if norm == "batch" and (
+        x.device.type not in FOLDING_DEVICES
+        or (weight is None and x.dtype is torch.float16)  # as in _norm_of
+    ):
         return False
     vectors: Any = (None, None)
     if norm is not None and norm != "batch":
@@ -325,7 +333,7 @@ def admits(block: Block, x: Tensor) -> bool:
         isinstance(parameter, (int, float)) and -math.inf < parameter < math.inf
     ):
         return False
-    same = _same_dtype(x, _parameter(conv, "weight"), _parameter(conv, "bias"), *vectors, slopes)
+    same = _same_dtype(x, weight, bias, *vectors, slopes)
     return same or torch.is_autocast_enabled(x.device.type)
 
 
@@ -337,7 +345,8 @@ def run_block(block: Block, x: Tensor, options: Options) -> Any:
     conv, _, order, norm, normalizer, activation, parameter, returns_conv = block
     if _dynamo_compiling() or _tracing() or norm == "batch" or forward_ad._current_level >= 0:
         return _check_and_run(block, x, options, None)
-    weight, bias, slopes = _parameter(conv, "weight"), _parameter(conv, "bias"), None
+    # None where a parametrization computes it, which it does once, when nothing else is to be decided.
+    weight, bias, slopes = conv._parameters.get("weight"), conv._parameters.get("bias"), None
     if activation == "prelu":
         slopes, parameter = _parameter(parameter, "weight"), None
     groups, eps, gamma, beta = 0, 1e-5, None, None
@@ -354,7 +363,7 @@ def run_block(block: Block, x: Tensor, options: Options) -> Any:
         if not admits(block, x):
             return None
         return conv_transpose3d_relu_group_norm(
-            *(x, weight, bias, *geometry),
+            *(x, *evaluated(conv, weight, bias), *geometry),
             num_groups=groups,
             norm_weight=gamma,
             norm_bias=beta,
@@ -383,27 +392,29 @@ def run_block(block: Block, x: Tensor, options: Options) -> Any:
         return None
     if slopes is not None and (slopes.dim() != 1 or slopes.size(0) not in (1, conv.out_channels)):
         return None
+    if 2 * max(padding) >= min(conv.kernel_size) and not _returns_values(conv, x):
+        return None
     # A norm group of a single value is refused: only an output of one position has such.
+    taps = conv.kernel_size[2] if weight is None else weight.size(4)
     if (
         norm is not None
-        and (x.size(4) - 1) * stride[2]
-        - 2 * padding[2]
-        + output_padding[2]
-        + dilation[2] * (weight.size(4) - 1)
-        == 0
+        and (x.size(4) - 1) * stride[2] - 2 * padding[2] + output_padding[2] + dilation[2] * (taps - 1) == 0
     ):
         return _check_and_run(block, x, options, None)
-    tensors = (x, weight, bias, gamma, beta, slopes, None)
+    tensors = (x, *evaluated(conv, weight, bias), gamma, beta, slopes, None)
     pair = run_checked(tensors, settings, norm, options.precision is not None)
     return pair if returns_conv else pair[0]
 
 
 def run_chain(chain: Sequence[nn.Module], x: Any, options: Options) -> Any:
-    """What calling each module with the result of the one before returns, its blocks in one call each."""
-    at, watched = 0, _has_any_global_hook()  # type: ignore[no-untyped-call]
+    """What calling each module with the result of the one before returns, its blocks in one call each.
+
+    Not for where hooks of all modules are: who calls this has asked.
+    """
+    at = 0
     while at < len(chain):
         module = chain[at]
-        if isinstance(module, nn.ConvTranspose3d) and not watched and takes(x):
+        if isinstance(module, nn.ConvTranspose3d) and takes(x):
             block = find_block(chain, at)
             y = run_block(block, x, options) if isinstance(block, Block) else None
             if isinstance(block, Block) and y is not None:
@@ -415,7 +426,12 @@ def run_chain(chain: Sequence[nn.Module], x: Any, options: Options) -> Any:
 
 
 def _records(chain: Sequence[nn.Module], x: Tensor) -> bool:
-    """Whether autograd records what the chain does with x."""
+    """Whether autograd records what the chain does with x.
+
+    While torch.jit.trace runs, it is taken to: that repeats a call without gradients, to compare the graphs.
+    """
+    if not _dynamo_compiling() and _tracing():
+        return True
     if not torch.is_grad_enabled():
         return False
     if x.requires_grad:
@@ -439,8 +455,7 @@ def run_chain_and_conv(chain: Sequence[nn.Module], x: Any, options: Options) -> 
     Where gradients are recorded and no backward of ours reads the convolution, the modules themselves are the
     quicker way to PyTorch's operators, unless these are to follow a precision of ours.
     """
-    conv, watched = chain[0], _has_any_global_hook()  # type: ignore[no-untyped-call]
-    if not watched and takes(x):
+    if takes(x):
         block = find_block(chain, 0, returns_conv=True)
         if isinstance(block, Block) and (
             options.precision is not None or _has_backward(block, x) or not _records(chain, x)
@@ -448,7 +463,7 @@ def run_chain_and_conv(chain: Sequence[nn.Module], x: Any, options: Options) -> 
             pair = run_block(block, x, options)
             if pair is not None:
                 return run_chain(chain[block.length :], pair[0], options), pair[1]
-    y = c = conv(x)
+    y = c = chain[0](x)
     for module in chain[1:]:
         y = module(y)
     return y, c

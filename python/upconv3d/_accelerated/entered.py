@@ -8,7 +8,7 @@ from torch import nn
 
 from .chain import why_watched
 from .proof import Guards, UnprovableError, _is_simple, defaults_of, holds, prove
-from .swap import is_sequential
+from .swap import is_sequential, set_class
 
 
 class Entered(NamedTuple):
@@ -52,11 +52,11 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 def as_its_base(module: nn.Module) -> Any:
     """Gives an accelerated module its own class back meanwhile."""
     cls = type(module)
-    module.__class__ = own_class(module)
+    set_class(module, own_class(module))
     try:
         yield
     finally:
-        module.__class__ = cls
+        set_class(module, cls)
 
 
 def entered(module: nn.Module) -> Entered:

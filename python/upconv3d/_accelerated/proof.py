@@ -247,7 +247,12 @@ def _has_keys(container: nn.Module, keys: Any) -> bool:
 
 
 def _state(module: nn.Module, name: str) -> Any:
-    """What is compared of an attribute: a number itself, a container's keys, else whether there is one."""
+    """What is compared of an attribute: a number itself, a container's keys, else whether there is one.
+
+    One that a parametrization computes counts as none: reading it would be an evaluation.
+    """
+    if name in module._modules.get("parametrizations", ()):  # type: ignore[operator]
+        return ...
     value = getattr(module, name, _ABSENT)
     if value is _ABSENT:
         return ...

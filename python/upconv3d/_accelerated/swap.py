@@ -5,11 +5,13 @@ Parameters, submodules, names, hooks and state stay where they are. The subclass
 pickle and copy rebuild the module from its first class.
 """
 
+import abc
 import functools
 import threading
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from .block import Block, Options
 from .chain import run_block, run_chain, runs_forward_of, takes, why_watched
@@ -25,6 +27,11 @@ class Accelerated(nn.Module):
     _upconv3d_base: type[nn.Module]
     # Attributes of an instance that copies and pickles do not carry.
     _upconv3d_volatile: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # Ours are no classes of the model's author, whose registries, say, are not to hear of them.
+        if "_upconv3d_base" not in cls.__dict__:
+            super().__init_subclass__(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # object.__getstate__ exists from Python 3.11 on.
@@ -50,7 +57,8 @@ class AcceleratedSequential(Accelerated):
 
     def forward(self, input: Any) -> Any:
         options = self.__dict__.get(_OPTIONS)
-        if options is None:  # a slice of it, which nobody asked to accelerate
+        # A slice has none, which nobody asked to accelerate. Hooks of all modules see each by itself.
+        if options is None or _has_any_global_hook():  # type: ignore[no-untyped-call]
             base: Any = self._upconv3d_base
             return base.forward(self, input)
         return run_chain(leaves(self), input, options)
@@ -61,11 +69,12 @@ class AcceleratedConvTranspose(Accelerated):
 
     def forward(self, input: Any, output_size: Any = None) -> Any:
         base: Any = self._upconv3d_base
-        if output_size is not None or not takes(input):
+        options = self.__dict__.get(_OPTIONS)
+        if options is None or output_size is not None or not takes(input):
             return base.forward(self, input, output_size)
         conv: Any = self
         block = Block(conv, 1, "norm_act", None, None, None, None)
-        y = run_block(block, input, self.__dict__[_OPTIONS])
+        y = run_block(block, input, options)
         return base.forward(self, input) if y is None else y
 
 
@@ -121,9 +130,16 @@ def rebuild(mixin: str, base: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def why_not_swapped(module: nn.Module) -> str | None:
-    """What would be lost if module were given another class."""
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Gives module another class; a __setattr__ of its own has no part in that."""
+    object.__setattr__(module, "__class__", cls)
+
+
+def why_not_swapped(module: nn.Module, mixin: type[Accelerated]) -> str | None:
+    """What would be lost if module were given another class, or why it cannot be."""
     cls = type(module)
+    if isinstance(module, Accelerated):
+        return f"{cls.__name__} was made from an accelerated class"
     for name in ("__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__", "__prepare_scriptable__"):
         if getattr(cls, name, None) is not getattr(nn.Module, name, None):
             return f"{cls.__name__} has a {name} of its own"
@@ -131,21 +147,39 @@ def why_not_swapped(module: nn.Module) -> str | None:
         return f"{cls.__name__} had its forward replaced"
     if cls.__call__ is not nn.Module.__call__:
         return f"{cls.__name__} has a __call__ of its own"
+    made_by: Any = type(cls)
+    if made_by.__new__ not in (type.__new__, abc.ABCMeta.__new__) or made_by.__init__ is not type.__init__:
+        return f"{cls.__name__} has a metaclass, {made_by.__name__}, that takes part in making subclasses"
+    try:
+        set_class(module, accelerated_class(mixin, cls))
+        set_class(module, cls)
+    except Exception as error:  # whatever a class may have against subclasses, or an object against another
+        said = str(error).strip().partition("\n")[0][:120] or type(error).__name__
+        return f"{cls.__name__} cannot be given a subclass: {said}"
     return None
 
 
 def swap(module: nn.Module, mixin: type[Accelerated], options: Options) -> None:
-    module.__class__ = accelerated_class(mixin, type(module))
+    set_class(module, accelerated_class(mixin, type(module)))
     module.__dict__[_OPTIONS] = options
 
 
+def is_swapped(module: nn.Module) -> bool:
+    """Whether module is accelerated; a slice of an accelerated Sequential has its class, but is not."""
+    return isinstance(module, Accelerated) and _OPTIONS in module.__dict__
+
+
 def unswap(module: nn.Module) -> None:
-    """The module as it was before swap(); nothing where it was not swapped, or has yet another class."""
-    cls: Any = type(module)
-    if isinstance(module, Accelerated) and "_upconv3d_base" in cls.__dict__:
-        module.__class__ = cls._upconv3d_base
+    """The module as it was before swap(); nothing where it was not swapped.
+
+    One that has yet another class since, as of a parametrization, keeps that, and runs its own forward.
+    """
+    if isinstance(module, Accelerated):
+        cls: Any = type(module)
         for name in (_OPTIONS, *cls._upconv3d_volatile):
             module.__dict__.pop(name, None)
+        if "_upconv3d_base" in cls.__dict__:
+            set_class(module, cls._upconv3d_base)
 
 
 MIXINS: list[type[Accelerated]] = [AcceleratedSequential, AcceleratedConvTranspose]

@@ -10,7 +10,6 @@ what was written only where it is as it was when it was recorded, and its own fo
 import operator
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from ..functional import _dynamo_compiling, _tracing
 from .block import Block, Options
-from .chain import find_block, run_chain, run_chain_and_conv, why_watched
+from .chain import blocks_of, in_mode, run_chain, run_chain_and_conv, why_watched
 from .entered import Entered, as_its_base, entered, may_be_entered
 from .functions import activation_of, works_in_place
 from .proof import Guards, UnprovableError, defaults_of, holds, prove
@@ -142,20 +142,27 @@ class Traced:
     def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if kwargs or len(args) != self.arguments or not all(isinstance(a, Tensor) for a in args):
             return False
+        # Those would see modules in the place of functions, and miss what was opened.
+        if _has_any_global_hook():  # type: ignore[no-untyped-call]
+            return False
         if not holds(module, self.guards):
             return False
         for path, entry in self.opened:
             part = _at(module, path)
             if part is None or not entry.fits(part, module.training):
                 return False
-        for path, other in self.aliases:
+        # A loop: all() of a generator costs twice as much.
+        for path, other in self.aliases:  # noqa: SIM110
             if _at(module, path) is not _at(module, other):
                 return False
-        return not self.opened or not _has_any_global_hook()  # type: ignore[no-untyped-call]
+        return True
 
     def is_idle(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
         """Whether no block is going to run, so that the forward as it was written costs the host least."""
-        if self.unrecorded is None or not torch.is_grad_enabled():
+        if self.unrecorded is None:
+            return False
+        tracing = not _dynamo_compiling() and _tracing()
+        if not tracing and not torch.is_grad_enabled():
             return False
         if module.__dict__[_OPTIONS].precision is not None:
             return False
@@ -163,7 +170,7 @@ class Traced:
         weight = None if conv is None else conv._parameters.get("weight")
         if weight is not None and weight.is_cuda and weight.dtype is not torch.float64:
             return False  # see chain._has_backward
-        return any(isinstance(x, Tensor) and x.requires_grad for x in (weight, *args))
+        return tracing or any(isinstance(x, Tensor) and x.requires_grad for x in (weight, *args))
 
 
 class AcceleratedForward(Accelerated):
@@ -188,7 +195,7 @@ class AcceleratedForward(Accelerated):
                 warnings.warn(
                     f"upconv3d: a copy of an accelerated {type(self).__name__} needs the source of its "
                     f"forward as it was; got {error}. It runs its own forward. Remedy: "
-                    f"upconv3d.accelerate(model) again.",
+                    f"upconv3d.restore(copy), then upconv3d.accelerate(copy).",
                     stacklevel=2,
                 )
                 return
@@ -196,19 +203,6 @@ class AcceleratedForward(Accelerated):
 
 
 MIXINS.append(AcceleratedForward)
-
-
-@contextmanager
-def in_mode(modules: list[nn.Module], training: bool) -> Any:
-    """Lets `training` of each read as told meanwhile; nothing that a module's own train() does happens."""
-    kept = [module.training for module in modules]
-    for module in modules:
-        module.training = training
-    try:
-        yield
-    finally:
-        for module, mode in zip(modules, kept, strict=True):
-            module.training = mode
 
 
 def _activation_function(node: fx.Node) -> Function | None:
@@ -333,15 +327,6 @@ def _rewrite(graph: fx.Graph, chain: _Chain) -> None:
         graph.erase_node(node)
 
 
-def blocks_of(chain: list[nn.Module], at: int = 0, returns_conv: bool = False) -> dict[bool, Block | str]:
-    """find_block for train() and for eval()."""
-    found = {}
-    for mode in (True, False):
-        with in_mode(chain, mode):
-            found[mode] = find_block(chain, at, returns_conv)
-    return found
-
-
 @dataclass
 class _Recorded:
     """A forward as torch.fx saw it in one mode; `opened` is what it did not record calls of."""
@@ -358,6 +343,17 @@ class _Recorded:
                 and isinstance(module.get_submodule(str(node.target)), nn.ConvTranspose3d)
             ):
                 yield node
+
+    def otherwise_called(self, module: nn.Module) -> Iterator[tuple[str, str]]:
+        """Names of convolutions that are called with more than a tensor or by keyword, and with what."""
+        for node in self.graph.nodes:
+            if node.op == "call_module" and (node.kwargs or len(node.args) != 1):
+                if not isinstance(module.get_submodule(str(node.target)), nn.ConvTranspose3d):
+                    continue
+                if len(node.args) > 1 or "output_size" in node.kwargs:
+                    yield str(node.target), "is called with output_size"
+                else:
+                    yield str(node.target), f"is called by keyword ({', '.join(node.kwargs)}=)"
 
 
 def _path(name: str) -> _Path:
@@ -482,6 +478,7 @@ def trace(module: nn.Module) -> Tracing:
     for training in (True, False):
         recorded = _record(module, defaults, training, search.entered)
         called |= {str(node.target) for node in recorded.graph.nodes if node.op == "call_module"}
+        reasons |= recorded.otherwise_called(module)
         for conv in recorded.convolutions(module):
             name, chain = str(conv.target), _chain_of(recorded.graph, conv, module)
             if isinstance(chain, str):

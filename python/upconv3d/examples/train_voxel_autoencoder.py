@@ -5,12 +5,13 @@ An autoencoder of occupancy volumes: ellipsoids and tori, made from a seed. Both
 values, batches and optimizer. A table and a PNG show losses and step times.
 
 Needs the extra `profile` (rich, matplotlib). Exits with 1 where the runs do not begin alike, or where a loss
-is not finite.
+is not finite; with 2 for wrong options, a folder that cannot be written among them.
 """
 
 import argparse
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -240,7 +241,6 @@ def draw(path: Path, histories: list[History], title: str) -> None:
         axes.grid(True, which="both", color="#e6e6e6", linewidth=0.6)
         axes.legend(fontsize=8.5)
     figure.suptitle(title, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
@@ -269,7 +269,9 @@ def positive(text: str) -> int:
 def parse(given: list[str] | None) -> argparse.Namespace:
     """Options, with the device's defaults where nothing was given."""
     parser = argparse.ArgumentParser(
-        prog="python -m upconv3d.examples.train_voxel_autoencoder", description=__doc__.splitlines()[2]
+        prog="python -m upconv3d.examples.train_voxel_autoencoder",
+        description=__doc__.partition("\n\n")[2],  # without the line that names the program
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--blocks", choices=("eager", "upconv3d", "both"), default="both")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
@@ -292,6 +294,13 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     for name in ("size", "width"):
         if getattr(options, name) % 8 != 0:
             parser.error(f"--{name} must be a multiple of 8; got {getattr(options, name)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU that PyTorch sees; got none. Use --device cpu")
+    try:  # before training, not after it
+        options.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.out).close()
+    except OSError as error:
+        parser.error(f"--out must be a folder that can be written; got {options.out}: {error.strerror}")
     return options
 
 

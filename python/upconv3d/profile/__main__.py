@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from . import arguments, report
-from .cases import Case
+from .cases import SHAPES_FILE, Case
 from .ceilings import Ceilings
-from .measure import environment, write_whole
+from .measure import environment
 from .peers import COMPILE_MODES
+from .results import NOT_WRITTEN_STATUS, ResultFileError, ResultFiles
 from .run import STEPS, CaseProfile, prepare, profile_case
 
 WIDTH_OF_A_FILE = 120  # columns, where the output is no terminal
@@ -40,32 +41,41 @@ def check_shapes(cases: list[Case], device: torch.device) -> None:
     Raises: ArgumentError with the block's own words.
     """
     for case in cases:
-        if case.shape.source == "command line":
-            try:
-                prepare(case, device)
-            except (RuntimeError, ValueError) as error:
-                raise arguments.ArgumentError(str(error).splitlines()[0]) from error
+        try:
+            prepare(case, device)
+        except (RuntimeError, ValueError, TypeError, ArithmeticError) as error:
+            reason = str(error).splitlines()[0]
+            name = case.shape.name
+            given = case.shape.source == "command line"
+            raise arguments.ArgumentError(reason if given else f"shape {name}: {reason}") from error
 
 
 def write_results(
-    options: argparse.Namespace, env: dict[str, Any], ceilings: Ceilings, profiles: list[CaseProfile]
+    files: ResultFiles, env: dict[str, Any], ceilings: Ceilings, profiles: list[CaseProfile]
 ) -> None:
     """The files that were asked for; after every case, so that an interrupted run keeps what it has."""
-    if options.json is not None:
-        text = json.dumps(report.to_json(env, ceilings.measured(), profiles), indent=1) + "\n"
-        write_whole(options.json, text)
-    if options.csv is not None:
-        write_whole(options.csv, report.to_csv(profiles))
-    if options.png is not None:
+
+    def picture() -> bytes:
         from . import roofline
 
-        roofline.draw(options.png, env, profiles)
+        return roofline.draw(env, profiles)
+
+    files.write(
+        "--json", lambda: json.dumps(report.to_json(env, ceilings.measured(), profiles), indent=1) + "\n"
+    )
+    files.write("--csv", lambda: report.to_csv(profiles))
+    files.write("--png", picture)
 
 
 def measure_all(
-    options: argparse.Namespace, env: dict[str, Any], cases: list[Case], device: torch.device
-) -> list[CaseProfile]:
-    """Profiles of all cases, under a progress bar on stderr, so that a pipe gets the tables alone."""
+    options: argparse.Namespace,
+    env: dict[str, Any],
+    cases: list[Case],
+    device: torch.device,
+    files: ResultFiles,
+    profiles: list[CaseProfile],
+) -> None:
+    """Appends each case's profile, under a progress bar on stderr, so that a pipe gets the tables alone."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -75,7 +85,6 @@ def measure_all(
         budget_s = arguments.QUICK_SECONDS if options.quick else arguments.DEFAULT_SECONDS
     ceilings = Ceilings(device, min(CEILING_SECONDS, budget_s))
     steps = (*STEPS, "ncu") if options.ncu else STEPS
-    profiles: list[CaseProfile] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(cases) * len(steps))
@@ -96,14 +105,28 @@ def measure_all(
                     step=step,
                 )
             )
-            write_results(options, env, ceilings, profiles)
-    return profiles
+            write_results(files, env, ceilings, profiles)
 
 
-def exit_status(profiles: list[CaseProfile]) -> int:
-    """1 where a check failed, 3 where Nsight Compute alone gave nothing, else 0."""
+def print_tables(env: dict[str, Any], profiles: list[CaseProfile]) -> None:
+    """All tables, where there is a profile."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH_OF_A_FILE)
+    for profile in profiles:
+        report.print_case(console, profile)
+    if profiles:
+        report.print_summary(console, env, profiles)
+
+
+def exit_status(profiles: list[CaseProfile], files: ResultFiles) -> int:
+    """1 where a check failed, else 4 where a file is missing, else 3 where Nsight Compute gave nothing."""
     if any(profile.check != "ok" for profile in profiles):
         return 1
+    if files.failures:
+        return NOT_WRITTEN_STATUS
     return 3 if any(profile.counters_missing for profile in profiles) else 0
 
 
@@ -124,21 +147,25 @@ def main(given: list[str] | None = None) -> int:
             torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True  # before the first call: PyTorch keeps the first plan it finds
         cases = arguments.cases(options, device)
-        check_shapes(cases, device)
-    except arguments.ArgumentError as error:
+        # The package's own shapes are known to run, and their tensors take long to make.
+        if options.input is not None or options.shapes_file != SHAPES_FILE:
+            check_shapes(cases, device)
+        files = ResultFiles(
+            {"--json": options.json, "--csv": options.csv, "--png": options.png},
+            inputs=[options.shapes_file],
+        )
+    except (arguments.ArgumentError, ResultFileError) as error:
         parser.error(str(error))
-    from rich.console import Console
-
     command = ["python", "-m", "upconv3d.profile", *(sys.argv[1:] if given is None else given)]
     env = environment(device, command, Path(__file__))
-    profiles = measure_all(options, env, cases, device)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH_OF_A_FILE)
-    for profile in profiles:
-        report.print_case(console, profile)
-    report.print_summary(console, env, profiles)
-    return exit_status(profiles)
+    profiles: list[CaseProfile] = []
+    try:
+        measure_all(options, env, cases, device, files, profiles)
+    finally:  # also of the cases before one that failed or was interrupted
+        print_tables(env, profiles)
+    for failure in files.failures:
+        print(f"{parser.prog}: {failure}", file=sys.stderr)
+    return exit_status(profiles, files)
 
 
 if __name__ == "__main__":

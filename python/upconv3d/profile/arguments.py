@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -25,8 +26,10 @@ A shape is named from the shapes file, or given by its numbers:
   upconv3d-profile --shape kernelbench_61 --dtype bfloat16 --layout ndhwc --png roofline.png
   upconv3d-profile --input 16 64 32 32 32 --out-channels 128 --kernel 3 --num-groups 8
 
-Exit status: 0; 1 where a result is not finite or its error too large; 2 for wrong arguments; 3 where --ncu
-was asked for and all but Nsight Compute's counters could be measured.
+Exit status: 0; 1 where a result is not finite or its error too large; 2 for wrong arguments, a result file
+that cannot be written among them; 3 where --ncu was asked for and all but Nsight Compute's counters could be
+measured; 4 where a result file could be written at first and not after measuring. Tables are printed all the
+same. Of several, the status is the first in the order 1, 4, 3.
 """
 DEFAULT_SHAPE = {"cuda": "kernelbench_61", "cpu": "monai_unet_128"}
 DEFAULT_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
@@ -50,28 +53,38 @@ class ArgumentError(Exception):
     """A command line that asks for something impossible; says the rule, the value and the remedy."""
 
 
+Number = TypeVar("Number", int, float)
+
+
+def _number(text: str, kind: Callable[[str], Number], rule: str, holds: Callable[[Number], bool]) -> Number:
+    """The number that `text` writes, where `rule` holds for it."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not holds(value):
+        raise argparse.ArgumentTypeError(f"{rule}; got {text}")
+    return value
+
+
 def positive(text: str) -> int:
     """A positive integer."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer; got {text}")
-    return value
+    return _number(text, int, "must be a positive integer", lambda value: value > 0)
 
 
 def natural(text: str) -> int:
     """An integer that is not negative."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative; got {text}")
-    return value
+    return _number(text, int, "must be an integer and not negative", lambda value: value >= 0)
 
 
 def seconds(text: str) -> float:
     """A positive number of seconds."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be positive; got {text}")
-    return value
+    return _number(text, float, "must be a positive number", lambda value: 0 < value < math.inf)
+
+
+def variance(text: str) -> float:
+    """What may be added to a variance: a number that leaves its root one."""
+    return _number(text, float, "must be a number and not negative", lambda value: 0 <= value < math.inf)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -108,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
         numbers.add_argument(option, nargs="+", type=kind, metavar="T", help=help_text)
     numbers.add_argument("--groups", type=positive, help="of the convolution (default: 1)")
     numbers.add_argument("--num-groups", type=positive, help="of GroupNorm (default: 8)")
-    numbers.add_argument("--eps", type=float, help="added to the variance (default: 1e-5)")
+    numbers.add_argument("--eps", type=variance, help="added to the variance (default: 1e-5)")
     numbers.add_argument(
         "--bias", action=argparse.BooleanOptionalAction, help="of the convolution (default: no)"
     )
@@ -212,6 +225,8 @@ def shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:
     wanted = options.shape or [DEFAULT_SHAPE[device.type]]
     if wanted == ["all"]:
         return list(listed.values())
+    if "all" in wanted and "all" not in listed:
+        raise ArgumentError(f"--shape takes names, or all alone; got {' '.join(wanted)}")
     for name in wanted:
         if name not in listed:
             near = difflib.get_close_matches(name, listed, n=3, cutoff=0.4)
@@ -223,11 +238,14 @@ def shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:
 def shapes_of_file(path: Path) -> list[Shape]:
     """The shapes of a file in the form of shapes.json.
 
-    Raises: ArgumentError where it cannot be read as such.
+    Raises: ArgumentError where it cannot be read as such, or has no shape.
     """
     try:
-        return load_shapes(path)
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        found = load_shapes(path)
+        if not found:
+            raise ValueError("it has no shape")
+        return found
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise ArgumentError(
             f"--shapes-file must be a JSON file in the form of {SHAPES_FILE.name}; got {path}: {error}"
         ) from error
@@ -252,7 +270,7 @@ def device_of(options: argparse.Namespace) -> torch.device:
 
 
 def cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
-    """Shapes crossed with dtypes, layouts and precisions, in that order."""
+    """Shapes crossed with dtypes, layouts and precisions, in that order; a value given twice counts once."""
     on_gpu = device.type == "cuda"
     if options.precision and not on_gpu:
         raise ArgumentError(
@@ -264,10 +282,11 @@ def cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
             return ("native",)
         return (options.precision or ("tf32", "ieee")) if on_gpu else ("ieee",)
 
-    return [
+    found = [
         Case(shape, DTYPES[dtype], layout, precision)
         for shape in shapes(options, device)
         for dtype in options.dtype or [DEFAULT_DTYPE[device.type]]
         for layout in options.layout or [DEFAULT_LAYOUT[device.type]]
         for precision in precisions(dtype)
     ]
+    return list(dict.fromkeys(found))

@@ -174,11 +174,3 @@ def environment_line(env: dict[str, Any]) -> str:
     if env.get("commit"):
         parts.append(f"commit {env['commit'][:12]}{' with local changes' if ' ' in env['commit'] else ''}")
     return "; ".join(parts)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A text file, written whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(text)
-    part.replace(path)

@@ -51,14 +51,20 @@ def with_share(value: float | None, share: float | None) -> str:
     return DASH if value is None or share is None else f"{significant(value)} ({100 * share:.0f}%)"
 
 
-def case_title(profile: CaseProfile) -> str:
-    """Shape, dtype, precision and layout."""
+def kind_of(profile: CaseProfile) -> str:
+    """Dtype, and of float32 on a GPU the precision."""
     case = profile.case
     kind = str(case.dtype).removeprefix("torch.")
     if case.precision != "native" and profile.plan.algorithm != "cpu_library":
         kind += f" {case.precision}"
+    return kind
+
+
+def case_title(profile: CaseProfile) -> str:
+    """Shape, dtype, precision and layout."""
+    case = profile.case
     name = "" if case.shape.source == "command line" else f"{case.shape.name}: "
-    return f"{name}{case.shape.describe()}; {kind} {LAYOUT_NAMES[case.layout]}"
+    return f"{name}{case.shape.describe()}; {kind_of(profile)} {LAYOUT_NAMES[case.layout]}"
 
 
 def _table(title: str) -> Table:

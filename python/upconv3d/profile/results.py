@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Result files of the profile and of perf's scripts: tried before anything is measured, written whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+NOT_WRITTEN_STATUS = 4  # exit status where all was measured and printed, but a file could not be written
+
+
+class ResultFileError(Exception):
+    """A path that cannot take a result; says the rule, the value and the remedy."""
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """A file, written whole or not at all; through a link, what it points to. Makes its folder."""
+    target = path.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    try:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        part.replace(target)
+    except OSError:
+        if not part.is_dir():
+            part.unlink(missing_ok=True)
+        raise
+
+
+def _try_to_write(option: str, path: Path) -> None:
+    """Does what write_whole does, short of the file itself.
+
+    Raises: ResultFileError where `path` is no regular file. OSError where it cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        kind = "a directory" if path.is_dir() else "a device or pipe"
+        raise ResultFileError(f"{option} must name a file; got {path}, {kind}. Remedy: another name")
+    target = path.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    part.write_bytes(b"")
+    part.unlink()
+
+
+class ResultFiles:
+    """The files that a command line asks for, by option (None where it does not), and what became of them.
+
+    Args:
+        asked: path of each option.
+        inputs: files that the command reads, which no result may replace.
+    Raises: ResultFileError where a path cannot be written, is no regular file, is another option's or an
+        input's too, or is --png's and does not end in .png. Folders that are missing are made.
+    """
+
+    def __init__(self, asked: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
+        self._paths = {option: path for option, path in asked.items() if path is not None}
+        self._failures: dict[str, str] = {}
+        owners = {path.resolve(): "which this command reads" for path in inputs}
+        for option, path in self._paths.items():
+            if option == "--png" and path.suffix.lower() != ".png":
+                raise ResultFileError(
+                    f"--png must name a file that ends in .png; got {path}. Remedy: --png {path}.png"
+                )
+            owner = owners.setdefault(path.resolve(), f"which is {option}'s")
+            if owner != f"which is {option}'s":
+                raise ResultFileError(
+                    f"{option} must name a file of its own; got {path}, {owner}. Remedy: another name"
+                )
+        for option, path in self._paths.items():
+            try:
+                _try_to_write(option, path)
+            except OSError as error:
+                raise ResultFileError(
+                    f"{option} must name a file that can be written; got {path}: {error.strerror}. "
+                    "Remedy: a folder that exists and is yours"
+                ) from error
+
+    def write(self, option: str, make: Callable[[], str | bytes]) -> None:
+        """Writes what `make` returns to the option's file, where there is one.
+
+        A failure, of `make` too, is kept in `failures` until a later write of the same file succeeds: what
+        was measured is worth more than the file.
+        """
+        path = self._paths.get(option)
+        if path is None:
+            return
+        try:
+            write_whole(path, make())
+        except Exception as error:  # a full disk, or what the drawing library could not do
+            self._failures[option] = f"{option} {path} was not written: {type(error).__name__}: {error}"
+        else:
+            self._failures.pop(option, None)
+
+    @property
+    def failures(self) -> list[str]:
+        """Of each file whose last write failed, which and why."""
+        return list(self._failures.values())

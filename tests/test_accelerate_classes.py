@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""upconv3d.accelerate: the classes that it gives modules, classes that object, and the way back."""
+
+import abc
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import upconv3d
+from accelerated_models import MODELS
+from torch import nn
+from upconv3d._accelerated.swap import is_swapped
+
+
+def _volume():
+    return torch.randn(2, 6, 4, 3, 4, generator=torch.Generator().manual_seed(3))
+
+
+class _Up(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.ConvTranspose3d(6, 8, 2, 2), nn.GroupNorm(2, 8)
+
+    def forward(self, x):
+        return self.norm(self.up(x))
+
+
+class _Registered(_Up):
+    """Classes by name; of each name one."""
+
+    known: dict[str, type] = {}  # noqa: RUF012
+
+    def __init_subclass__(cls, kind="unnamed", **kwargs):
+        super().__init_subclass__(**kwargs)
+        if cls.__name__ in _Registered.known:
+            raise ValueError(f"{cls.__name__} is registered twice")
+        _Registered.known[cls.__name__] = cls
+        cls.kind = kind
+
+
+class _Known(_Registered, kind="its own"):
+    pass
+
+
+class _Abstract(_Up, abc.ABC):
+    @abc.abstractmethod
+    def name(self): ...
+
+
+class _Concrete(_Abstract):
+    def name(self):
+        return "concrete"
+
+
+class _Guarded(_Up):
+    def __setattr__(self, name, value):
+        if name == "__class__":
+            raise AttributeError("its class stays")
+        super().__setattr__(name, value)
+
+
+class _Slotted(_Up):
+    __slots__ = ("extra",)
+
+
+class _Final(type):
+    def __new__(cls, name, bases, namespace):
+        if any(type(base) is _Final for base in bases):
+            raise TypeError("a final class")
+        return super().__new__(cls, name, bases, namespace)
+
+
+class _Sealed(_Up, metaclass=_Final):
+    pass
+
+
+class _ByCode(type):
+    def mro(cls):
+        if any(isinstance(base, _ByCode) for base in cls.__bases__):
+            raise TypeError("no subclasses\nof this")
+        return super().mro()
+
+
+class _Stubborn(_Up, metaclass=_ByCode):
+    pass
+
+
+def _beside(cls):
+    """A model with a module of that class and one that nothing keeps from being accelerated."""
+    return nn.Sequential(cls(), nn.Sequential(nn.ConvTranspose3d(8, 4, 2), nn.ReLU()))
+
+
+@pytest.mark.parametrize("cls", [_Known, _Concrete, _Guarded, _Slotted])
+def test_classes_that_are_particular_about_subclasses(cls):
+    registered = dict(_Registered.known)
+    model = _beside(cls)
+    plain = copy.deepcopy(model)
+    report = upconv3d.accelerate(model)
+    assert len(report.replaced) == 2, str(report)
+    torch.testing.assert_close(model(_volume()), plain(_volume()), rtol=1e-4, atol=1e-5)
+    assert registered == _Registered.known
+    assert getattr(model[0], "kind", "its own") == "its own"
+    report.restore()
+    assert type(model[0]) is cls
+
+
+def test_subclasses_of_accelerated_classes_are_their_authors():
+    model = _Known()
+    upconv3d.accelerate(model)
+    with pytest.raises(ValueError, match="registered twice"):
+        type("_Known", (type(model),), {})
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (_Sealed, "_Sealed has a metaclass, _Final, that takes part in making subclasses"),
+        (_Stubborn, "_Stubborn cannot be given a subclass: no subclasses"),
+    ],
+)
+def test_classes_that_have_no_subclasses_are_left_alone(cls, reason):
+    model = _beside(cls)
+    plain = copy.deepcopy(model)
+    report = upconv3d.accelerate(model)
+    assert [finding.replaced for finding in report.findings] == [False, True]
+    assert report.findings[0].evaluation.endswith(reason)
+    assert type(model[0]) is cls
+    torch.testing.assert_close(model(_volume()), plain(_volume()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_is_changed_as_a_whole_or_not_at_all(monkeypatch):
+    model = _beside(_Up)
+    types, swapped = [type(module) for module in model.modules()], []
+    names = upconv3d.accelerate.__globals__
+    swap = names["swap"]
+
+    def fail_at_second(module, *arguments):
+        if swapped:
+            raise MemoryError
+        swapped.append(module)
+        swap(module, *arguments)
+
+    monkeypatch.setitem(names, "swap", fail_at_second)
+    with pytest.raises(MemoryError):
+        upconv3d.accelerate(model)
+    assert swapped and types == [type(module) for module in model.modules()]
+    monkeypatch.undo()
+    assert len(upconv3d.accelerate(model).replaced) == 2
+
+
+def _saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m)), _saved_and_loaded]
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=["deepcopy", "copy", "pickle", "load"])
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_are_restored(name, copied):
+    plain = MODELS[name]().eval()
+    model = copy.deepcopy(plain)
+    replaced = upconv3d.accelerate(model).replaced
+    twin = copied(model)
+    with pytest.raises(ValueError, match=r"Remedy: upconv3d.restore\(model\) first"):
+        upconv3d.accelerate(twin)
+    upconv3d.restore(twin)
+    assert [type(module) for module in twin.modules()] == [type(module) for module in plain.modules()]
+    assert not any(key.startswith("_upconv3d") for module in twin.modules() for key in module.__dict__)
+    assert torch.equal(twin(_volume()), plain(_volume()))
+    upconv3d.restore(twin)
+    again = upconv3d.accelerate(twin)
+    assert len(again.replaced) == len(replaced)
+    again.restore()
+    assert [type(module) for module in twin.modules()] == [type(module) for module in plain.modules()]
+
+
+def test_slices_are_not_accelerated():
+    model = nn.Sequential(nn.ConvTranspose3d(6, 8, 2), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv3d(8, 2, 1))
+    report = upconv3d.accelerate(model)
+    part = model[:3]
+    assert not is_swapped(part)
+    again = upconv3d.accelerate(part)
+    assert len(again.replaced) == 1 and is_swapped(part) and is_swapped(model)
+    torch.testing.assert_close(part(_volume()), model[:3](_volume()), rtol=1e-4, atol=1e-5)
+    again.restore()
+    report.restore()
+    assert type(part) is type(model) is nn.Sequential
+
+
+@pytest.mark.parametrize(
+    ("bare", "reason"),
+    [(False, "was made from an accelerated class"), (True, "has a forward of its own")],
+)
+def test_modules_with_yet_another_class_run_their_own_forward(bare, reason):
+    """A parametrization makes a subclass of the accelerated one."""
+    model = nn.ConvTranspose3d(6, 8, 2) if bare else _Up()
+    if not bare:
+        model.scale = nn.Parameter(torch.ones(1))
+    plain = copy.deepcopy(model)
+    report = upconv3d.accelerate(model, bare=bare)
+    assert report.replaced
+    nn.utils.parametrize.register_parametrization(model, "weight" if bare else "scale", nn.Identity())
+    assert torch.equal(model(_volume()), plain(_volume()))
+    report.restore()
+    assert not is_swapped(model) and torch.equal(model(_volume()), plain(_volume()))
+    (finding,) = upconv3d.accelerate(model, bare=bare).findings
+    assert not finding.replaced and finding.evaluation.endswith(reason)
+
+
+@pytest.mark.parametrize("value", [3, nn.Sequential, None])
+def test_models_that_are_none(value):
+    for function in (upconv3d.accelerate, upconv3d.restore):
+        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module; got .* Remedy:"):
+            function(value)
+
+
+@pytest.mark.parametrize("sample", [torch.randn(1, 6, 4, 4, 4), {"input": _volume()}, "x", 3])
+def test_samples_that_are_no_arguments(sample):
+    """A tensor could be unpacked along its batch, a dictionary into its keys."""
+    model, called = nn.Sequential(nn.ConvTranspose3d(6, 8, 2), nn.ReLU()), []
+    model.register_forward_pre_hook(lambda *_: called.append(True))
+    with pytest.raises(TypeError, match=rf"got {type(sample).__name__}\. Remedy: sample=\(x,\)"):
+        upconv3d.accelerate(model, sample=sample)
+    assert not called and type(model) is nn.Sequential
