@@ -129,10 +129,10 @@ def _activate(value: Tensor, s: Settings, slopes: Tensor | None, in_place: bool)
 
     in_place: whether `value` may be overwritten, which is done where its gradient can be had from the result.
         (Autograd keeps ReLU's result either way. That of the others it keeps only where they run in place:
-        then a caller could not change it.)
+        then a caller could not change it. A trace may be run with gradients.)
     """
     activation = s.activation
-    overwrite = in_place and s.parameter > 0 and not value.requires_grad
+    overwrite = in_place and s.parameter > 0 and not (value.requires_grad or _is_tracing())
     if activation == "relu":
         return F.relu(value, inplace=in_place)
     if activation == "leaky_relu":
