@@ -221,12 +221,10 @@ SharedCut cheapest_shared_cut(const Problem& problem, const Slab& phase) {
   SharedCut best{{}, {phase}};
   const std::int64_t taps = phase.taps[1], height = phase.extent[1], width = phase.extent[2];
   if (taps < 2 || phase.tap_count() == 0) return best;
-  // Loads of a transposed convolution leave room for four units of w in the ring of the largest tile. A plain
-  // convolution's result is stored in place where its rows are whole.
-  const std::int64_t most_rows = problem.operation == Operation::kConv ? kMaxSharedRows : 96;
   double best_cost = product_cost(problem, best.rest);
-  std::int64_t columns = std::min(width, most_rows / (taps - 1)) / kSharedRowUnit * kSharedRowUnit;
-  for (; columns > 0; columns -= kSharedRowUnit) {
+  std::int64_t columns = std::min(width, kMaxSharedRows / (taps - 1)) / kSharedRowUnit * kSharedRowUnit;
+  // Fewer columns make more parts.
+  for (; columns > 0 && width / columns <= kMaxSlabs; columns -= kSharedRowUnit) {
     const std::int64_t unit = kSharedPlaneUnit / std::gcd(columns, kSharedPlaneUnit);  // rows
     for (const std::int64_t rows : {height / unit * unit, height}) {
       if (rows == 0) continue;
@@ -242,9 +240,13 @@ SharedCut cheapest_shared_cut(const Problem& problem, const Slab& phase) {
   return best;
 }
 
-/// The slab cut where the taps along the depth change.
+/// The slab, cut where the taps along the depth change if that costs less.
 void cut_depth(const Problem& problem, const Slab& slab, std::vector<Slab>& to) {
-  for (const Band& band : bands_of(axis_of(slab, 0), problem.in[0])) to.push_back(with_axis(slab, 0, band));
+  std::vector<Slab> bands;
+  for (const Band& band : bands_of(axis_of(slab, 0), problem.in[0]))
+    bands.push_back(with_axis(slab, 0, band));
+  if (product_cost(problem, bands) >= product_cost(problem, {slab})) bands = {slab};
+  to.insert(to.end(), bands.begin(), bands.end());
 }
 
 }  // namespace

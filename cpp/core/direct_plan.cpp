@@ -183,8 +183,7 @@ Plan few_channels_plan(const Problem& p, const FewChannelsLayout& layout) {
 double less_for_half_blocks(const Problem& p, const Plan& sm90, bool in_place) {
   if (!sm90.instance || sm90.instance->block_inputs == kBlockInputs) return 1.0;
   if (p.kernel == p.stride) return 1.15;
-  // Loads of x that serve several taps have not been compared either: without them it took more.
-  if (!sm90.twice) return sm90.share_taps ? 2.25 : 1.25;
+  if (!sm90.twice) return 1.25;
   return in_place ? 1.3 : 0.85;
 }
 
@@ -220,7 +219,7 @@ bool beats_library(const Problem& p, const Plan& direct) {
 }
 
 bool beats_sm90(const Problem& p, const Plan& direct, const Plan& sm90) {
-  const double ours = sm90.twice ? sm90.estimated_twice_ms : sm90.estimated_stored_ms;
+  const double ours = compared_ms(sm90);
   if (p.n == 0 || !was_compared(p, direct)) return false;
   if (direct.few_channels) {
     // What the SM90 plan took of its estimate in such blocks, with the packing and the transposed stores that

@@ -71,7 +71,8 @@ std::string describe(const Plan& plan) {
     text += concat("\n  borders: cut off along ", plan.split_axes, plan.split_axes == 1 ? " axis" : " axes",
                    ", so that taps which read only padding are skipped");
   }
-  if (plan.share_taps) text += "\n  loads of x: each serves all taps along the height";
+  if (plan.share_taps)
+    text += "\n  loads of x: where they can, each serves all taps along the height, or the depth";
   if (plan.launches > 1) {
     text += concat("\n  launches: ", plan.launches, " of the convolution, since one takes at most ",
                    kMaxSlabs, " phases");

@@ -61,7 +61,7 @@ std::string sm90_disadvantage(const Problem& p, const Plan& plan) {
   const double library = p.useful_flops() / (kShare * rate) +
                          tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(p.dtype)) +
                          3 * tensor_ms(p, p.k, positions, size_of(p.dtype)) + kLaunchesMs;
-  const double ours = plan.twice ? plan.estimated_twice_ms : plan.estimated_stored_ms;
+  const double ours = compared_ms(plan);
   if (ours <= kAhead * library) return "";
   return concat("tiles are filled to ", 100 * filled, "% and estimated at ", ours,
                 " ms, where cuDNN's convolution is expected to need ", library, " ms with our normalization");

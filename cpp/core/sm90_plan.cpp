@@ -14,6 +14,7 @@
 #include "core/pack_stages.hpp"
 #include "core/slab_launches.hpp"
 #include "core/text.hpp"
+#include "core/tile_order.hpp"
 #include "core/twice_layout.hpp"
 
 namespace upconv3d {
@@ -189,14 +190,17 @@ bool stores_in_place(const Problem& p, const Cut& cut) {
          });
 }
 
-std::optional<Cut> cheapest_cut_in_place(const Problem& p, const Cut& cheapest) {
-  for (const Cut& cut : {cheapest, Cut{std::min(cheapest.split_axes, 1), false}, Cut{}}) {
+std::optional<Cut> cheapest_cut_in_place(const Problem& p, const ConvInstance& instance, int sm_count) {
+  const Cut cheapest = cheapest_cut(p, instance, sm_count);
+  if (stores_in_place(p, cheapest)) return cheapest;
+  const Cut own_loads = cheapest.share_taps ? cheapest_cut(p, instance, sm_count, false) : cheapest;
+  for (const Cut& cut : {own_loads, Cut{std::min(own_loads.split_axes, 1), false}, Cut{}}) {
     if (stores_in_place(p, cut)) return cut;
   }
   return std::nullopt;
 }
 
-Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count) {
+Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count, bool may_share) {
   // Descriptors of many slabs cost host time and launch parameters: a gain within the estimate's error, or a
   // convolution that takes less than about 30 us, is not worth them.
   constexpr double kWorthwhileGain = 0.97;
@@ -205,20 +209,20 @@ Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count) {
   double best_cycles = estimated_cycles(p, instance, border_slabs(p, 0), false, sm_count);
   if (best_cycles < kWorthwhileCycles) return best;
   best_cycles *= kWorthwhileGain;
-  const auto consider = [&](const Cut& cut, const std::vector<Slab>& slabs, double worthwhile_gain) {
+  const auto consider = [&](const Cut& cut, const std::vector<Slab>& slabs) {
     if (slabs.size() == 1 && !cut.share_taps) return;
     if (slabs.size() > static_cast<std::size_t>(kMaxSlabs)) return;
     if (!within_im2col(p, slabs, cut.share_taps)) return;
     const double cycles = estimated_cycles(p, instance, slabs, cut.share_taps, sm_count);
-    if (cycles < best_cycles * worthwhile_gain) {
+    if (cycles < best_cycles) {
       best = cut;
       best_cycles = cycles;
     }
   };
-  for (int axes = 1; axes <= 3; ++axes) consider({axes, false}, border_slabs(p, axes), 1.0);
+  for (int axes = 1; axes <= 3; ++axes) consider({axes, false}, border_slabs(p, axes));
   // With three products, two loads of that many rows leave no room for w.
-  if (p.dilation == Extent3{1, 1, 1} && instance.products == 1)
-    consider({0, true}, tap_sharing_slabs(p), 1.0);
+  if (may_share && p.dilation == Extent3{1, 1, 1} && instance.products == 1)
+    consider({0, true}, tap_sharing_slabs(p));
   return best;
 }
 
@@ -362,23 +366,6 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
   return "";
 }
 
-/// Position tiles of a window of the launch order, 0 for slab by slab. Phases read the same x; slab by slab,
-/// a large sample's x has left L2 when the next phase comes.
-std::int64_t window_tiles(const Problem& p, const std::vector<Slab>& slabs, const ConvInstance& instance) {
-  constexpr std::int64_t kTiles = 16;  // 8 and 32 were as quick
-  std::int64_t longest = 0;
-  for (const Slab& slab : slabs)
-    longest = std::max(longest, ceil_div(slab.positions(), instance.block_positions));
-  const std::int64_t windows = longest / kTiles;
-  // Convolution groups read parts of x of their own; windows were not tried on them.
-  if (slabs.size() == 1 || windows < 2 || p.groups > 1) return 0;
-  // Places of the order that hold no tile are passed over, but they are counted.
-  const std::int64_t window = ceil_div(longest, windows);
-  const std::int64_t places = saturating_product(p.n, static_cast<std::int64_t>(slabs.size()),
-                                                 window * windows, channel_tiles(p, instance.block_channels));
-  return places <= kMaxSm90Count ? window : 0;
-}
-
 }  // namespace
 
 double seen_of_stored(const ConvInstance& stored) {
@@ -430,7 +417,7 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   plan.tile_positions = moment_positions(instance);
   Cut cut = cheapest_cut(p, instance, device.sm_count);
   if (plan.linear) {
-    const std::optional<Cut> in_place = cheapest_cut_in_place(p, cut);
+    const std::optional<Cut> in_place = cheapest_cut_in_place(p, instance, device.sm_count);
     plan.activation_in_y = in_place.has_value();
     if (in_place) plan.conv_layout = p.y_layout;
     cut = in_place.value_or(cut);
@@ -443,6 +430,10 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   if (cut.split_axes == 0 && has_phases) plan.window_tiles = window_tiles(p, slabs, instance);
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
   plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
+  plan.estimated_unshared_ms =
+      cut.share_taps ? estimated_stored_ms(p, instance, cheapest_cut(p, instance, device.sm_count, false),
+                                           device.sm_count)
+                     : plan.estimated_stored_ms;
   plan.w_in_place = reads_w_in_place(p);
   if (plan.pack_x || !plan.w_in_place) plan.stages = pack_stages(p);
   plan.stages.insert(plan.stages.end(), static_cast<std::size_t>(plan.launches), instance.name);
@@ -472,7 +463,7 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
   // Where stored takes several launches, channels_last_3d was measured computed twice alone.
   const bool quicker =
       (plan.launches > 1 && p.y_layout == Layout::kNDHWC) ||
-      plan.estimated_twice_ms + packing < seen_of_stored(*plan.instance) * plan.estimated_stored_ms;
+      plan.estimated_twice_ms + packing < seen_of_stored(*plan.instance) * plan.estimated_unshared_ms;
   if (device.forced_plan == "stored" || (device.forced_plan != "twice" && !quicker)) return "";
   plan.twice = true;
   plan.instance = instance;

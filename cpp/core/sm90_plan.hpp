@@ -27,7 +27,7 @@ struct Cut {
 };
 
 /// The cut with the least estimated time; one slab unless that gains.
-Cut cheapest_cut(const Problem& problem, const ConvInstance& instance, int sm_count);
+Cut cheapest_cut(const Problem& problem, const ConvInstance& instance, int sm_count, bool may_share = true);
 
 /// Whether the kernel in its linear mode can store the output where it belongs: in rows of whole 16-byte
 /// chunks of channels, or of positions that no slab parts but between planes.
@@ -35,7 +35,7 @@ bool stores_in_place(const Problem& problem, const Cut& cut);
 
 /// The best cut that stores in place, if there is one: unpacking costs more than cuts along height and width
 /// save.
-std::optional<Cut> cheapest_cut_in_place(const Problem& problem, const Cut& cheapest);
+std::optional<Cut> cheapest_cut_in_place(const Problem& problem, const ConvInstance& instance, int sm_count);
 
 /// Whether the linear mode's epilogue applies the activation; else it is a pass of its own.
 inline bool is_in_epilogue(Activation activation) {

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "core/im2col_limits.hpp"
 #include "core/index_math.hpp"
 
 namespace upconv3d {
@@ -223,7 +224,8 @@ void share_loads(const Problem& problem, TwiceLayout& layout) {
   std::int64_t units = 0;
   for (std::size_t i = 0; i < classes.size(); ++i) {
     TwiceClass& made = classes[i];
-    if (made.reached) made.shared = shared_loads(problem, made.window);
+    if (made.reached && within_im2col(problem, {made.window}, true))
+      made.shared = shared_loads(problem, made.window);
     for (TwiceUnits& of : made.units) of.taps = reordered(of.taps, layout.classes[i], made);
     units = std::max<std::int64_t>(units, made.units[0].count + made.units[1].count);
   }

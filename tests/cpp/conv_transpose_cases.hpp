@@ -99,6 +99,7 @@ inline const Case kCases[] = {
     {1, 128, 256, {2, 18, 16}, {3, 3, 3}, {1, 1, 1}, 0.0, 2, true},
     // small planes, whose loads are shared along the depth: whole ones, and phases
     {2, 64, 64, {5, 8, 8}, {3, 1, 3}, {1, 0, 1}, kNaN},
+    {3, 32, 64, {9, 8, 8}, {3, 1, 3}, {0, 0, 0}},
     {3, 72, 128, {4, 8, 8}, {4, 4, 4}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
 };
 

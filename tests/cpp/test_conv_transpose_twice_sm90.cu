@@ -120,10 +120,13 @@ const Case kCases[] = {
     {2, 32, 16, {2, 32, 32}, {4, 4, 4}, {2, 2, 2}, {1, 1, 1}, kNone, kOnes},
     {1, 16, 8, {3, 16, 16}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, {1, 1, 1}, kOnes},
     {2, 16, 16, {3, 6, 14}, {3, 3, 3}, kOnes, kNone, kNone, kOnes},
+    // 16 taps, which reach as far as im2col can, and 17, of which each is loaded.
+    {1, 32, 16, {2, 17, 8}, {1, 16, 3}, {1, 1, 3}, kNone, kNone, kOnes},
+    {1, 32, 16, {2, 16, 8}, {1, 17, 3}, {1, 1, 3}, kNone, kNone, kOnes},
 };
 
 /// Cases of k-blocks of 64 and of 32 input channels, and those that y [N,K,Z,P,Q] takes.
-constexpr int kWholeBlockCases = 18, kHalfBlockCases = 20;
+constexpr int kWholeBlockCases = 18, kHalfBlockCases = 22;
 static_assert(kWholeBlockCases + kHalfBlockCases == std::size(kCases));
 constexpr int kChannelsFirstWhole = 13, kChannelsFirstHalf = 13;
 

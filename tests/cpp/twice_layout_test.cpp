@@ -319,6 +319,11 @@ void test_shared() {
   expect(shared(p) == "3 high, 3 high", "half k-blocks, two rows of phases side by side");
   p.c = 64, p.k = 64, p.kernel = {3, 3, 3}, p.stride = {2, 1, 2}, p.output_padding = {1, 0, 1};
   shared(p);
+  p = headline();
+  p.c = 32, p.k = 16, p.in = {2, 17, 8}, p.kernel = {1, 16, 3}, p.stride = {1, 1, 3};
+  expect(shared(p).find("16 high") == 0, "loads that reach as far as im2col can");
+  p.in[1] = 16, p.kernel[1] = 17;
+  expect(shared(p).find("17 high") == std::string::npos, "or would reach further");
   int sharing = 0;
   for (const std::int64_t width : {8, 16, 24}) {
     for (const Extent3 kernel : {Extent3{3, 3, 3}, Extent3{4, 4, 4}, Extent3{2, 5, 3}, Extent3{1, 3, 1}}) {
