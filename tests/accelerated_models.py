@@ -20,6 +20,17 @@ def cbn(activation=None):
     )
 
 
+class Up(nn.Module):
+    """Convolution and group norm in a forward of its own, for classes that differ from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.ConvTranspose3d(6, 8, 2, 2), nn.GroupNorm(2, 8)
+
+    def forward(self, x):
+        return self.norm(self.up(x))
+
+
 class ADN(nn.Sequential):
     """MONAI's: what follows a convolution, by letters, with names."""
 

@@ -10,21 +10,13 @@ import pytest
 import torch
 import upconv3d
 from accelerated_models import MODELS
+from accelerated_models import Up as _Up
 from torch import nn
 from upconv3d._accelerated.swap import is_swapped
 
 
 def _volume():
     return torch.randn(2, 6, 4, 3, 4, generator=torch.Generator().manual_seed(3))
-
-
-class _Up(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm = nn.ConvTranspose3d(6, 8, 2, 2), nn.GroupNorm(2, 8)
-
-    def forward(self, x):
-        return self.norm(self.up(x))
 
 
 class _Registered(_Up):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import upconv3d
 from accelerated_models import MODELS
+from accelerated_models import Up as _Up
 from torch import nn
 from upconv3d._accelerated import block, chain, traced
 from upconv3d._accelerated.proof import UnprovableError
@@ -18,15 +19,6 @@ from upconv3d._accelerated.proof import UnprovableError
 
 def _volume(dtype=torch.float32):
     return torch.randn(2, 6, 3, 4, 3, generator=torch.Generator().manual_seed(3)).to(dtype)
-
-
-class _Up(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm = nn.ConvTranspose3d(6, 8, 2, 2), nn.GroupNorm(2, 8)
-
-    def forward(self, x):
-        return self.norm(self.up(x))
 
 
 class _InPlace(_Up):

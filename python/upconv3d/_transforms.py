@@ -111,7 +111,8 @@ class TransformedBlock(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
         raise NotImplementedError(
             "upconv3d: forward-mode AD (jvp, jacfwd, hessian) is not implemented. Remedy: reverse mode "
-            "(jacrev of jacrev for a Hessian), or PyTorch's three calls."
+            '(jacrev of jacrev for a Hessian), or conv_transpose3d_norm_act with order="act_norm", which is '
+            "PyTorch's calls there."
         )
 
 
