@@ -12,26 +12,36 @@
 #   products        1, or 3 for the hi/lo split that carries float32's accuracy
 #   stored          before(conv) until it is normalized: the dtype of y, or (90 only) u16, which becomes float32
 #   block_channels, block_positions   the tile
+#   block_inputs    (90, 90_twice) input channels of a k-block: 64, or 32 for blocks of few; 64 if left out
 
 set(UPCONV3D_CONV_INSTANCES
-  # kernel operand products stored block_channels block_positions
+  # kernel operand products stored block_channels block_positions [block_inputs]
   "90 bf16 1 bf16 128 256"
   "90 bf16 1 bf16 128 128"
   "90 bf16 1 bf16  64 256"
+  "90 bf16 1 bf16 128 256 32"
+  "90 bf16 1 bf16  64 256 32"
   "90 f16  1 f16  128 256"
   "90 f16  1 f16  128 128"
   "90 f16  1 f16   64 256"
+  "90 f16  1 f16  128 256 32"
+  "90 f16  1 f16   64 256 32"
   "90 f16  1 u16  128 256"
   "90 f16  1 u16  128 128"
   "90 f16  1 u16   64 256"
+  "90 f16  1 u16  128 256 32"
+  "90 f16  1 u16   64 256 32"
   "90 f16  1 f32  128 256"
   "90 f16  1 f32  128 128"
   "90 f16  1 f32   64 256"
   "90 f16  3 f32  128 128"
   "90 f16  3 f32   64 128"
   "90_twice bf16 1 bf16  64 256"
+  "90_twice bf16 1 bf16  64 256 32"
   "90_twice f16  1 f16   64 256"
+  "90_twice f16  1 f16   64 256 32"
   "90_twice f16  1 f32   64 256"
+  "90_twice f16  1 f32   64 256 32"
   "80 bf16 1 bf16 128 128"
   "80 bf16 1 bf16  64 128"
   "80 f16  1 f16  128 128"
@@ -119,6 +129,13 @@ function(upconv3d_generate_instances folder compiled_90 compiled_80 core_sources
       set(template_arguments
         "${${types_${arch}}${operand}}, ${products}, ${${types_${arch}}${stored}}, ${bc}, ${bp}")
     endif()
+    set(bi 64)
+    list(LENGTH fields count)
+    if(count GREATER 6)
+      list(GET fields 6 bi)
+      string(APPEND name "x${bi}")
+      string(APPEND template_arguments ", ${bi}")
+    endif()
     if(compiled_${arch})
       set(compiled_literal true)
     else()
@@ -126,7 +143,7 @@ function(upconv3d_generate_instances folder compiled_90 compiled_80 core_sources
     endif()
 
     string(APPEND rows
-      "      {.name = \"${name}\", .arch = ${arch}, .operand = ${_core_${operand}}, .products = ${products}, .output = ${_core_${stored}}, .stored_bits = ${_bits_${stored}}, .block_channels = ${bc}, .block_positions = ${bp}, .twice = ${twice_${kernel}}, .compiled = ${compiled_literal}},\n")
+      "      {.name = \"${name}\", .arch = ${arch}, .operand = ${_core_${operand}}, .products = ${products}, .output = ${_core_${stored}}, .stored_bits = ${_bits_${stored}}, .block_channels = ${bc}, .block_positions = ${bp}, .block_inputs = ${bi}, .twice = ${twice_${kernel}}, .compiled = ${compiled_literal}},\n")
     file(CONFIGURE OUTPUT "${folder}/${name}.cu" @ONLY CONTENT
 "// SPDX-License-Identifier: Apache-2.0
 // Generated from cpp/instances.cmake.

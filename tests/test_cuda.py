@@ -184,3 +184,35 @@ def test_phases_of_a_large_sample(hopper, groups):
         assert ("order: all phases" in str(case.plan())) == (groups == 1)
         check_like_eager(case)
         assert torch.equal(case.ours(), case.ours())
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("stride", [(3, 3, 3), (1, 4, 4), (2, 4, 4), (3, 3, 4), (4, 4, 4)])
+def test_strides_of_many_phases_in_ncdhw(hopper, stride, dtype, precision):
+    """Of more than 27 phases the convolution takes several launches; partial tiles and whole ones in each."""
+    if dtype is not torch.float32 and precision == "tf32":
+        pytest.skip("float32's precision")
+    for kernel, extent, groups in ((4, (6, 7, 8), 1), ((5, 4, 6), (3, 4, 5), 2)):
+        block = make_block(
+            2,
+            64,
+            128,
+            extent,
+            kernel,
+            groups=groups,
+            stride=stride,
+            padding=1,
+            num_groups=8,
+            device=hopper,
+            dtype=dtype,
+            precision=precision,
+        )
+        plan = block.plan()
+        assert plan.algorithm == "sm90_implicit_gemm"
+        many = stride[0] * stride[1] * stride[2] > 27
+        assert many == (plan.twice or "group_norm_finalize_slabs" in plan.stages)
+        if groups != 1 or (precision == "ieee" and dtype is torch.float32):
+            assert not plan.twice
+        check_like_eager(block)
+        assert torch.equal(block.ours(), block.ours())

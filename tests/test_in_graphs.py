@@ -101,7 +101,8 @@ def test_other_blocks_are_our_operator(device, monkeypatch):
     )
     (forward, backward) = names
     assert len(forward) == len(backward) == 2
-    assert all(name.startswith("upconv3d.conv_transpose3d_") and "in_graph" not in name for name in forward)
+    ours = ("upconv3d.conv_transpose3d_", "upconv3d._tail_for_training")
+    assert all(name.startswith(ours) and "in_graph" not in name for name in forward)
 
 
 def test_the_operator_outside_of_graphs(device):
@@ -231,6 +232,25 @@ def test_inference_records_an_operator_that_is_not_pythons(hopper):
             assert names == [["upconv3d._tail.default"]]
         program = torch.export.export(block, (x,))
     assert any("conv_transpose3d_norm_act" in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wanted", ["all", "weight"])
+def test_training_records_operators_that_are_not_pythons(hopper, wanted, low, layout):
+    block = upconv3d.ConvTranspose3dNormAct(64, 64, 2, 2, num_groups=16, activation="prelu", device=hopper)
+    x = torch.randn(2, 64, 5, 4, 6, device=hopper).contiguous(memory_format=layout)
+    block.requires_grad_(wanted == "all").conv_transpose.weight.requires_grad_()
+    parameters = [p for p in block.parameters() if p.requires_grad]
+
+    def gradients(function):
+        with torch.autocast("cuda", torch.bfloat16, enabled=low is not None):
+            y = function(x)
+        return y, *torch.autograd.grad(y.float().square().sum(), parameters)
+
+    compiled, names = _compiled(block)
+    _close(gradients(compiled), gradients(block), 1e-4 if low is None else 2e-2)
+    assert names == [["upconv3d._tail_for_training.default"], ["upconv3d._tail_backward.default"]]
 
 
 @pytest.mark.parametrize("family", [False, True], ids=["mission", "family"])

@@ -116,6 +116,42 @@ def test_errors_at_most_twice_pytorchs(device, order, norm, activation, dtype, p
     _check_errors(call.channels_last("input", "weight") if layout == "NDHWC" else call, precision)
 
 
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=_text)
+@pytest.mark.parametrize("k", [64, 20])
+@pytest.mark.parametrize(
+    ("norm", "activation", "return_conv"),
+    [
+        (None, "relu", False),
+        ("group", "silu", False),
+        ("instance", "leaky_relu", False),
+        ("group", "relu", True),
+    ],
+)
+def test_inference_of_64_phases(hopper, norm, activation, return_conv, k, dtype, layout):
+    """Several launches of the SM90 plan, with what follows them: errors at most twice PyTorch's."""
+    call = make_call(
+        n=2,
+        c=64,
+        k=k,
+        extent=(3, 4, 5),
+        stride=4,
+        norm=norm,
+        activation=activation,
+        return_conv=return_conv,
+        num_groups=4,
+        device=hopper,
+        dtype=dtype,
+    )
+    if layout == "NDHWC":
+        call = call.channels_last("input", "weight")
+    floor = 4 * torch.finfo(dtype).eps
+    exact = outputs(_eager(call.to(torch.float64)))
+    for result, other, reference in zip(outputs(_ours(call)), outputs(_eager(call)), exact, strict=True):
+        limit = max(ERROR_FACTOR * relative_error(other, reference), floor)
+        assert relative_error(result, reference) <= limit
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=_text)
 @pytest.mark.parametrize("order", ["norm_act", "act_norm"])
 @pytest.mark.parametrize("norm", NORMS)

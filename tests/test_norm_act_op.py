@@ -12,7 +12,7 @@ import torch
 import upconv3d
 from tails import COMBINATIONS, gradients, make_call, outputs
 from torch._subclasses.fake_tensor import FakeTensorMode
-from upconv3d import _tail, _tail_op, norm_act
+from upconv3d import _tail, _tail_arguments, _tail_op, norm_act
 from upconv3d._geometry import batched
 
 OP = torch.ops.upconv3d.conv_transpose3d_norm_act.default
@@ -66,7 +66,7 @@ def test_opcheck_of_the_backward_operator(device, case, returned):
     *arguments, _, precision = replace(call, return_conv=False).operator_arguments()
     grad = torch.randn_like(outputs(call.ours())[0])
     grads = (None if returned == "conv" else grad, None if returned == "y" else grad)
-    mask = [tensor is not None for tensor in _tail_op.split(call.operator_arguments())[0]]
+    mask = [tensor is not None for tensor in _tail_arguments.split(call.operator_arguments())[0]]
     for wanted in (mask, [mask[0]] + [False] * 6):
         torch.library.opcheck(
             BACKWARD, (*grads, *arguments, precision, wanted), test_utils=("test_schema", "test_faketensor")
@@ -320,7 +320,7 @@ def test_backward_operator_without_samples(kernels):
     call = _call("instance-conv", n=0, norm="group", dtype=torch.float32)
     y, conv = call.eager()
     *arguments, _, precision = replace(call, return_conv=False).operator_arguments()
-    mask = [tensor is not None for tensor in _tail_op.split(call.operator_arguments())[0]]
+    mask = [tensor is not None for tensor in _tail_arguments.split(call.operator_arguments())[0]]
     gradients = BACKWARD(y, conv, *arguments, precision, mask, conv, True)
     assert kernels.calls == []
     assert not any(gradient.any() for gradient in gradients)

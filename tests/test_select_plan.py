@@ -86,10 +86,10 @@ def test_headline_runs_on_the_sm90_kernel():
     assert plan.algorithm == "sm90_implicit_gemm"
     assert plan.kernel.startswith("conv_transpose_relu_group_norm_sm90_bf16x1_bf16")
     assert plan.tile[1] == plan.tile_positions
-    # Borders cut off along all axes: per axis 30 positions inside, and 4 that fewer taps reach. Depth slabs
-    # span height and width, height slabs the width.
-    slabs = [34 * 34] * 4 + [30 * 34] * 4 + [30 * 30] * 4 + [30**3]
-    assert plan.split_axes == 3 and not plan.share_taps
+    # A load of x serves three taps of the inside, 32 x 32 positions of each plane, which 1 to 3 taps reach
+    # along the depth; of the borders around it, one row or column each, just one tap reaches along theirs.
+    slabs = [32 * 32] * 4 + [30 * 32 * 32] + [34 * 34] * 2 + [34 * 32] * 2
+    assert plan.split_axes == 0 and plan.share_taps
     assert plan.tiles == sum(-(-positions // plan.tile_positions) for positions in slabs)
     assert plan.conv_layout == "NDHWC" and plan.activation == "bfloat16"
     assert plan.activation_in_y and not plan.pack_x
@@ -203,7 +203,7 @@ def test_groups_are_packed_apart_unless_they_are_whole_blocks():
 
 REFUSED = {
     "float64": ({"dtype": "float64"}, "float64"),
-    "stride": ({"stride": [4, 4, 4]}, "stride"),
+    "stride": ({"stride": [4, 4, 5]}, "stride"),
     "dilation": ({"dilation": [1, 16, 1]}, "dilation"),
     "channels-1": ({"c": 1, "k": 1, "num_groups": 1}, "channels fill"),
     "channels-24-3": ({"c": 24, "k": 3, "num_groups": 3}, "channels fill"),

@@ -25,25 +25,47 @@ def test_64_phases(stride):
     numbers = {"stride": list(stride), "weight_layout": "NDHWC"}
     plan = plan_of(facts(*sizes, **numbers))
     assert plan.twice and plan.w_in_place and plan.stages == (plan.kernel,)
-    assert plan.estimated_stored_ms == 0 and "stored not possible, computed twice 0." in str(plan)
+    refused = plan_of(facts(*sizes, **numbers, training=True))
+    assert refused.algorithm == "cuda_library" and "more than 27 phases" in refused.reason
     channels_first = {"layout": "NCDHW", "weight_layout": "NCDHW"}
-    for changes in ({"training": True}, channels_first, {"dtype": "float32", "precision": "ieee"}):
-        refused = plan_of(facts(*sizes, **numbers | changes))
-        assert refused.algorithm == "cuda_library"
-        assert "64 phases, more than the 27 of a launch that stores" in refused.reason
+    for changes in (channels_first, {"dtype": "float32", "precision": "ieee"}):
+        stored = plan_of(facts(*sizes, **numbers | changes))
+        assert stored.algorithm == "sm90_implicit_gemm" and not stored.twice
+        assert stored.stages.count(stored.kernel) == 3 and "launches: 3 of the convolution" in str(stored)
+        assert stored.stages[-2:] == ("group_norm_finalize_slabs", "group_norm_normalize")
 
 
-def test_phases_that_no_plan_stores_are_compared_with_the_library():
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+@pytest.mark.parametrize(
+    ("stride", "launches"),
+    [((3, 3, 3), 1), ((1, 4, 4), 1), ((2, 3, 5), 2), ((2, 4, 4), 2), ((3, 3, 4), 2), ((4, 4, 4), 3)],
+)
+def test_launches_of_a_stored_convolution(stride, launches, precision):
+    """NCDHW results, which computing twice cannot write with these strides along the width."""
+    sizes = (1, 256, 256, (8, 32, 32), (4, 5, 6), "float32", "NCDHW")
+    plan = plan_of(facts(*sizes, stride=list(stride), precision=precision))
+    assert plan.algorithm == "sm90_implicit_gemm" and not plan.twice
+    assert plan.stages.count(plan.kernel) == launches
+    assert ("group_norm_finalize_slabs" in plan.stages) == ("launches: " in str(plan)) == (launches > 1)
+
+
+def test_more_than_64_phases():
+    refused = plan_of(facts(stride=[4, 4, 5]))
+    assert refused.algorithm == "cuda_library" and "80 phases, more than the 64" in refused.reason
+
+
+def test_phases_of_several_launches_are_compared_with_the_library():
     sizes, numbers = (64, 128, 256, (4, 4, 4), (8, 8, 8)), {"stride": [4, 4, 4], "padding": [2, 2, 2]}
     plan = plan_of(facts(*sizes, weight_layout="NDHWC", **numbers))
     assert plan.algorithm == "cuda_library" and "cuDNN's convolution is expected to need" in plan.reason
     assert plan_of(facts(*sizes, weight_layout="NDHWC", **numbers), forced_plan="twice").twice
 
 
-def test_phases_of_too_many_for_a_stored_plan_cannot_be_trained_twice():
+def test_64_phases_are_trained_where_that_is_asked_for():
     block = facts(1, 256, 256, (8, 32, 32), (4, 4, 4), stride=[4, 4, 4], training=True)
-    with pytest.raises(RuntimeError, match=r"a backward pass reads what is stored, and stride.*64 phases"):
-        plan_of(block, forced_plan="twice")
+    for forced in ("sm90", "stored", "twice"):
+        plan = plan_of(block, forced_plan=forced)
+        assert not plan.twice and plan.stages.count(plan.kernel) == 3
 
 
 # (n, c, k, extent, kernel), numbers, and whether computing twice was measured quicker (perf/NOTES.md)

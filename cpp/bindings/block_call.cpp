@@ -264,4 +264,17 @@ Tensor run_prepared(const PreparedCall& call, const OpArguments& a, CallExtras& 
   return unbatched(y);
 }
 
+BlockSettings settings_of(const std::vector<std::int64_t>& stride, const std::vector<std::int64_t>& padding,
+                          const std::vector<std::int64_t>& output_padding, std::int64_t groups,
+                          const std::vector<std::int64_t>& dilation, StringHandle order,
+                          std::int64_t num_groups, double eps, StringHandle activation, double parameter,
+                          bool return_conv, StringHandle precision) {
+  const std::string order_name = take_string(order), activation_name = take_string(activation);
+  BlockSettings s = {stride,     padding, output_padding,        groups, dilation,
+                     num_groups, eps,     take_string(precision)};
+  s.tail = make_tail(order_name, num_groups != 0, activation_name, parameter, return_conv);
+  if (!s.tail.norm) s.num_groups = 1;
+  return s;
+}
+
 }  // namespace upconv3d::bindings

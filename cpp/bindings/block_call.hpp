@@ -3,12 +3,23 @@
 /// One call of the block, whatever operator it came by: the plan's tensors around the plan's launches.
 #pragma once
 
+#include <cstdint>
 #include <optional>
+#include <vector>
 
+#include "bindings/block_settings.hpp"
 #include "bindings/prepared_call.hpp"
 #include "bindings/torch_calls.hpp"
 
 namespace upconv3d::bindings {
+
+/// The numbers of a call by the public operator's own arguments; frees the handles, whatever the names are.
+/// \param num_groups 0 where nothing is normalized
+BlockSettings settings_of(const std::vector<std::int64_t>& stride, const std::vector<std::int64_t>& padding,
+                          const std::vector<std::int64_t>& output_padding, std::int64_t groups,
+                          const std::vector<std::int64_t>& dilation, StringHandle order,
+                          std::int64_t num_groups, double eps, StringHandle activation, double parameter,
+                          bool return_conv, StringHandle precision);
 
 /// What a call returns beside y.
 struct CallExtras {

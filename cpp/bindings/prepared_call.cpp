@@ -28,8 +28,8 @@ constexpr std::int64_t kMaxRank = 5;
 // chosen from a few, the activation's parameter, and host threads.
 constexpr std::size_t kMaxWords = 7 * (1 + 2 * kMaxRank) + 4 * 3 + 6;
 
-// An entry takes 1 to 2 KB, with the launches of the SM90 plan 20 to 40. Where more calls differ than fit, as
-// with shapes that never repeat, all are forgotten and each costs what the first one does.
+// An entry takes 1 to 2 KB, with a launch of the SM90 plan 20 to 40, with three 110. Where more calls differ
+// than fit, as with shapes that never repeat, all are forgotten and each costs what the first one does.
 constexpr std::size_t kMaxRemembered = 1024;
 
 /// All that Arguments and Device hold of a call, as plain numbers.

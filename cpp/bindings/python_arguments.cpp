@@ -163,6 +163,7 @@ py::dict to_dict(const ConvInstance& instance) {
   dict["stored_bits"] = instance.stored_bits;
   dict["block_channels"] = instance.block_channels;
   dict["block_positions"] = instance.block_positions;
+  dict["block_inputs"] = instance.block_inputs;
   dict["twice"] = instance.twice;
   dict["compiled"] = instance.compiled;
   return dict;

@@ -2,12 +2,13 @@
 /// \file
 /// torch.ops.upconv3d.fused_backward: gradients of the block by our CUDA kernels, from what
 /// conv_transpose3d_relu_group_norm_for_training kept. The backward operator, in Python, calls it. And
-/// _numbered_tail_backward, the same after _numbered_tail_for_training.
+/// _numbered_tail_backward and _tail_backward, the same after their likes in torch_tail.cpp.
 
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -245,6 +246,35 @@ TailGradients numbered_tail_backward(const Tensor& grad_y, const Tensor& input, 
   return run(*call, mask_of(wanted, channels), grad_y, input, weight, channels, saved, consume_saved);
 }
 
+/// The same by the public operator's own arguments, for graphs of torch.compile, where our kernels compute
+/// the convolution's gradients: those of x, weight, bias, norm_weight, norm_bias and slopes, [0] where not
+/// wanted.
+Gradients tail_backward(const Tensor& grad_y, const Tensor& input, const Tensor& weight,
+                        const std::optional<Tensor>& bias, const Ints& stride, const Ints& padding,
+                        const Ints& output_padding, std::int64_t groups, const Ints& dilation,
+                        StringHandle order, std::int64_t num_groups, const std::optional<Tensor>& norm_weight,
+                        const std::optional<Tensor>& norm_bias, double eps, StringHandle activation,
+                        double parameter, const std::optional<Tensor>& slopes, StringHandle precision,
+                        const Tensor& saved, std::int64_t wanted) {
+  const BlockSettings s = settings_of(stride, padding, output_padding, groups, dilation, order, num_groups,
+                                      eps, activation, parameter, false, precision);
+  const auto call =
+      prepare_call({input, weight, bias, norm_weight, norm_bias, s.stride, s.padding, s.output_padding,
+                    s.dilation, s.groups, s.num_groups, s.eps, s.precision, true, slopes, kNoTensor, s.tail});
+  require_matching(*call, grad_y, input, saved);
+  const ChannelTensors channels = {bias, norm_weight, norm_bias, slopes};
+  const auto [x, w, b, gamma, beta, slope, grad_c] =
+      run(*call, mask_of(wanted, channels), grad_y, input, weight, channels, saved, false);
+  if (grad_c) {
+    throw std::logic_error(
+        "upconv3d: _tail_backward is for plans whose gradients are all our kernels', which this call's are "
+        "not. Use conv_transpose3d_norm_act_backward.");
+  }
+  const Tensor empty = empty_strided_like(input, {0}, {1});
+  const auto or_empty = [&](const MaybeTensor& tensor) { return tensor ? *tensor : empty; };
+  return {or_empty(x), or_empty(w), or_empty(b), or_empty(gamma), or_empty(beta), or_empty(slope)};
+}
+
 }  // namespace
 }  // namespace upconv3d::bindings
 
@@ -261,4 +291,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(upconv3d, library) {
 STABLE_TORCH_LIBRARY_IMPL(upconv3d, CUDA, library) {
   library.impl("fused_backward", TORCH_BOX(&upconv3d::bindings::fused_backward));
   library.impl("_numbered_tail_backward", TORCH_BOX(&upconv3d::bindings::numbered_tail_backward));
+  library.impl("_tail_backward", TORCH_BOX(&upconv3d::bindings::tail_backward));
 }

@@ -2,14 +2,15 @@
 /// \file
 /// torch.ops.upconv3d._numbered_tail: the convolution with any tail (core/tail.hpp), its numbers as one
 /// (block_settings.hpp), for calls that nothing but a CUDA kernel is to see. And _for_training, the same with
-/// what _numbered_tail_backward (torch_backward.cpp) reads. And _tail, the first with the public operator's
-/// own arguments, which graphs of torch.compile call: a number holds for one process alone. The public
-/// operator is Python's; on the CPU it is PyTorch's operators.
+/// what _numbered_tail_backward (torch_backward.cpp) reads. And _tail and _tail_for_training, these with the
+/// public operator's own arguments, which graphs of torch.compile call: a number holds for one process alone.
+/// The public operator is Python's; on the CPU it is PyTorch's operators.
 
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -71,17 +72,34 @@ std::tuple<Tensor, Tensor> tail(const Tensor& input, const Tensor& weight, const
                                 const std::optional<Tensor>& norm_bias, double eps, StringHandle activation,
                                 double parameter, const std::optional<Tensor>& slopes,
                                 const std::optional<Tensor>& skip, bool return_conv, StringHandle precision) {
-  // All handles are freed, whatever the names are.
-  const std::string order_name = take_string(order), activation_name = take_string(activation);
-  BlockSettings s = {stride,     padding, output_padding,        groups, dilation,
-                     num_groups, eps,     take_string(precision)};
-  s.tail = make_tail(order_name, num_groups != 0, activation_name, parameter, return_conv);
-  if (!s.tail.norm) s.num_groups = 1;
+  const BlockSettings s = settings_of(stride, padding, output_padding, groups, dilation, order, num_groups,
+                                      eps, activation, parameter, return_conv, precision);
   CallExtras extras;
   Tensor y =
       run_call(tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, false), extras);
   Tensor conv = extras.conv ? *extras.conv : empty_strided_like(input, {0}, {1});
   return {std::move(y), std::move(conv)};
+}
+
+/// The same with what _tail_backward reads, [bytes] uint8, of a plan that keeps the activation; conv is [0].
+std::tuple<Tensor, Tensor, Tensor> tail_for_training(
+    const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const Ints& stride,
+    const Ints& padding, const Ints& output_padding, std::int64_t groups, const Ints& dilation,
+    StringHandle order, std::int64_t num_groups, const std::optional<Tensor>& norm_weight,
+    const std::optional<Tensor>& norm_bias, double eps, StringHandle activation, double parameter,
+    const std::optional<Tensor>& slopes, const std::optional<Tensor>& skip, bool return_conv,
+    StringHandle precision) {
+  const BlockSettings s = settings_of(stride, padding, output_padding, groups, dilation, order, num_groups,
+                                      eps, activation, parameter, return_conv, precision);
+  CallExtras extras;
+  Tensor y =
+      run_call(tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, true), extras);
+  if (!extras.saved || extras.conv) {
+    throw std::logic_error(
+        "upconv3d: _tail_for_training is for plans that keep the activation, which this call's does not. Use "
+        "conv_transpose3d_norm_act.");
+  }
+  return {std::move(y), empty_strided_like(input, {0}, {1}), *extras.saved};
 }
 
 }  // namespace
@@ -93,20 +111,28 @@ STABLE_TORCH_LIBRARY_FRAGMENT(upconv3d, library) {
       "Tensor? skip, int settings)";
   library.def(("_numbered_tail" + forward + " -> (Tensor y, Tensor? conv)").c_str());
   library.def(("_numbered_tail_for_training" + forward + " -> (Tensor? y, Tensor? saved)").c_str());
-  library.def(
-      "_tail(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] output_padding, "
+  const std::string whole =
+      "(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] output_padding, "
       "int groups, int[] dilation, str order, int num_groups, Tensor? norm_weight, Tensor? norm_bias, "
       "float eps, str activation, float activation_param, Tensor? slopes, Tensor? skip, bool return_conv, "
-      "str precision) -> (Tensor y, Tensor conv)");
+      "str precision)";
+  library.def(("_tail" + whole + " -> (Tensor y, Tensor conv)").c_str());
+  library.def(("_tail_for_training" + whole + " -> (Tensor y, Tensor conv, Tensor saved)").c_str());
   library.def(
       "_numbered_tail_backward(Tensor grad_y, Tensor input, Tensor weight, Tensor? bias, Tensor? "
       "norm_weight, "
       "Tensor? norm_bias, Tensor? slopes, Tensor(a!) saved, int settings, int wanted, bool consume_saved) -> "
       "(Tensor?, Tensor?, Tensor?, Tensor?, Tensor?, Tensor?, Tensor?)");
+  library.def(
+      "_tail_backward(Tensor grad_y, Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
+      "int[] output_padding, int groups, int[] dilation, str order, int num_groups, Tensor? norm_weight, "
+      "Tensor? norm_bias, float eps, str activation, float activation_param, Tensor? slopes, str precision, "
+      "Tensor saved, int wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(upconv3d, CUDA, library) {
   library.impl("_tail", TORCH_BOX(&upconv3d::bindings::tail));
+  library.impl("_tail_for_training", TORCH_BOX(&upconv3d::bindings::tail_for_training));
   library.impl("_numbered_tail", TORCH_BOX(&upconv3d::bindings::numbered_tail));
   library.impl("_numbered_tail_for_training", TORCH_BOX(&upconv3d::bindings::numbered_tail_for_training));
 }

@@ -145,37 +145,149 @@ std::vector<Slab> border_slabs(const Problem& problem, int split_axes) {
   return slabs;
 }
 
-std::vector<Slab> tap_sharing_slabs(const Problem& problem) {
-  std::vector<Slab> slabs;
-  const std::int64_t columns = problem.out()[2];
-  const std::int64_t aligned = columns / kSharedRowUnit * kSharedRowUnit;
-  for (const Slab& whole_rows : border_slabs(problem, 1)) {
-    const Band row = axis_of(whole_rows, 2);
-    for (const auto& [begin, end] : {std::pair{std::int64_t{0}, aligned}, std::pair{aligned, columns}}) {
-      if (begin == end) continue;
-      const auto [tap_begin, tap_end] =
-          taps_inside(row, row.window + begin, row.window + end - 1, problem.in[2]);
-      slabs.push_back(with_axis(whole_rows, 2, part_of(row, begin, end - begin, tap_begin, tap_end)));
+namespace {
+
+bool tiles_end_with_planes(const Slab& slab) {
+  return slab.extent[1] * slab.extent[2] % kSharedPlaneUnit == 0;
+}
+
+/// Where `extent` of a band's positions begin that most taps reach: at either end the fewest are left over.
+std::int64_t inside_begin(const Band& band, std::int64_t extent, std::int64_t in) {
+  const auto taps_of = [&](std::int64_t i) {
+    const std::int64_t window = band.window + i * band.stride;
+    const auto [begin, end] = taps_inside(band, window, window, in);
+    return end - begin;
+  };
+  std::int64_t begin = 0, end = band.extent;
+  while (end - begin > extent) {
+    if (taps_of(begin) <= taps_of(end - 1)) {
+      ++begin;
+    } else {
+      --end;
     }
   }
+  return begin;
+}
+
+/// Positions `begin` to `end` of a slab's axis, with the taps that read the volume for any of them.
+Slab part_along(const Slab& slab, int axis, std::int64_t begin, std::int64_t end, std::int64_t in) {
+  const Band band = axis_of(slab, axis);
+  return with_axis(slab, axis, reached_part(part_of(band, begin, end - begin, 0, band.taps), in));
+}
+
+/// Cuts `slab` down to `extent` positions along an axis; what that leaves over goes to `rest`.
+void cut_ends(Slab& slab, int axis, std::int64_t extent, std::int64_t in, std::vector<Slab>& rest) {
+  const std::int64_t all = slab.extent[axis], begin = inside_begin(axis_of(slab, axis), extent, in);
+  if (begin > 0) rest.push_back(part_along(slab, axis, 0, begin, in));
+  if (begin + extent < all) rest.push_back(part_along(slab, axis, begin + extent, all, in));
+  slab = part_along(slab, axis, begin, begin + extent, in);
+}
+
+/// A phase cut for shared loads.
+struct SharedCut {
+  std::vector<Slab> inside;  // that share, side by side along the width
+  std::vector<Slab> rest;
+};
+
+/// A phase with an inside of `rows` and as many parts of `columns` as the width has room for.
+SharedCut shared_cut(const Problem& problem, Slab phase, std::int64_t rows, std::int64_t columns) {
+  SharedCut cut;
+  cut_ends(phase, 1, rows, problem.in[1], cut.rest);
+  const std::int64_t parts = phase.extent[2] / columns;
+  cut_ends(phase, 2, parts * columns, problem.in[2], cut.rest);
+  for (std::int64_t part = 0; part < parts; ++part) {
+    cut.inside.push_back(part_along(phase, 2, part * columns, (part + 1) * columns, problem.in[2]));
+  }
+  return cut;
+}
+
+/// Of the products of one sample, in those of a tile and tap.
+double product_cost(const Problem& problem, const std::vector<Slab>& slabs) {
+  // Of a 128 x 256 tile's k-block, the tensor cores take 1024 cycles, loading x and w for one tap 1170.
+  constexpr double kOwnLoad = 1.15;
+  double cost = 0;
+  for (const Slab& slab : slabs) {
+    // A tile costs about a tap more than its own.
+    const double taps =
+        static_cast<double>(slab.tap_count()) * (shares_x_loads(problem, slab) ? 1 : kOwnLoad) + 1;
+    cost += static_cast<double>(ceil_div(slab.positions(), kSharedPlaneUnit)) * taps;
+  }
+  return cost;
+}
+
+/// The cheapest cut of a phase; with an empty inside where none of its loads can be shared for less.
+SharedCut cheapest_shared_cut(const Problem& problem, const Slab& phase) {
+  if (shares_x_loads(problem, phase)) return {{phase}, {}};
+  SharedCut best{{}, {phase}};
+  const std::int64_t taps = phase.taps[1], height = phase.extent[1], width = phase.extent[2];
+  if (taps < 2 || phase.tap_count() == 0) return best;
+  double best_cost = product_cost(problem, best.rest);
+  std::int64_t columns = std::min(width, kMaxSharedRows / (taps - 1)) / kSharedRowUnit * kSharedRowUnit;
+  // Fewer columns make more parts.
+  for (; columns > 0 && width / columns <= kMaxSlabs; columns -= kSharedRowUnit) {
+    const std::int64_t unit = kSharedPlaneUnit / std::gcd(columns, kSharedPlaneUnit);  // rows
+    for (const std::int64_t rows : {height / unit * unit, height}) {
+      if (rows == 0) continue;
+      const SharedCut cut = shared_cut(problem, phase, rows, columns);
+      if (!shares_x_loads(problem, cut.inside.front())) continue;
+      const double cost = product_cost(problem, cut.inside) + product_cost(problem, cut.rest);
+      if (cost < best_cost) {
+        best = cut;
+        best_cost = cost;
+      }
+    }
+  }
+  return best;
+}
+
+/// The slab, cut where the taps along the depth change if that costs less.
+void cut_depth(const Problem& problem, const Slab& slab, std::vector<Slab>& to) {
+  std::vector<Slab> bands;
+  for (const Band& band : bands_of(axis_of(slab, 0), problem.in[0]))
+    bands.push_back(with_axis(slab, 0, band));
+  if (product_cost(problem, bands) >= product_cost(problem, {slab})) bands = {slab};
+  to.insert(to.end(), bands.begin(), bands.end());
+}
+
+}  // namespace
+
+std::vector<Slab> tap_sharing_slabs(const Problem& problem) {
+  const std::vector<Slab> phases = border_slabs(problem, 0);
+  std::vector<Slab> slabs, depth_cut;
+  for (const Slab& phase : phases) {
+    const SharedCut cut = cheapest_shared_cut(problem, phase);
+    slabs.insert(slabs.end(), cut.inside.begin(), cut.inside.end());
+    for (const Slab& slab : cut.inside) cut_depth(problem, slab, depth_cut);
+    slabs.insert(slabs.end(), cut.rest.begin(), cut.rest.end());
+    depth_cut.insert(depth_cut.end(), cut.rest.begin(), cut.rest.end());
+  }
+  // Phases are many slabs already.
+  if (phases.size() == 1 && depth_cut.size() <= std::size_t{kMaxSlabs}) slabs = depth_cut;
   sort_by_taps(slabs);
   return slabs;
 }
 
-bool shares_x_loads(const Problem& problem, const Slab& slab) {
+SharedLoads shared_loads(const Problem& problem, const Slab& slab) {
   constexpr Extent3 kOnes = {1, 1, 1};
-  const std::int64_t taps = slab.taps[1];
-  const bool planes_join = problem.operation == Operation::kConv
-                               ? slab.extent[1] * slab.extent[2] % kSharedPlaneUnit == 0
-                               : problem.padding[1] == 0;
-  return slab.step == kOnes && slab.stride == kOnes && slab.dilation == kOnes && planes_join &&
-         slab.extent[1] == problem.out()[1] && taps == problem.kernel[1] && taps > 1 &&
-         slab.extent[2] % kSharedRowUnit == 0 && (taps - 1) * slab.extent[2] <= kMaxSharedRows;
+  if (slab.stride != kOnes || slab.dilation != kOnes || slab.tap_count() == 0) return {};
+  const auto fits = [&](int axis, std::int64_t rows) {
+    return slab.taps[axis] > 1 && rows % kSharedRowUnit == 0 &&
+           (slab.taps[axis] - 1) * rows <= kMaxSharedRows;
+  };
+  const std::int64_t row = slab.extent[2], plane = slab.extent[1] * row;
+  const bool nothing_behind_planes = problem.operation == Operation::kConvTranspose && slab.step == kOnes &&
+                                     problem.padding[1] == 0 && slab.extent[1] == problem.out()[1] &&
+                                     slab.taps[1] == problem.kernel[1];
+  if (fits(1, row) && (tiles_end_with_planes(slab) || nothing_behind_planes)) return {1, slab.taps[1], row};
+  if (fits(0, plane)) return {0, slab.taps[0], plane};
+  return {};
 }
 
 InputBox input_box(const Problem& problem, const Slab& slab, bool shares_taps) {
   InputBox box;
   const bool reached = slab.tap_count() > 0;
+  const SharedLoads shared = shares_taps ? shared_loads(problem, slab) : SharedLoads{};
+  const bool goes_on = shared.taps > 1 && (shared.axis == 0 || tiles_end_with_planes(slab));
   for (int axis = 0; axis < 3; ++axis) {
     const std::int64_t reach = (slab.extent[axis] - 1) * slab.stride[axis];  // of the windows
     if (!reached) {
@@ -189,7 +301,7 @@ InputBox input_box(const Problem& problem, const Slab& slab, bool shares_taps) {
     box.extent[axis] = std::min(first + reach + taps_reach, problem.in[axis] - 1) - box.origin[axis] + 1;
     box.lower[axis] = first - box.origin[axis];
     box.upper[axis] = box.lower[axis] + reach + 1 - box.extent[axis];
-    if (shares_taps && axis == 1 && problem.operation == Operation::kConv) box.upper[axis] += taps_reach;
+    if (goes_on && axis == shared.axis) box.upper[axis] += taps_reach;
   }
   return box;
 }

@@ -45,19 +45,31 @@ struct Slab {
 /// out. Sorted by falling tap count, so that tiles handed out in this order end with the cheap ones.
 std::vector<Slab> border_slabs(const Problem& problem, int split_axes);
 
-/// Slabs for loads of x that serve all taps along the height: rows of a multiple of 8 positions wherever the
-/// width allows, the whole height, borders cut off along the depth alone. Sorted as border_slabs' are. For
-/// stride 1 and dilation 1.
-inline constexpr std::int64_t kSharedPlaneUnit = 256;  // plain convolutions: positions of the largest tile
+/// Loads of x that serve several taps of a slab: position j's input for tap m is position j + m*rows' for tap
+/// 0, in the order of the slab's positions.
+///
+/// Along the height, that is so by itself within a plane. Planes either end where tiles do, and loads go on
+/// below a plane's last position (input_box); or, across their ends, both inputs lie outside the volume, as
+/// where the slab has the whole height of a transposed convolution of stride 1 without padding along it.
+/// Along the depth, the last axis, loads can always go on, but a plane has to be small.
+struct SharedLoads {
+  int axis = 1;           // 0 depth, 1 height
+  std::int64_t taps = 1;  // that each load serves: all along the axis, or 1
+  std::int64_t rows = 0;  // positions from one tap to the next
+};
+inline constexpr std::int64_t kSharedPlaneUnit = 256;  // positions of the largest tile
 inline constexpr std::int64_t kSharedRowUnit = 8;
 inline constexpr std::int64_t kMaxSharedRows = 128;  // two x tiles of the largest kind and three of w fit
-std::vector<Slab> tap_sharing_slabs(const Problem& problem);
+SharedLoads shared_loads(const Problem& problem, const Slab& slab);
+inline bool shares_x_loads(const Problem& problem, const Slab& slab) {
+  return shared_loads(problem, slab).taps > 1;
+}
 
-/// Whether one load of x can serve all of a slab's taps along the height: position j's input for tap r is
-/// position j + r*width's for tap 0, in the order of the slab's positions. Within a plane that is so by
-/// itself; across its end it holds if both lie outside the volume, which takes the whole height and no
-/// padding along it. In a plain convolution they would lie inside: there, tiles must end where planes do.
-bool shares_x_loads(const Problem& problem, const Slab& slab);
+/// Slabs for loads of x that serve several taps: phases that are so already, and of each other one, an inside
+/// that shares along the height, in one part or several along the width, with what that leaves over above,
+/// below, left and right of it, cut so that the fewest products are wasted; at stride 1, the inside's borders
+/// are cut off along the depth too. Phases that no cut lets share remain whole. Sorted as border_slabs' are.
+std::vector<Slab> tap_sharing_slabs(const Problem& problem);
 
 /// The part of x that a slab reads, and where its windows lie relative to that: what an im2col descriptor
 /// needs. A slab without taps gets some box of x that has as many windows.
@@ -68,8 +80,8 @@ struct InputBox {
   Extent3 upper{};   // last position's window, relative to the box's last input
 };
 
-/// \param shares_taps of loads that serve all taps along the height: in a plain convolution their windows go
-/// on below the last position's, down to that one's last tap.
+/// \param shares_taps of loads that serve all taps along the height: where planes end with tiles, their
+/// windows go on below the last position's, down to that one's last tap.
 InputBox input_box(const Problem& problem, const Slab& slab, bool shares_taps = false);
 
 /// The SM90 kernel's counters of tiles and positions are 32-bit; the margin is room for one step beyond the

@@ -128,7 +128,7 @@ std::string library_advantage(const Problem& p, const Device& device, const Plan
       library_convolution(p, mb) + (copies                         ? operand_copies(p, mb)
                                     : p.y_layout == Layout::kNCDHW ? library_copies(p, mb)
                                                                    : library_weight_copy(p, mb));
-  const double estimate = 1e3 * (sm90.twice ? sm90.estimated_twice_ms : sm90.estimated_stored_ms);
+  const double estimate = 1e3 * compared_ms(sm90);
   const double ours = estimate + sm90_beside_estimate(p, mb);
   if (convolution > kLongest || convolution + normalization >= ahead * ours) return "";
   return concat("a small block: cuDNN's convolution is expected to take ", convolution,

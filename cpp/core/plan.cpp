@@ -3,6 +3,8 @@
 
 #include <stdexcept>
 
+#include "core/border_slabs.hpp"
+#include "core/half_blocks.hpp"
 #include "core/pack_stages.hpp"
 #include "core/text.hpp"
 
@@ -42,12 +44,16 @@ std::string describe(const Plan& plan) {
   if (plan.instance) {
     text += concat("\n  kernel: ", plan.instance->name, ", tile ", plan.instance->block_channels,
                    " channels x ", plan.instance->block_positions, " positions");
+    if (plan.instance->block_inputs == kHalfBlockInputs) {
+      text += concat(", k-blocks of ", kHalfBlockInputs, " input channels");
+    }
   }
   const bool direct = plan.algorithm == Algorithm::kCudaDirect;
   if (direct && plan.tiles == 0) {
     text += "\n  convolution: computed once, and stored as y";
   } else if (plan.twice || direct) {
     text += "\n  convolution: computed for its moments, and once more to be normalized and stored";
+    if (plan.twice && !plan.activation_in_y) text += concat(" as ", name(plan.conv_layout), " beside y");
   } else {
     text += concat("\n  convolution: stores ", name(plan.activation), steps_text(plan), ' ',
                    name(plan.conv_layout), plan.activation_in_y ? " in y's memory" : " beside y");
@@ -65,7 +71,12 @@ std::string describe(const Plan& plan) {
     text += concat("\n  borders: cut off along ", plan.split_axes, plan.split_axes == 1 ? " axis" : " axes",
                    ", so that taps which read only padding are skipped");
   }
-  if (plan.share_taps) text += "\n  loads of x: each serves all taps along the height";
+  if (plan.share_taps)
+    text += "\n  loads of x: where they can, each serves all taps along the height, or the depth";
+  if (plan.launches > 1) {
+    text += concat("\n  launches: ", plan.launches, " of the convolution, since one takes at most ",
+                   kMaxSlabs, " phases");
+  }
   if (plan.window_tiles > 0) {
     text += concat("\n  order: all phases of ", plan.window_tiles, " tiles of positions, then the next ones");
   }

@@ -39,6 +39,7 @@ struct ConvInstance {
   int stored_bits;      // of a value of before(conv) until it is normalized
   int block_channels;   // output channels of a tile
   int block_positions;  // output positions of a tile
+  int block_inputs;     // SM90: input channels of a k-block, kBlockInputs or half of it
   bool twice;           // conv_transpose_twice_sm90: before(conv) is never stored
   bool compiled;        // false in a build without CUDA, or without an arch it runs on
 };
@@ -105,10 +106,12 @@ struct Plan {
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
   int split_axes = 0;                    // axes along which our kernels cut borders off (border_slabs)
   bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)
+  int launches = 1;                      // SM90: of a stored convolution, among which its slabs are divided
   std::int64_t window_tiles = 0;         // SM90: position tiles of a window of the launch order, 0: none
   bool twice = false;                    // SM90: the convolution is computed for its moments, and once more
   double estimated_stored_ms = 0.0;      // SM90: without packing, before(conv) stored in between; 0 where
                                          // that cannot run
+  double estimated_unshared_ms = 0.0;    // the same, were each load of x for one tap
   double estimated_twice_ms = 0.0;       // the same, computed twice; 0 where that cannot run
   bool few_channels = false;             // direct: on tensor cores, not on CUDA cores
   double estimated_direct_ms = 0.0;      // direct: all launches
@@ -135,6 +138,12 @@ Plan select_training_plan(const Problem& problem, const Device& device,
 /// plan.activation.
 inline bool stores_steps(const Plan& plan) {
   return plan.instance && plan.instance->stored_bits < 8 * size_of(plan.instance->output);
+}
+
+/// The estimate by which an SM90 plan is compared with others. Loads of x that serve several taps are left
+/// out: what plans take of their estimates was measured without them.
+inline double compared_ms(const Plan& sm90) {
+  return sm90.twice ? sm90.estimated_twice_ms : sm90.estimated_unshared_ms;
 }
 
 /// Several lines for people: algorithm, reason, kernel, stages, workspace.

@@ -13,9 +13,11 @@
 #include "core/index_math.hpp"
 #include "core/library_plan.hpp"
 #include "core/plan.hpp"
+#include "core/slab_launches.hpp"
 #include "core/sm80_plan.hpp"
 #include "core/sm90_plan.hpp"
 #include "core/text.hpp"
+#include "core/twice_transposed.hpp"
 
 namespace upconv3d {
 namespace {
@@ -46,12 +48,12 @@ void require_no_obstacle(const Problem& problem, const std::string& forced_plan,
 /// Why a plan that may run is not worth it, or "": PyTorch's convolution and our passes after it are expected
 /// to be quicker by far, as where samples of a few positions leave most of every tile empty.
 std::string sm90_disadvantage(const Problem& p, const Plan& plan) {
-  // Only where tiles are mostly empty, or more phases than a stored plan takes were compared with nothing: of
-  // strides and few channels the estimate of cuDNN below is up to 5 times too low.
+  // Only where tiles are mostly empty, or there are more phases than one launch stores, which were hardly
+  // compared: of strides and few channels the estimate of cuDNN below is up to 5 times too low.
   constexpr double kLeastFilled = 0.25;
   const double positions = static_cast<double>(p.positions());
   const double filled = positions / static_cast<double>(plan.tiles * plan.tile_positions);
-  if (p.n == 0 || (filled >= kLeastFilled && stored_obstacle(p).empty())) return "";
+  if (p.n == 0 || (filled >= kLeastFilled && slab_launches(p) == 1)) return "";
   // Matmul rates of an H200 in FLOP/ms and the share of them that cuDNN reached at stride 1; what its
   // launches and ours take at least; and by how much the estimate must be ahead to count.
   const double rate = size_of(p.dtype) == 2 ? 679e9 : p.precision == Precision::kTF32 ? 349e9 : 51e9;
@@ -59,7 +61,7 @@ std::string sm90_disadvantage(const Problem& p, const Plan& plan) {
   const double library = p.useful_flops() / (kShare * rate) +
                          tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(p.dtype)) +
                          3 * tensor_ms(p, p.k, positions, size_of(p.dtype)) + kLaunchesMs;
-  const double ours = plan.twice ? plan.estimated_twice_ms : plan.estimated_stored_ms;
+  const double ours = compared_ms(plan);
   if (ours <= kAhead * library) return "";
   return concat("tiles are filled to ", 100 * filled, "% and estimated at ", ours,
                 " ms, where cuDNN's convolution is expected to need ", library, " ms with our normalization");
@@ -192,28 +194,26 @@ std::optional<Plan> sm90_choice(const Problem& problem, const Device& device,
   obstacle = sm90_obstacle(problem, device, instances, instance);
   if (!instance) return std::nullopt;
   Plan plan = sm90_plan(problem, device, *instance);
-  obstacle = stored_obstacle(problem);
-  const bool stores = obstacle.empty();
   const bool has_backward = problem.tail.norm && !problem.tail.returns_conv;
-  if (keeps_activation && has_backward && stores && backward_can_count(problem, plan)) {
+  // Who asks for the plan gets it, to compare.
+  const bool trains = plan.launches == 1 || !forced.empty();
+  if (keeps_activation && has_backward && trains && backward_can_count(problem, plan)) {
     plan.keeps_activation = true;
     plan.activation_in_y = false;
     if (forced == "twice") plan.reason += "; stored, because the backward reads what is stored";
     return plan;
   }
-  const std::string twice_obstacle = problem.tail.norm ? consider_twice(problem, device, instances, plan)
-                                                       : std::string("nothing is normalized");
-  if (forced == "twice") {
-    if (keeps_activation && has_backward && !stores) {
-      obstacle = "a backward pass reads what is stored, and " + obstacle;
-    } else {
-      obstacle = twice_obstacle;
-    }
-  } else if (plan.twice) {
-    // What a backward pass needs is not kept: PyTorch's convolution can be.
-    if (!keeps_activation) obstacle = "";
-  } else if (!stores && !twice_obstacle.empty()) {
-    obstacle += "; not computed twice: " + twice_obstacle;
+  std::string twice_obstacle = problem.tail.norm ? consider_twice(problem, device, instances, plan)
+                                                 : std::string("nothing is normalized");
+  if (const auto transposed = twice_transposed_plan(problem, device, instances, plan)) {
+    plan = *transposed;
+    twice_obstacle = "";
+  }
+  if (keeps_activation && has_backward && !trains) {
+    obstacle = concat("a backward pass follows, and of more than ", kMaxSlabs,
+                      " phases it was not compared with cuDNN's");
+  } else if (forced == "twice") {
+    obstacle = twice_obstacle;
   }
   if (!obstacle.empty()) return std::nullopt;
   return plan;

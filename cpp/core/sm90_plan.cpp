@@ -8,10 +8,13 @@
 #include "core/border_slabs.hpp"
 #include "core/channel_share.hpp"
 #include "core/channels.hpp"
+#include "core/half_blocks.hpp"
 #include "core/im2col_limits.hpp"
 #include "core/index_math.hpp"
 #include "core/pack_stages.hpp"
+#include "core/slab_launches.hpp"
 #include "core/text.hpp"
+#include "core/tile_order.hpp"
 #include "core/twice_layout.hpp"
 
 namespace upconv3d {
@@ -89,9 +92,9 @@ std::string sm90_shape_obstacle(const Problem& p) {
   }
   const std::int64_t phases = saturating_product(std::min(p.stride[0], out[0]), std::min(p.stride[1], out[1]),
                                                  std::min(p.stride[2], out[2]));
-  if (p.operation == Operation::kConvTranspose && phases > kMaxTwicePhases) {
-    return concat("stride ", triple_text(p.stride), " makes ", phases, " phases, more than the ",
-                  kMaxTwicePhases, " of one launch");
+  if (p.operation == Operation::kConvTranspose && phases > kMaxPhases) {
+    return concat("stride ", triple_text(p.stride), " makes ", phases, " phases, more than the ", kMaxPhases,
+                  " that it takes");
   }
   if (!within_im2col(p, border_slabs(p, 0))) {
     return concat(
@@ -112,58 +115,64 @@ std::int64_t tile_count(const Problem& p, const ConvInstance& instance) {
                             channel_tiles(p, instance.block_channels));
 }
 
-/// Estimated cycles of one of a slab's tiles: the slower of the tensor cores and shared memory.
+/// Estimated cycles of one of a slab's tiles: the slowest of the tensor cores, shared memory and TMA.
 double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& slab, bool share_taps) {
-  constexpr double kBlockK = kBlockInputs;
+  const double block_inputs = instance.block_inputs;
   constexpr double kMacsPerCycle = 2048;  // 16-bit tensor-core multiply-adds of one SM
-  // Shared-memory bandwidth of one SM: 128 bytes per cycle, of which 0.92 were seen with one product, 128 x
-  // 256.
+  // Shared-memory bandwidth of one SM: 128 bytes a cycle, of which 0.92 were seen (one product, 128 x 256).
   constexpr double kSharedBytesPerCycle = 118;
+  // Of TMA for a row of either operand: half k-blocks of 64 x 256 took 600. Whole ones have longer to wait.
+  constexpr double kRowCycles = 1.9;
   // Filling the pipeline, and handing the accumulators over.
   constexpr double kTileCycles = 1500;
   // Tiles of few k-blocks took this long, in either width, 256 positions 12000 and 128 positions 13500: they
   // wait for the tile before to be stored and its moments to be taken. A little less for the smaller ones, so
   // that they win where either makes one wave.
   const double least = instance.block_positions < 256 ? 11000 : 12000;
-  const double bc = instance.block_channels;
-  const double bp = instance.block_positions;
+  const double bc = instance.block_channels, bp = instance.block_positions;
   const double copies = instance.products == 1 ? 1 : 2;  // hi, or hi and lo
-  const double k_blocks = static_cast<double>(slab.tap_count() * ceil_div(group_inputs(p), kBlockInputs));
-  const double multiply = k_blocks * bc * bp * kBlockK * instance.products / kMacsPerCycle;
+  const std::int64_t blocks_of_tap = ceil_div(group_inputs(p), instance.block_inputs);
+  const double k_blocks = static_cast<double>(slab.tap_count() * blocks_of_tap);
+  const double multiply = k_blocks * bc * bp * block_inputs * instance.products / kMacsPerCycle;
   // TMA writes a k-block once, or x once for all taps that share it; each of the two warpgroups reads its 64
   // channels and its positions per product.
-  const double row_bytes = kBlockK * 2;
+  const double row_bytes = block_inputs * 2;
   double x_rows = bp;
-  if (share_taps && shares_x_loads(p, slab)) {
-    const double taps = static_cast<double>(slab.taps[1]);
-    x_rows = (bp + (taps - 1) * static_cast<double>(slab.extent[2])) / taps;
+  if (share_taps) {
+    const SharedLoads shared = shared_loads(p, slab);
+    const double taps = static_cast<double>(shared.taps);
+    x_rows = (bp + (taps - 1) * static_cast<double>(shared.rows)) / taps;
   }
   const double written = (bc + x_rows) * row_bytes * copies;
   const double read =
       2 * (64 + static_cast<double>(warpgroup_positions(instance))) * row_bytes * instance.products;
-  // The epilogue stages a tile: written once, read to be stored and to take its moments.
-  const double staged = 3 * bc * bp * instance.stored_bits / 8;
+  const double staged = 3 * bc * bp * instance.stored_bits / 8;  // to be stored and for its moments
+  const double shared = (k_blocks * (written + read) + staged) / kSharedBytesPerCycle;
   const double cycles =
-      kTileCycles + std::max(multiply, (k_blocks * (written + read) + staged) / kSharedBytesPerCycle);
+      kTileCycles + std::max({multiply, shared, k_blocks * (bc + x_rows) * copies * kRowCycles});
   return p.operation == Operation::kConvTranspose ? std::max(cycles, least) : cycles;
 }
 
 /// Estimated cycles of the convolution: those of block 0, which takes the first and costliest tile of every
-/// wave.
+/// wave, of each launch.
 double estimated_cycles(const Problem& p, const ConvInstance& instance, const std::vector<Slab>& slabs,
                         bool share_taps, int sm_count) {
   const std::int64_t blocks = std::max(sm_count, 1);
   const std::int64_t k_tiles = channel_tiles(p, instance.block_channels);
-  double cycles = 0;
-  std::int64_t begin = 0;
-  for (const Slab& slab : slabs) {
-    const std::int64_t tiles =
-        saturating_product(p.n, ceil_div(slab.positions(), instance.block_positions), k_tiles);
-    if (tiles > kMaxSm90Tiles - begin) return std::numeric_limits<double>::infinity();
-    const std::int64_t waves =
-        ceil_div(begin + tiles, blocks) - ceil_div(begin, blocks);  // that begin in this slab
-    cycles += static_cast<double>(waves) * tile_cycles(p, instance, slab, share_taps);
-    begin += tiles;
+  constexpr double kLaunchCycles = 7000;  // 4 us between launches
+  const int launches = slab_launches(slabs.size());
+  double cycles = (launches - 1) * kLaunchCycles;
+  for (int launch = 0; launch < launches; ++launch) {
+    std::int64_t begin = 0;
+    for (const Slab& slab : slabs_of_launch(slabs, launch, launches)) {
+      const std::int64_t tiles =
+          saturating_product(p.n, ceil_div(slab.positions(), instance.block_positions), k_tiles);
+      if (tiles > kMaxSm90Tiles - begin) return std::numeric_limits<double>::infinity();
+      // Those that begin in this slab.
+      const std::int64_t waves = ceil_div(begin + tiles, blocks) - ceil_div(begin, blocks);
+      cycles += static_cast<double>(waves) * tile_cycles(p, instance, slab, share_taps);
+      begin += tiles;
+    }
   }
   return cycles;
 }
@@ -181,14 +190,17 @@ bool stores_in_place(const Problem& p, const Cut& cut) {
          });
 }
 
-std::optional<Cut> cheapest_cut_in_place(const Problem& p, const Cut& cheapest) {
-  for (const Cut& cut : {cheapest, Cut{std::min(cheapest.split_axes, 1), false}, Cut{}}) {
+std::optional<Cut> cheapest_cut_in_place(const Problem& p, const ConvInstance& instance, int sm_count) {
+  const Cut cheapest = cheapest_cut(p, instance, sm_count);
+  if (stores_in_place(p, cheapest)) return cheapest;
+  const Cut own_loads = cheapest.share_taps ? cheapest_cut(p, instance, sm_count, false) : cheapest;
+  for (const Cut& cut : {own_loads, Cut{std::min(own_loads.split_axes, 1), false}, Cut{}}) {
     if (stores_in_place(p, cut)) return cut;
   }
   return std::nullopt;
 }
 
-Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count) {
+Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count, bool may_share) {
   // Descriptors of many slabs cost host time and launch parameters: a gain within the estimate's error, or a
   // convolution that takes less than about 30 us, is not worth them.
   constexpr double kWorthwhileGain = 0.97;
@@ -197,26 +209,20 @@ Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count) {
   double best_cycles = estimated_cycles(p, instance, border_slabs(p, 0), false, sm_count);
   if (best_cycles < kWorthwhileCycles) return best;
   best_cycles *= kWorthwhileGain;
-  const auto consider = [&](const Cut& cut, const std::vector<Slab>& slabs, double worthwhile_gain) {
-    // A plain convolution's loads serve several taps in one slab too.
-    if (slabs.size() == 1 && p.operation == Operation::kConvTranspose) return;
+  const auto consider = [&](const Cut& cut, const std::vector<Slab>& slabs) {
+    if (slabs.size() == 1 && !cut.share_taps) return;
     if (slabs.size() > static_cast<std::size_t>(kMaxSlabs)) return;
     if (!within_im2col(p, slabs, cut.share_taps)) return;
     const double cycles = estimated_cycles(p, instance, slabs, cut.share_taps, sm_count);
-    if (cycles < best_cycles * worthwhile_gain) {
+    if (cycles < best_cycles) {
       best = cut;
       best_cycles = cycles;
     }
   };
-  for (int axes = 1; axes <= 3; ++axes) consider({axes, false}, border_slabs(p, axes), 1.0);
-  // With three products, two loads of that many rows leave no room for w. With tiles of 128 x 256, which the
-  // estimate sees 2 to 4 % ahead, sharing was 2 % quicker or slower by turns; smaller ones, which wait for
-  // shared memory, gained 10 %.
-  constexpr Extent3 kOnes = {1, 1, 1};
-  const double sharing_gain = instance.block_channels * instance.block_positions >= 128 * 256 ? 0.95 : 1.0;
-  if (p.stride == kOnes && p.dilation == kOnes && instance.products == 1) {
-    consider({0, true}, tap_sharing_slabs(p), sharing_gain);
-  }
+  for (int axes = 1; axes <= 3; ++axes) consider({axes, false}, border_slabs(p, axes));
+  // With three products, two loads of that many rows leave no room for w.
+  if (may_share && p.dilation == Extent3{1, 1, 1} && instance.products == 1)
+    consider({0, true}, tap_sharing_slabs(p));
   return best;
 }
 
@@ -231,6 +237,7 @@ std::optional<ConvInstance> cheapest_instance(const Problem& p, const Device& de
   double best_cycles = std::numeric_limits<double>::infinity();
   for (const ConvInstance& instance : instances) {
     if (!instance.compiled || instance.arch != kHopper || instance.twice ||
+        (instance.block_inputs != kBlockInputs && !fits_half_block(p)) ||
         instance.operand != family.operand || instance.products != family.products ||
         instance.output != family.output || instance.stored_bits != family.stored_bits ||
         tile_count(p, instance) > kMaxSm90Tiles) {
@@ -295,13 +302,13 @@ double estimated_stored_ms(const Problem& p, const ConvInstance& instance, const
 double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_count) {
   constexpr double kWaitMs = 0.006;
   const double unhidden = p.dtype == DType::kFloat32 ? 1.0 : 0.25;
-  const std::int64_t c_blocks = ceil_div(p.c, kTwiceBlockC);
+  const std::int64_t block_inputs = twice_block_inputs(p), c_blocks = ceil_div(p.c, block_inputs);
   // Two results of the special function unit per value, 64 x 256 values by 16 lanes, of each warpgroup.
   constexpr double kExponentialCycles = 2048;
   double cycles = 0, longest = 0, exponentials = 0;
   for (const TwiceClass& from : layout.classes) {
     const bool staged = p.y_layout == Layout::kNDHWC;
-    const double tile = static_cast<double>(twice_tile_cycles(from, c_blocks, staged));
+    const double tile = static_cast<double>(twice_tile_cycles(from, c_blocks, block_inputs, staged));
     const std::int64_t sets = static_cast<std::int64_t>(from.sets.size());
     const double tiles = static_cast<double>(p.n * sets * ceil_div(from.window.positions(), kTwicePositions));
     cycles += tile * tiles;
@@ -319,11 +326,6 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
   return std::max(pass, x) + written + kWaitMs;
 }
 
-/// What blocks close to the choice took of a stored estimate (perf/NOTES.md, "Stored or computed twice").
-double seen_of_stored(const ConvInstance& stored) {
-  return stored.stored_bits < 8 * size_of(stored.output) ? 1.4 : stored.block_channels == 64 ? 0.75 : 1.0;
-}
-
 /// Of a few weights, with the wait for it.
 constexpr double kPackingLaunchMs = 0.005;
 
@@ -337,7 +339,7 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
   if (family.products != 1) return "float32's accuracy takes three products, which that kernel lacks";
   const auto found = std::find_if(instances.begin(), instances.end(), [&](const ConvInstance& candidate) {
     return candidate.compiled && candidate.twice && candidate.operand == family.operand &&
-           candidate.output == family.output;
+           candidate.output == family.output && candidate.block_inputs == twice_block_inputs(p);
   });
   if (found == instances.end()) return concat("this build has no such kernel for ", family_text(family));
   layout = twice_layout(p);
@@ -345,9 +347,6 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
     return concat(
         "y is NCDHW, which that kernel writes where the width's stride is 2 and its extent even, not ",
         p.stride[2], " and ", p.out()[2]);
-  }
-  if (const std::string stored = stored_obstacle(p); p.y_layout == Layout::kNCDHW && !stored.empty()) {
-    return concat("y is NCDHW, and ", stored);
   }
   if (layout.classes.empty()) {
     return "the weights of a phase do not fit into a block's shared memory, or all phases not into a launch";
@@ -367,34 +366,15 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
   return "";
 }
 
-/// Position tiles of a window of the launch order, 0 for slab by slab. Phases read the same x; slab by slab,
-/// a large sample's x has left L2 when the next phase comes.
-std::int64_t window_tiles(const Problem& p, const std::vector<Slab>& slabs, const ConvInstance& instance) {
-  constexpr std::int64_t kTiles = 16;  // 8 and 32 were as quick
-  std::int64_t longest = 0;
-  for (const Slab& slab : slabs)
-    longest = std::max(longest, ceil_div(slab.positions(), instance.block_positions));
-  const std::int64_t windows = longest / kTiles;
-  // Convolution groups read parts of x of their own; windows were not tried on them.
-  if (slabs.size() == 1 || windows < 2 || p.groups > 1) return 0;
-  // Places of the order that hold no tile are passed over, but they are counted.
-  const std::int64_t window = ceil_div(longest, windows);
-  const std::int64_t places = saturating_product(p.n, static_cast<std::int64_t>(slabs.size()),
-                                                 window * windows, channel_tiles(p, instance.block_channels));
-  return places <= kMaxSm90Count ? window : 0;
-}
-
 }  // namespace
+
+double seen_of_stored(const ConvInstance& stored) {
+  if (stored.block_inputs != kBlockInputs) return 1.0;
+  return stored.stored_bits < 8 * size_of(stored.output) ? 1.4 : stored.block_channels == 64 ? 0.75 : 1.0;
+}
 
 double tensor_ms(const Problem& p, std::int64_t channels, double positions, std::int64_t bytes) {
   return static_cast<double>(p.n * channels * bytes) * positions / kBytesPerMs;
-}
-
-std::string stored_obstacle(const Problem& p) {
-  const std::size_t slabs = border_slabs(p, 0).size();
-  if (slabs <= static_cast<std::size_t>(kMaxSlabs)) return "";
-  return concat("stride ", triple_text(p.stride), " makes ", slabs, " phases, more than the ", kMaxSlabs,
-                " of a launch that stores the convolution");
 }
 
 std::string sm90_obstacle(const Problem& p, const Device& device, const std::vector<ConvInstance>& instances,
@@ -428,13 +408,16 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   plan.pack_x =
       p.x_layout != Layout::kNDHWC || p.dtype == DType::kFloat32 || !p.x_aligned || !has_operand_channels(p);
   plan.linear = !p.tail.norm;
-  // Functions with exponentials are too much for the few warps that normalize beside the multiplication.
-  plan.normalizes = p.tail.norm && normalizes_in_place(p) && is_piecewise_linear(p.tail.after());
+  plan.launches = slab_launches(p);
+  // Functions with exponentials are too much for the few warps that normalize beside the multiplication, and
+  // none of several launches has the moments of all phases.
+  plan.normalizes =
+      p.tail.norm && normalizes_in_place(p) && is_piecewise_linear(p.tail.after()) && plan.launches == 1;
   plan.activation_in_y = plan.normalizes && !p.tail.returns_conv;
   plan.tile_positions = moment_positions(instance);
   Cut cut = cheapest_cut(p, instance, device.sm_count);
   if (plan.linear) {
-    const std::optional<Cut> in_place = cheapest_cut_in_place(p, cut);
+    const std::optional<Cut> in_place = cheapest_cut_in_place(p, instance, device.sm_count);
     plan.activation_in_y = in_place.has_value();
     if (in_place) plan.conv_layout = p.y_layout;
     cut = in_place.value_or(cut);
@@ -446,11 +429,15 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   const bool has_phases = p.stride != Extent3{1, 1, 1};
   if (cut.split_axes == 0 && has_phases) plan.window_tiles = window_tiles(p, slabs, instance);
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
-  if (stored_obstacle(p).empty())
-    plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
+  plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
+  plan.estimated_unshared_ms =
+      cut.share_taps ? estimated_stored_ms(p, instance, cheapest_cut(p, instance, device.sm_count, false),
+                                           device.sm_count)
+                     : plan.estimated_stored_ms;
   plan.w_in_place = reads_w_in_place(p);
   if (plan.pack_x || !plan.w_in_place) plan.stages = pack_stages(p);
-  plan.stages.push_back(instance.name);
+  plan.stages.insert(plan.stages.end(), static_cast<std::size_t>(plan.launches), instance.name);
+  if (p.tail.norm && plan.launches > 1) plan.stages.push_back("group_norm_finalize_slabs");
   if (p.tail.norm && p.tail.returns_conv && p.y_layout != plan.conv_layout)
     plan.stages.push_back("unpack_rows");
   if (plan.linear) {
@@ -473,14 +460,16 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
       p.y_layout == Layout::kNDHWC && reads_w_in_place(p) && twice_reads_w_in_place(layout);
   // One that the stored plan does without.
   const double packing = !w_in_place && plan.w_in_place && !plan.pack_x ? kPackingLaunchMs : 0;
+  // Where stored takes several launches, channels_last_3d was measured computed twice alone.
   const bool quicker =
-      !stored_obstacle(p).empty() ||
-      plan.estimated_twice_ms + packing < seen_of_stored(*plan.instance) * plan.estimated_stored_ms;
+      (plan.launches > 1 && p.y_layout == Layout::kNDHWC) ||
+      plan.estimated_twice_ms + packing < seen_of_stored(*plan.instance) * plan.estimated_unshared_ms;
   if (device.forced_plan == "stored" || (device.forced_plan != "twice" && !quicker)) return "";
   plan.twice = true;
   plan.instance = instance;
   plan.tile_positions = kTwicePositions;
   plan.window_tiles = plan.split_axes = 0;
+  plan.launches = 1;
   plan.share_taps = false;
   plan.w_in_place = w_in_place;
   plan.tiles = twice_moments(layout);

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <numeric>
 #include <optional>
+#include <utility>
 
+#include "core/im2col_limits.hpp"
 #include "core/index_math.hpp"
 
 namespace upconv3d {
@@ -146,11 +148,11 @@ TwiceUnits count_units(const Problem& problem, const TwiceClass& shared, const S
   const Slab& window = shared.window;
   TwiceUnits units;
   std::int64_t used = 0;
-  int bit = 0;
   for (std::int64_t t = 0; t < window.taps[0]; ++t) {
     for (std::int64_t r = 0; r < window.taps[1]; ++r) {
-      for (std::int64_t s = 0; s < window.taps[2]; ++s, ++bit) {
+      for (std::int64_t s = 0; s < window.taps[2]; ++s) {
         const Extent3 at = {t, r, s};
+        const int bit = tap_bit(shared, at);
         // Rows that no tap reaches still multiply once, by zeros, so that they have a result.
         bool uses = reads.tap_count() > 0 || bit == 0;
         for (int axis = 0; axis < 3 && reads.tap_count() > 0; ++axis) {
@@ -163,7 +165,8 @@ TwiceUnits count_units(const Problem& problem, const TwiceClass& shared, const S
       }
     }
   }
-  units.count = static_cast<int>(used * (shared.reached ? ceil_div(problem.c, kTwiceBlockC) : 1));
+  units.count =
+      static_cast<int>(used * (shared.reached ? ceil_div(problem.c, twice_block_inputs(problem)) : 1));
   return units;
 }
 
@@ -182,8 +185,9 @@ TwiceClass make_class(const Problem& problem, const Slab& window, const Candidat
 
 bool fits(const Problem& problem, const TwiceClass& made) {
   constexpr std::int64_t kMaskBits = 32;
-  return made.window.tap_count() <= kMaskBits && ceil_div(problem.c, kTwiceBlockC) <= kMaxTwiceUnits &&
-         made.units[0].count + made.units[1].count <= kMaxTwiceUnits;
+  const std::int64_t most = max_twice_units(problem);
+  return made.window.tap_count() <= kMaskBits && ceil_div(problem.c, twice_block_inputs(problem)) <= most &&
+         made.units[0].count + made.units[1].count <= most;
 }
 
 /// Adds the set of `made` to the class that it is one of.
@@ -199,10 +203,60 @@ void add_class(const TwiceClass& made, std::vector<TwiceClass>& classes) {
   }
 }
 
+/// The mask of the taps of `from`, in the order of `to`, of which `from` differs by what its loads serve.
+std::uint32_t reordered(std::uint32_t taps, const TwiceClass& from, const TwiceClass& to) {
+  const Extent3& count = from.window.taps;
+  std::uint32_t result = 0;
+  for (std::int64_t t = 0; t < count[0]; ++t) {
+    for (std::int64_t r = 0; r < count[1]; ++r) {
+      for (std::int64_t s = 0; s < count[2]; ++s) {
+        const std::uint32_t bit = taps >> tap_bit(from, {t, r, s}) & 1;
+        result |= bit << tap_bit(to, {t, r, s});
+      }
+    }
+  }
+  return result;
+}
+
+/// Lets loads of x serve several taps where they can: if two slots of the longest fit beside all weights.
+void share_loads(const Problem& problem, TwiceLayout& layout) {
+  std::vector<TwiceClass> classes = layout.classes;
+  std::int64_t units = 0;
+  for (std::size_t i = 0; i < classes.size(); ++i) {
+    TwiceClass& made = classes[i];
+    if (made.reached && within_im2col(problem, {made.window}, true))
+      made.shared = shared_loads(problem, made.window);
+    for (TwiceUnits& of : made.units) of.taps = reordered(of.taps, layout.classes[i], made);
+    units = std::max<std::int64_t>(units, made.units[0].count + made.units[1].count);
+  }
+  constexpr std::int64_t kSlots = 2;
+  TwiceLayout shared = layout;
+  shared.classes = std::move(classes);
+  const std::int64_t rows = units * kTwiceRows + kSlots * twice_shared_rows(shared);
+  if (rows * twice_block_inputs(problem) * 2 <= kMaxTwiceWeightBytes) layout = std::move(shared);
+}
+
 }  // namespace
 
 std::int64_t tap_lead(const Slab& window, const Slab& phase, int axis) {
   return (window.window[axis] - phase.window[axis]) / phase.dilation[axis];
+}
+
+int tap_bit(const TwiceClass& of, const Extent3& at) {
+  Extent3 load = at, loads = of.window.taps;
+  std::int64_t served = 0;
+  if (of.shared.taps > 1) {
+    served = at[of.shared.axis];
+    load[of.shared.axis] = 0;
+    loads[of.shared.axis] = 1;
+  }
+  return static_cast<int>(((load[0] * loads[1] + load[1]) * loads[2] + load[2]) * of.shared.taps + served);
+}
+
+std::int64_t twice_shared_rows(const TwiceLayout& layout) {
+  std::int64_t rows = 0;
+  for (const TwiceClass& of : layout.classes) rows = std::max(rows, (of.shared.taps - 1) * of.shared.rows);
+  return rows;
 }
 
 TwiceLayout twice_layout(const Problem& problem) {
@@ -220,17 +274,27 @@ TwiceLayout twice_layout(const Problem& problem) {
   for (std::size_t i = 0; i < candidates.size(); ++i) {
     if (taken[i]) continue;
     // The partner with whom fewest taps are read in vain; of those the next in order, which is other channels
-    // of the same phase if there are any.
+    // of the same phase if there are any. But where loads serve several taps along the height, first a phase
+    // of the same depth: so all classes have those taps, not half of them.
     const Candidate& own = candidates[i];
+    const SharedLoads shared = shared_loads(problem, own.reads);
+    const auto beside = [&](std::size_t other) {
+      return shared.taps == 1 || shared.axis != 1 || candidates[other].reads.origin[0] == own.reads.origin[0];
+    };
     TwiceClass best = make_class(problem, own.reads, own, nullptr);
     if (!fits(problem, best)) return {};
     std::size_t partner = i;
     for (std::size_t j = i + 1; j < candidates.size(); ++j) {
       // Rows that no tap reaches are satisfied with any others of the kind.
-      if (partner != i && (!best.reached || best.window.tap_count() == own.reads.tap_count())) break;
+      const bool has_all =
+          partner != i && (!best.reached || best.window.tap_count() == own.reads.tap_count());
+      if (has_all && beside(partner)) break;
       if (taken[j]) continue;
       const auto both = unite(own.reads, candidates[j].reads);
-      if (!both || (partner != i && both->tap_count() >= best.window.tap_count())) continue;
+      if (!both) continue;
+      const std::int64_t taps = both->tap_count(), best_taps = best.window.tap_count();
+      const bool better = taps < best_taps || (taps == best_taps && beside(j) && !beside(partner));
+      if (partner != i && !better) continue;
       const TwiceClass made = make_class(problem, *both, own, &candidates[j]);
       if (!fits(problem, made)) continue;
       best = made;
@@ -243,22 +307,28 @@ TwiceLayout twice_layout(const Problem& problem) {
       twice_sets(layout) > kMaxTwiceSets) {
     layout.classes.clear();
   }
+  share_loads(problem, layout);
   return layout;
 }
 
-std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks, bool staged) {
-  // 64 x 256 x 64 multiply-adds, 2048 a cycle. wgmma reads 8 KB of w and 32 KB of x, TMA writes x; 118 bytes
-  // a cycle, and as many again for two staged half tiles.
-  constexpr std::int64_t kUnitCycles = 512, kUnitBytes = 40 << 10, kLoadBytes = 32 << 10,
-                         kStagedBytes = 64 << 10;
+std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks, std::int64_t block_inputs,
+                               bool staged) {
+  // Of 64 input channels 64 x 256 x 64 multiply-adds, 2048 a cycle. wgmma reads 8 KB of w and 32 KB of x, TMA
+  // writes x; 118 bytes a cycle, and as many again for two staged half tiles.
+  const std::int64_t unit_cycles = 8 * block_inputs, unit_bytes = 640 * block_inputs,
+                     load_bytes = 512 * block_inputs;
+  constexpr std::int64_t kStagedBytes = 64 << 10;
   constexpr std::int64_t kSharedBytesPerCycle = 118;
+  // Of TMA, as seen of half k-blocks. Whole ones that one warpgroup multiplies take longer.
+  constexpr std::int64_t kLoadCycles = 600;
   // Of a warpgroup: beside the other's multiplication it was seen to take as long as it would alone.
   constexpr std::int64_t kEpilogueCycles = 1000;
   const std::int64_t units = of.units[0].count + of.units[1].count;
   const std::int64_t loads = of.reached ? of.loads() * c_blocks : 1;
   const std::int64_t shared =
-      (units * kUnitBytes + loads * kLoadBytes + (staged ? kStagedBytes : 0)) / kSharedBytesPerCycle;
-  return std::max(units * kUnitCycles, shared) + (of.units[1].count == 0 ? 1 : 2) * kEpilogueCycles;
+      (units * unit_bytes + loads * load_bytes + (staged ? kStagedBytes : 0)) / kSharedBytesPerCycle;
+  const std::int64_t multiply = std::max({units * unit_cycles, shared, loads * kLoadCycles});
+  return multiply + (of.units[1].count == 0 ? 1 : 2) * kEpilogueCycles;
 }
 
 int twice_granule_shift(const Problem& problem) {

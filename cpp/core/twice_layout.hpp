@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "core/border_slabs.hpp"
+#include "core/half_blocks.hpp"
 #include "core/problem.hpp"
 
 namespace upconv3d {
@@ -31,8 +32,8 @@ inline constexpr std::int64_t kTwiceBlockC = 64;      // input channels of a k-b
 /// of wgmma's result that lie so far apart.
 inline constexpr std::int64_t kTwiceStackedChannels = 8;
 
-/// k-blocks of weights, 8 KB each, that the two warpgroups of a block may hold together: 128 KB.
-inline constexpr int kMaxTwiceUnits = 16;
+/// What the k-blocks of weights that the two warpgroups of a block hold may take together.
+inline constexpr std::int64_t kMaxTwiceWeightBytes = 128 * 1024;
 
 /// What one launch takes, bounded by its 18 KB of parameters, which cost time: a launch with small ones took
 /// 2 us less. 64 phases are stride 4 along three axes or 8 along two. Views are a launch's descriptors of y:
@@ -55,7 +56,7 @@ struct TwiceSet {
 
 /// What one warpgroup multiplies in a tile of a class.
 struct TwiceUnits {
-  std::uint32_t taps = 0;  // bit mask of the class's taps that it uses
+  std::uint32_t taps = 0;  // bit mask of the class's taps that it uses, in the order of tap_bit
   int count = 0;           // k-blocks: taps that it uses x blocks of input channels; 0: it has no rows
 };
 
@@ -63,10 +64,15 @@ struct TwiceUnits {
 struct TwiceClass {
   Slab window;          // extent, and windows and taps of the rows taken together
   bool reached = true;  // some tap reads x
+  SharedLoads shared;   // taps that one load of x serves
   TwiceUnits units[2];
   std::vector<TwiceSet> sets;
   std::int64_t loads() const { return window.tap_count(); }
 };
+
+/// Place of the tap `at`, along T,R,S, among a class's: load by load along T, then R, then S; where loads are
+/// shared along one of them, the taps that a load serves come last.
+int tap_bit(const TwiceClass& of, const Extent3& at);
 
 struct TwiceLayout {
   int fold = 1;                   // phases along the width that are folded
@@ -90,6 +96,9 @@ inline std::int64_t twice_sets(const TwiceLayout& layout) {
   for (const TwiceClass& from : layout.classes) sets += from.sets.size();
   return static_cast<std::int64_t>(sets);
 }
+
+/// Rows of x that the longest load of a class has beyond a tile's.
+std::int64_t twice_shared_rows(const TwiceLayout& layout);
 
 /// Whether the kernel can read w as it lies, where that is reads_w_in_place: 64 output channels of one tap
 /// are a box of w, so rows that one warpgroup holds are to be one phase's, and in the order of the channels.
@@ -116,10 +125,22 @@ inline TwiceRow twice_row(const TwiceLayout& layout, std::int64_t row) {
 /// windows are united only where it is.
 std::int64_t tap_lead(const Slab& window, const Slab& phase, int axis);
 
-/// Estimated cycles of one tile of a class: the slower of the tensor cores and shared memory.
+/// Input channels of a k-block of the kernel that the problem takes.
+inline std::int64_t twice_block_inputs(const Problem& problem) {
+  return fits_half_block(problem) ? kHalfBlockInputs : kTwiceBlockC;
+}
+
+/// k-blocks of weights, 64 rows of 16-bit input channels, that may be held: 16, or 32 half ones.
+inline std::int64_t max_twice_units(const Problem& problem) {
+  return kMaxTwiceWeightBytes / (kTwiceRows * 2 * twice_block_inputs(problem));
+}
+
+/// Estimated cycles of one tile of a class: the slowest of the tensor cores, shared memory and TMA.
 ///
+/// \param c_blocks of block_inputs input channels each
 /// \param staged whether y goes through shared memory, as it does but for NCDHW
-std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks, bool staged);
+std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks, std::int64_t block_inputs,
+                               bool staged);
 
 /// Neighbouring channels of one norm group that share a partial moment, as a power of two.
 int twice_granule_shift(const Problem& problem);

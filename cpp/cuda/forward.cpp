@@ -10,10 +10,12 @@
 #include "core/held_norm.hpp"
 #include "core/sm90_plan.hpp"
 #include "core/twice_layout.hpp"
+#include "core/twice_transposed.hpp"
 #include "cuda/activation_memory.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/forward_direct.hpp"
 #include "cuda/forward_sm80.hpp"
+#include "cuda/group_norm/finalize_slabs.hpp"
 #include "cuda/group_norm/group_norm.hpp"
 #include "cuda/group_norm/held_norm.hpp"
 #include "cuda/layout/channels_last.hpp"
@@ -154,6 +156,7 @@ ConvTransposeParams conv_params(const Problem& problem, const Plan& plan, const 
   conv.clears_counters = PackedOperands::packs_nothing(plan);
   conv.split_axes = plan.split_axes;
   conv.share_taps = plan.share_taps;
+  conv.launches = plan.launches;
   conv.window_tiles = plan.window_tiles;
   conv.sm_count = device.sm_count;
   conv.linear = plan.linear;
@@ -174,15 +177,45 @@ ConvTransposeParams conv_params(const Problem& problem, const Plan& plan, const 
   return conv;
 }
 
+/// Merges the moments that several launches of the convolution took.
+void finalize_slabs(const Problem& problem, const Plan& plan, const ForwardTensors& tensors,
+                    const Sm90Workspace& workspace, const ActivationMemory& activation, cudaStream_t stream) {
+  FinalizeSlabsParams params;
+  params.problem = problem;
+  params.slabs = plan_slabs(problem, plan.split_axes, plan.share_taps);
+  params.moment_positions = plan.tile_positions;
+  params.granule_shift = moment_granule_shift(problem);
+  params.part = workspace.part;
+  params.gamma = tensors.gamma;
+  params.beta = tensors.beta;
+  params.channel_table = workspace.channel_table;
+  params.table = activation.table;
+  const StageRange range("upconv3d::finalize");
+  launch_group_norm_finalize_slabs(params, stream);
+}
+
+/// y [N,K,Z,P,Q] from what was computed twice and stored as [N,Z,P,Q,K], complete: neither normalized nor
+/// activated again.
+void transpose_result(const Problem& problem, const Plan& plan, const ForwardTensors& tensors,
+                      const ActivationMemory& activation, cudaStream_t stream) {
+  NormalizeParams transpose = normalize_params(problem, plan, tensors);
+  transpose.after = {};
+  transpose.a = activation.a;
+  const StageRange range("upconv3d::transpose");
+  launch_group_norm_normalize(transpose, stream);
+}
+
 /// The SM90 plan: pack the operands that must be, then everything else in one kernel, or all but a
-/// normalization that transposes, or that an activation follows which is too much for that kernel.
+/// normalization that transposes, or that an activation follows which is too much for that kernel. Of more
+/// phases than one launch takes, the convolution in several, then moments are merged and normalized.
 void run_sm90(const Problem& problem, const Plan& plan, const Device& device, const ForwardTensors& tensors,
               cudaStream_t stream, LaunchMemo* memo) {
-  const Sm90Workspace workspace(problem, plan, tensors.workspace);
-  const ActivationMemory activation = workspace.activation(problem, plan, tensors);
+  const Problem seen = problem_of_conv(problem, plan);
+  const Sm90Workspace workspace(seen, plan, tensors.workspace);
+  const ActivationMemory activation = workspace.activation(seen, plan, tensors);
   const OperandScales scales =
       workspace.operands.pack(problem, plan, tensors, {workspace.counters, workspace.counter_bytes}, stream);
-  ConvTransposeParams conv = conv_params(problem, plan, device, tensors, workspace, activation);
+  ConvTransposeParams conv = conv_params(seen, plan, device, tensors, workspace, activation);
   conv.unscale_sample = scales.unscale_sample;
   conv.unscale_column = scales.unscale_column;
   conv.memo = memo;
@@ -191,7 +224,9 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
     find_conv_transpose_launcher(plan.instance->name)(conv, stream);
   }
   if (plan.linear) return finish_linear(problem, plan, tensors, activation.a, stream);
+  if (plan.launches > 1) finalize_slabs(problem, plan, tensors, workspace, activation, stream);
   if (tensors.c && tensors.c != activation.a) unpack_rows(problem, activation.a, tensors.c, stream);
+  if (transposes_result(problem, plan)) return transpose_result(problem, plan, tensors, activation, stream);
   if (plan.normalizes) return;
 
   NormalizeParams normalize = normalize_params(problem, plan, tensors);
@@ -315,7 +350,7 @@ void complete_plan(const Problem& problem, const Device& device, Plan& plan) {
   if (problem.n == 0) {
     plan.workspace_bytes = 0;
   } else if (plan.algorithm == Algorithm::kSm90ImplicitGemm) {
-    plan.workspace_bytes = Sm90Workspace(problem, plan, nullptr).bytes;
+    plan.workspace_bytes = Sm90Workspace(problem_of_conv(problem, plan), plan, nullptr).bytes;
   } else if (plan.algorithm == Algorithm::kSm80ImplicitGemm) {
     plan.workspace_bytes = sm80_workspace_bytes(problem, plan);
   } else if (plan.algorithm == Algorithm::kCudaDirect) {

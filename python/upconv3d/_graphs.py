@@ -42,6 +42,7 @@ def record_operator(
     backward: Callable[..., Any],
     keeps: Callable[..., bool],
     inference: Callable[..., Any] | None = None,
+    in_training: Callable[..., Any] | None = None,
 ) -> None:
     """Ties `backward` to upconv3d::name, and to upconv3d::name_for_training, which returns one tensor more.
 
@@ -50,6 +51,7 @@ def record_operator(
     `name` itself: torch.jit.trace and modes, to whom what is kept is of no use.
 
     inference: what a compiler records instead where nothing is differentiated, if it returns anything.
+    in_training: the same in the place of name_for_training.
     """
     training = f"{name}_for_training"
     kept_op = getattr(torch.ops.upconv3d, training).default
@@ -71,6 +73,22 @@ def record_operator(
         def backward(ctx: Any, *gradients: Any) -> Any:
             return (*backward(ctx, *gradients), None)
 
+    class Kept(torch.autograd.Function):
+        """What name_for_training's own node is, around in_training()."""
+
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                output = in_training(*arguments)  # type: ignore[misc]  # not None where this runs
+                if output is None:
+                    output = kept_op(*arguments)
+            setup_context(ctx, arguments, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return backward(ctx, *gradients)
+
     def kernel(keyset: Any, *arguments: Any) -> Any:
         keys = keyset & torch._C._after_autograd_keyset
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*arguments):
@@ -81,7 +99,8 @@ def record_operator(
                         return output
                 return op.redispatch(keys, *arguments)
         if is_traced(arguments[0]) and keeps(*arguments):
-            output = kept_op(*arguments)
+            record: Any = kept_op if in_training is None else Kept.apply
+            output = record(*arguments)
             return output[0] if results == 1 else output[:results]
         return Recorded.apply(*arguments, keys)  # type: ignore[no-untyped-call]
 

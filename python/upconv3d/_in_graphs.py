@@ -15,7 +15,8 @@ from ._facts import is_concrete
 from ._graphs import is_exporting, is_traced
 from ._plan_questions import FEW_CHANNELS_KERNEL, SMALL_BLOCK_VALUES, about_values
 from ._tail import Settings, Tensors, autocast_result_dtype, composite, in_format_of_result, is_plain
-from ._tail_op import NUMBERS, TENSORS, batch_tail, facts_of, join, public_tail, split
+from ._tail_arguments import NUMBERS, TENSORS, facts_of, join, split
+from ._tail_op import batch_tail, public_tail
 from ._transforms import batch_block
 
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive

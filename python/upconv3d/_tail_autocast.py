@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ._autocast import gradients_lose_range, graph_without_casts
 from ._tail import Settings, Tensors, autocast_result_dtype, composite, in_format_of_result, is_plain
-from ._tail_op import public_tail, split
+from ._tail_arguments import split
+from ._tail_op import public_tail
 
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 _AUTOCAST_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from . import _C
 from ._autograd import _convolution_backward, _is_transformed
-from ._facts import Kept, block_facts, empty_kept, is_concrete, kept_of, tensor_facts
+from ._facts import Kept, empty_kept, is_concrete, kept_of
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
-from ._graphs import is_exporting, record_operator
+from ._graphs import record_operator
 from ._tail import (
     ACTIVATIONS,
     ORDERS,
@@ -30,6 +30,9 @@ from ._tail import (
     reads_returned,
     tail_backward,
 )
+from ._tail_arguments import NUMBERS, TENSORS, facts_of, join, runs_kernels, split
+from ._tail_graph import backward_is_ours, gradients_in_graph, inference_in_graph, training_in_graph
+from ._tail_graph import register as register_graph_operators
 from ._transforms import _slice
 
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
@@ -37,12 +40,6 @@ _ops = torch.ops.upconv3d
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 _NAME = "conv_transpose3d_norm_act"
-TENSORS = "Tensor input, Tensor weight, Tensor? bias"
-NUMBERS = (
-    "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation, "
-    "str order, SymInt num_groups, Tensor? norm_weight, Tensor? norm_bias, float eps, str activation, "
-    "float activation_param, Tensor? slopes, Tensor? skip"
-)
 _SCHEMA = (
     f"{_NAME}({TENSORS}, {NUMBERS}, bool return_conv, str precision) -> (Tensor y, Tensor conv)",
     f"{_NAME}_for_training({TENSORS}, {NUMBERS}, bool return_conv, str precision) "
@@ -52,21 +49,16 @@ _SCHEMA = (
     f"({', '.join(['Tensor'] * len(Tensors._fields))})",
 )
 _BACKWARD_ARGUMENTS = 19  # of the backward operator behind its gradients; `saved`, `returned` follow, or not
-_INTERNAL = ("_tail", "_numbered_tail", "_numbered_tail_for_training", "_numbered_tail_backward")
+_INTERNAL = ("_numbered_tail", "_numbered_tail_for_training", "_numbered_tail_backward")
 _KERNEL_ACTIVATIONS = tuple("none" if name is None else name for name in ACTIVATIONS)
 
 # Without OpOverload.__call__, a function in Python that passes its arguments on.
 numbered_tail, _numbered_tail_for_training, _numbered_tail_backward = (
-    getattr(_ops, name).default._op for name in _INTERNAL[1:]
+    getattr(_ops, name).default._op for name in _INTERNAL
 )
 
 _numbers: dict[tuple[Any, ...], int] = {}
 _settings: dict[int, tuple[Any, ...]] = {}
-
-
-def runs_kernels(input: Tensor) -> bool:
-    """Whether the call is for the internal operators rather than for PyTorch's."""
-    return input.is_cuda
 
 
 def tail_number(settings: tuple[Any, ...]) -> int | None:
@@ -90,38 +82,6 @@ def _remember(settings: tuple[Any, ...]) -> int | None:
         _numbers[settings] = number
         _settings[number] = settings
     return number
-
-
-def split(arguments: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Tensors and Settings, as plain tuples, of the public operator's arguments."""
-    input, weight, bias, stride, padding, output_padding, groups, dilation = arguments[:8]
-    order, num_groups, norm_weight, norm_bias, eps, activation, parameter, slopes, skip = arguments[8:17]
-    return_conv, precision = arguments[17:]
-    numbers = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
-    return (
-        (input, weight, bias, norm_weight, norm_bias, slopes, skip),
-        (*numbers, order, activation, parameter, return_conv),
-    )
-
-
-def join(tensors: Sequence[Any], settings: Sequence[Any]) -> tuple[Any, ...]:
-    """The inverse of split."""
-    input, weight, bias, norm_weight, norm_bias, slopes, skip = tensors
-    *convolution, num_groups, eps, precision, order, activation, parameter, return_conv = settings
-    norm = (order, num_groups, norm_weight, norm_bias, eps)
-    return (
-        input,
-        weight,
-        bias,
-        *convolution,
-        *norm,
-        activation,
-        parameter,
-        slopes,
-        skip,
-        return_conv,
-        precision,
-    )
 
 
 def public_tail(tensors: Sequence[Any], settings: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -213,50 +173,10 @@ def _keeps(*arguments: Any) -> bool:
     return _kept(*split(arguments)) is not None
 
 
-def _inference(*arguments: Any) -> tuple[Tensor, Tensor] | None:
-    """The operator in a graph that differentiates nothing: one that is not Python's, for less host time.
-
-    None where PyTorch's operators may have to run, and in torch.export, whose programs others read.
-    """
-    tensors, settings = split(arguments)
-    input, skip = tensors[0], tensors[6]
-    if not runs_kernels(input) or (skip is not None and skip.dtype is not input.dtype):
-        return None
-    if not is_concrete(*settings) or is_exporting():
-        return None
-    pair: tuple[Tensor, Tensor] = _ops._tail.default(*arguments)
-    return pair
-
-
 def _fake_training(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     y, conv = _fake_forward(*arguments)
     tensors, settings = split(arguments)
     return y, conv, empty_kept(_kept(tensors, settings), batched(y), tensors[0].dtype)
-
-
-def facts_of(tensors: Sequence[Any], settings: Sequence[Any]) -> dict[str, Any]:
-    """The whole call as plain data, which is what _C.validate and _C.explain take."""
-    t, s = Tensors(*tensors), Settings(*settings)
-    convolution = (s.stride, s.padding, s.output_padding, s.groups, s.dilation)
-    norm = (s.num_groups, t.norm_weight, t.norm_bias, s.eps, s.precision)
-    # A skip of another dtype promotes what it is added to: none of our rules, but for PyTorch to compute.
-    skip = t.skip if t.skip is not None and t.skip.dtype == t.input.dtype else None
-    return block_facts(t.input, t.weight, t.bias, *convolution, *norm) | {
-        "order": s.order,
-        "activation": s.activation,
-        "activation_param": s.parameter,
-        "return_conv": s.return_conv,
-        "slopes": tensor_facts(t.slopes),
-        "skip": tensor_facts(skip),
-    }
-
-
-def refuse_empty(tensors: Sequence[Any], settings: Sequence[Any]) -> None:
-    """Raises RuntimeError where there are samples but no output positions, which PyTorch's calls allow."""
-    facts = facts_of(tensors, settings)
-    for tensor in (v for v in facts.values() if isinstance(v, dict)):
-        tensor["dtype"] = facts["input"]["dtype"]  # autocast's affair
-    _C.validate(facts)
 
 
 def _fused_backward(
@@ -369,6 +289,9 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None, _: None
         gradients = [None] * len(mask)
     elif torch.is_grad_enabled():
         gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)
+    elif grad_conv is None and backward_is_ours(grad_y, tensors, settings, kept):
+        assert grad_y is not None
+        gradients = gradients_in_graph(grad_y, tensors, settings, mask, kept)
     else:
         *forward, _, precision = join(tensors, settings)
         op = getattr(_ops, f"{_NAME}_backward").default
@@ -475,10 +398,12 @@ def register() -> None:
         _library.impl(f"{_NAME}_for_training", _training_kernel, key)  # type: ignore[no-untyped-call]
         _library.impl(f"{_NAME}_backward", _backward_kernel, key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"upconv3d::{_NAME}", _fake_forward)
-    torch.library.register_fake("upconv3d::_tail", _fake_forward)
     torch.library.register_fake(f"upconv3d::{_NAME}_for_training", _fake_training)
     torch.library.register_fake(f"upconv3d::{_NAME}_backward", _fake_backward)
-    record_operator(_library, _NAME, _setup_context, _backward, _keeps, _inference)
+    register_graph_operators(_fake_forward, _fake_training)
+    record_operator(
+        *(_library, _NAME, _setup_context, _backward, _keeps), inference_in_graph, training_in_graph
+    )
     torch.library.register_vmap(f"upconv3d::{_NAME}", batch_tail)
     for name in _INTERNAL:
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _C
 from ._facts import block_facts
-from ._tail_op import facts_of
+from ._tail_arguments import facts_of
 from .functional import IntOrTriple, check_kinds, integer, resolve_precision, triple
 from .norm_act import checked_arguments, require_known
 
@@ -32,8 +32,8 @@ class Plan:
         keeps_conv: whether PyTorch's convolution is, before the bias is added.
         split_axes: axes, depth first, along which the kernel treats borders apart, to skip taps that would
             read only padding.
-        share_taps: whether one load of input serves all taps along the height, with borders cut off along the
-            depth alone.
+        share_taps: whether one load of input serves all taps along the height, or along the depth of small
+            planes, where positions can be cut so; the rest is loaded tap by tap.
         window_tiles: of a strided block, tiles of positions for which all phases are computed before the next
             ones; 0 where phases follow each other whole.
         channels: how channels are padded or kept apart by convolution group; "" where they lie as they are.

@@ -21,13 +21,11 @@ from ._tail import (
     composite,
     reads_returned,
 )
+from ._tail_arguments import facts_of, refuse_empty, runs_kernels
 from ._tail_op import (
-    facts_of,
     numbered_tail,
     public_tail,
     record_tail,
-    refuse_empty,
-    runs_kernels,
     tail_number,
 )
 from .functional import (

@@ -75,6 +75,41 @@ void test_channels() {
   expect(moment_granule_shift(p) == 5, "and one of 32 the 96 of all");
 }
 
+/// k-blocks of 32 input channels where a group has no more, and a variant is compiled.
+void test_half_blocks() {
+  const auto plan_of = [](const std::function<void(Problem&)>& change,
+                          const std::vector<ConvInstance>& instances) {
+    Problem p = headline();
+    change(p);
+    return select_plan(p, hopper(), instances);
+  };
+  const auto inputs_of = [&](const std::function<void(Problem&)>& change) {
+    const Plan plan = plan_of(change, all_compiled());
+    return plan.instance ? plan.instance->block_inputs : 0;
+  };
+  const auto tf32 = [](Problem& p) { p.c = 32, p.dtype = DType::kFloat32, p.precision = Precision::kTF32; };
+  expect(inputs_of([](Problem& p) { p.c = 32; }) == 32 && inputs_of([](Problem& p) { p.c = 8; }) == 32,
+         "up to 32 input channels");
+  expect(inputs_of([](Problem& p) { p.c = 32, p.k = 64; }) == 32, "in tiles of 64 channels");
+  expect(inputs_of([](Problem& p) { p.c = 32, p.dtype = DType::kFloat16; }) == 32 && inputs_of(tf32) == 32,
+         "of float16 and float32");
+  expect(inputs_of([](Problem& p) { p.c = 32, p.dtype = DType::kFloat32; }) == 64, "not of three products");
+  expect(inputs_of([](Problem& p) { p.c = 33; }) == 64 && inputs_of([](Problem& p) { p.c = 64; }) == 64 &&
+             inputs_of([](Problem& p) { p.c = 96; }) == 64,
+         "more take whole k-blocks, whatever the last one is left with");
+  expect(inputs_of([](Problem& p) { p.c = 64, p.groups = 2; }) == 32, "groups of 32");
+
+  const auto few = [](Problem& p) { p.c = 32; };
+  const Plan half = plan_of(few, all_compiled());
+  expect(has_part(describe(half), "positions, k-blocks of 32 input channels"), "which describe says");
+  std::vector<ConvInstance> whole = all_compiled();
+  std::erase_if(whole, [](const ConvInstance& instance) { return instance.block_inputs != kBlockInputs; });
+  const Plan without = plan_of(few, whole);
+  expect(without.instance && without.instance->block_inputs == 64, "else whole ones, half of them zeros");
+  expect(half.estimated_stored_ms < 0.8 * without.estimated_stored_ms, "which are expected to take longer");
+  expect(!has_part(describe(without), "k-blocks"), "and not worth a word");
+}
+
 void test_split_rows() {
   const SplitRow blocks(192), rest(72), one(64), few(8);
   expect(blocks.lo_step == 64 && blocks.block_step() == 128 && blocks.extent() == 320,
@@ -92,6 +127,7 @@ void test_split_rows() {
 int main() {
   try {
     upconv3d::test_channels();
+    upconv3d::test_half_blocks();
     upconv3d::test_split_rows();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());

@@ -22,6 +22,7 @@ struct Case {
   std::int64_t groups = 1;
   bool nan_group = false;  // the last group's input is NaN, and the others alone are compared
   Extent3 stride = {1, 1, 1};
+  Extent3 dilation = {1, 1, 1};
 };
 
 inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
@@ -66,8 +67,40 @@ inline const Case kCases[] = {
     {1, 16, 136, {5, 6, 7}, {2, 3, 2}, {0, 1, 0}, 0.0, 1, false, {2, 2, 2}},
     // phases of 3 to 24 k-blocks, and whole half tiles in each
     {1, 192, 64, {6, 7, 8}, {3, 3, 3}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
+    // for k-blocks of 32: one, of whole tiles, of phases, of loads that several taps share, whose rows of 8
+    // begin amid 1024 bytes, and of 48 with a rest, with taps two apart; three and five; groups of one and of
+    // three
+    {2, 32, 128, {8, 8, 8}, {3, 3, 3}, {0, 0, 0}},
+    {2, 32, 64, {5, 6, 7}, {5, 5, 5}, {2, 2, 2}, 0.0, 1, false, {2, 2, 2}},
+    {2, 32, 64, {6, 9, 8}, {2, 2, 1}, {0, 0, 0}},
+    {2, 24, 72, {1, 4, 48}, {1, 3, 1}, {0, 0, 0}, kNaN},
+    {2, 32, 64, {6, 7, 8}, {3, 2, 3}, {1, 0, 2}, 0.0, 1, false, {1, 1, 1}, {1, 2, 2}},
+    {2, 96, 128, {5, 6, 7}, {3, 3, 3}, {1, 1, 1}},
+    {1, 160, 64, {4, 5, 6}, {3, 3, 3}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
+    {2, 64, 128, {5, 6, 7}, {3, 3, 3}, {1, 1, 1}, 0.0, 2, true},
+    {1, 192, 64, {5, 6, 7}, {2, 2, 2}, {0, 0, 0}, 0.0, 2, true},
     // a granule per channel, so that thousands of partial moments in one norm group are merged in 16 parts
     {1, 16, 257, {5, 5, 17}, {2, 2, 2}, {0, 0, 0}, 0.0, 1, false, {2, 2, 2}},
+    // more phases than one launch takes, in two or three: 64 of a tap each; 32, some without a tap; 36 and
+    // whole half tiles in each, and groups; a granule per channel
+    {2, 64, 128, {3, 2, 5}, {4, 4, 4}, {0, 0, 0}, 0.0, 1, false, {4, 4, 4}},
+    {2, 72, 136, {5, 3, 4}, {5, 6, 3}, {1, 2, 0}, 0.0, 1, false, {2, 4, 4}},
+    {2, 16, 32, {5, 6, 19}, {3, 3, 4}, {0, 0, 0}, 0.0, 2, true, {3, 3, 4}},
+    {1, 24, 33, {3, 4, 9}, {4, 5, 6}, {1, 0, 2}, 0.0, 1, false, {4, 4, 4}},
+    // planes that end with tiles share loads inside, and borders around them do not: one and two parts along
+    // the width, a row left over above or below; phases, of which all share, or those that two taps reach;
+    // half k-blocks; groups
+    {2, 64, 128, {3, 16, 16}, {3, 3, 3}, {0, 0, 0}},
+    {2, 64, 64, {2, 16, 96}, {1, 3, 3}, {0, 1, 0}, kNaN},
+    {1, 72, 136, {2, 33, 9}, {2, 4, 3}, {0, 2, 1}},
+    {2, 64, 128, {2, 17, 17}, {3, 3, 3}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
+    {1, 136, 64, {2, 16, 16}, {4, 4, 4}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
+    {2, 32, 64, {2, 17, 18}, {3, 3, 3}, {1, 1, 1}},
+    {1, 128, 256, {2, 18, 16}, {3, 3, 3}, {1, 1, 1}, 0.0, 2, true},
+    // small planes, whose loads are shared along the depth: whole ones, and phases
+    {2, 64, 64, {5, 8, 8}, {3, 1, 3}, {1, 0, 1}, kNaN},
+    {3, 32, 64, {9, 8, 8}, {3, 1, 3}, {0, 0, 0}},
+    {3, 72, 128, {4, 8, 8}, {4, 4, 4}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
 };
 
 /// Divisors of K: layer norm, two groups, 4, 5, 8, groups of 8 channels, instance norm. With a group of NaN

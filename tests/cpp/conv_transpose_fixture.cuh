@@ -20,9 +20,11 @@
 #include "core/channels.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
+#include "core/slab_launches.hpp"
 #include "core/sm90_plan.hpp"
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
+#include "cuda/group_norm/finalize_slabs.hpp"
 #include "tail_cases.hpp"
 
 namespace upconv3d::tests {
@@ -70,17 +72,24 @@ inline bool is_quantized(const ConvInstance& instance) {
 inline bool can_launch(const ConvInstance& instance, const Problem& problem, Mode mode, const Cut& cut) {
   // Loads that serve several taps leave three products no room for w.
   if (cut.share_taps && instance.products == 3) return false;
-  // Phases of a stride are slabs already.
+  if (cut.share_taps && problem.dilation != Extent3{1, 1, 1}) return false;
+  // Phases of a stride are slabs already, of which some share loads or none.
   const bool has_stride = problem.stride != Extent3{1, 1, 1};
-  if (has_stride && (cut.share_taps || cut.split_axes > 0)) return false;
+  if (has_stride && cut.split_axes > 0) return false;
+  if (has_stride && cut.share_taps) {
+    const std::vector<Slab> slabs = tap_sharing_slabs(problem);
+    const bool shares = std::any_of(slabs.begin(), slabs.end(),
+                                    [&](const Slab& slab) { return shares_x_loads(problem, slab); });
+    if (!shares || slabs.size() > std::size_t{kMaxSlabs}) return false;
+  }
   if (is_linear(mode) && is_quantized(instance)) return false;
   if (mode == Mode::kLinearChannelsFirst) {
     Problem planes = problem;
     planes.y_layout = Layout::kNCDHW;
     return stores_in_place(planes, cut);
   }
-  // This kernel does not normalize rows of y that are no whole chunks.
-  return !normalizes(mode) || problem.k % kChannelUnit == 0;
+  // This kernel does not normalize rows of y that are no whole chunks, nor in several launches.
+  return !normalizes(mode) || (problem.k % kChannelUnit == 0 && slab_launches(problem) == 1);
 }
 
 /// Whether the variant takes the case's w as it lies.
@@ -177,8 +186,10 @@ class Fixture {
     if (launch.mode == Mode::kBeside) params.y = y_.get();
     params.split_axes = launch.cut.split_axes;
     params.share_taps = launch.cut.share_taps;
+    params.launches = slab_launches(slabs.size());
     params.sm_count = sm_count;
     cuda::find_conv_transpose_launcher(instance_.name)(params, nullptr);
+    if (params.launches > 1 && !linear) finalize(params, slabs);
     check(cudaDeviceSynchronize(), instance_.name);
     a.clear(), y.clear(), channel_table.clear();
     if (launch.mode == Mode::kMoments) channel_table = table.download();
@@ -227,6 +238,19 @@ class Fixture {
       expected = tail.before() == Activation::kRelu ? rectified(convolved_) : convolved_;
     }
     problem_.tail = tail;
+  }
+
+  /// What no launch of several does: merges the moments that they took.
+  void finalize(const cuda::ConvTransposeParams& conv, const std::vector<Slab>& slabs) const {
+    cuda::FinalizeSlabsParams params;
+    params.problem = problem_;
+    params.slabs = slabs;
+    params.moment_positions = moment_positions(instance_);
+    params.granule_shift = moment_granule_shift(problem_);
+    params.part = conv.part;
+    params.gamma = conv.gamma, params.beta = conv.beta;
+    params.channel_table = conv.channel_table;
+    cuda::launch_group_norm_finalize_slabs(params, nullptr);
   }
 
   cuda::ActivationParams after() const {
@@ -283,7 +307,7 @@ class Fixture {
     Problem problem;
     problem.n = shape.n, problem.c = shape.c, problem.k = shape.k;
     problem.in = shape.in, problem.kernel = shape.kernel, problem.padding = shape.padding;
-    problem.stride = shape.stride;
+    problem.stride = shape.stride, problem.dilation = shape.dilation;
     problem.dtype = instance.output;
     problem.groups = shape.groups;
     problem.has_bias = true;

@@ -258,7 +258,7 @@ void test_choice() {
   expect(!chosen(as(vnet, kFloat, kFirst, 4)), "279 us, the SM90 plan 256");
   expect(!chosen(as(vnet, kHalf, kFirst, 4)), "193 us, the SM90 plan 171");
   const Problem gan = with(up_block(32, 16, {32, 32, 32}), {4, 4, 4}, {2, 2, 2}, {1, 1, 1});
-  expect(chosen(as(gan, kFloat, kLast, 4)), "235 us, the SM90 plan 272");
+  expect(!chosen(as(gan, kFloat, kLast, 4)), "235 us, the SM90 plan 200 in half k-blocks");
   expect(!chosen(as(gan, kFloat, kFirst, 4)), "293 us, the SM90 plan 262");
   const Problem last = with(up_block(16, 16, {128, 128, 64}), {2, 2, 2}, {2, 2, 2}, {0, 0, 0});
   expect(chosen(as(last, kFloat, kFirst, 1)), "372 us, the SM90 plan 423");

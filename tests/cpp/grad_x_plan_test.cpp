@@ -16,9 +16,12 @@
 #include "core/text.hpp"
 #include "core_cases.hpp"
 #include "grad_x_cases.hpp"
+#include "shared_loads_check.hpp"
 
 namespace upconv3d {
 namespace {
+
+using tests::index_of;
 
 Problem block_of(const tests::GradXCase& shape) {
   Problem block = headline();
@@ -31,11 +34,6 @@ Problem block_of(const tests::GradXCase& shape) {
 
 bool inside(const Problem& p, int axis, std::int64_t input) {
   return input >= 0 && input < p.in[axis];
-}
-
-/// z,p,q within the slab of its i-th position.
-Extent3 index_of(const Slab& slab, std::int64_t i) {
-  return {i / slab.extent[2] / slab.extent[1], i / slab.extent[2] % slab.extent[1], i % slab.extent[2]};
 }
 
 /// Whether the slab's taps at `index` read what the plain convolution's definition says, and the others
@@ -99,32 +97,6 @@ void test_slabs_of(const Problem& p, const std::vector<Slab>& slabs, const std::
   expect(right, concat(kind, " slabs: ", describe(p)));
 }
 
-/// Row and column of the i-th window that a tile's shared load brings, relative to the slab, where the tile
-/// begins at position `begin` and the load's box is `height` windows high.
-Extent3 walked(const Slab& slab, std::int64_t height, std::int64_t begin, std::int64_t i) {
-  const Extent3 start = index_of(slab, begin);
-  const std::int64_t step = start[1] * slab.extent[2] + start[2] + i;
-  return {start[0] + step / slab.extent[2] / height, step / slab.extent[2] % height, step % slab.extent[2]};
-}
-
-/// What a tile's shared load brings r rows further is what tap r reads.
-void test_shared_loads_of(const Problem& p, const Slab& slab) {
-  constexpr std::int64_t kTile = kSharedPlaneUnit;
-  const InputBox box = input_box(p, slab, true);
-  const std::int64_t height = box.extent[1] + box.upper[1] - box.lower[1];
-  bool right = true;
-  for (std::int64_t begin = 0; begin < slab.positions(); begin += kTile) {
-    for (std::int64_t j = 0; j < std::min(kTile, slab.positions() - begin); ++j) {
-      for (std::int64_t r = 0; r < slab.taps[1]; ++r) {
-        const Extent3 own = index_of(slab, begin + j);
-        right = right &&
-                walked(slab, height, begin, j + r * slab.extent[2]) == Extent3{own[0], own[1] + r, own[2]};
-      }
-    }
-  }
-  expect(right, concat("loads serve all taps along the height: ", describe(p)));
-}
-
 void test_cases() {
   int shared = 0;
   for (const tests::GradXCase& shape : tests::kGradXCases) {
@@ -137,7 +109,8 @@ void test_cases() {
     for (const Slab& slab : tap_sharing_slabs(p)) {
       if (!shares_x_loads(p, slab)) continue;
       ++shared;
-      test_shared_loads_of(p, slab);
+      expect(tests::shared_loads_are_right(p, slab, kSharedPlaneUnit),
+             concat("loads serve several taps: ", describe(p)));
     }
   }
   expect(shared >= 4, concat("slabs that share loads are among the cases: ", shared));
@@ -166,6 +139,7 @@ void test_plans() {
   expect(plan.cut.share_taps && plan.in_place && plan.grad_c_pitch == 128, "the headline shape shares loads");
   expect(plan.instance.block_channels == 64 && plan.stages.size() == 2, "in tiles of 64 channels");
   expect(has_part(describe(plan), "loads shared"), "which describe says");
+  expect(plan_of([](Problem& p) { p.k = 32; }).instance.block_inputs == 64, "in whole k-blocks");
   const auto tf32 = [](Problem& p) { p.dtype = DType::kFloat32, p.precision = Precision::kTF32; };
   expect(plan_of(tf32).instance.stored_bits == 32 && plan_of(tf32).instance.operand == DType::kFloat16,
          "float32 is stored as it is");

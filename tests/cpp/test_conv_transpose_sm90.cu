@@ -278,7 +278,9 @@ void run_cuts(Fixture& fixture, int index, int sm_count, Tally& tally) {
       const std::int64_t groups = counts[turn++ % counts.size()];
       const bool affine = (turn + index) % 3 != 0;
       run_launch(fixture, {cut, groups, affine, mode, Tail{}}, tally);
-      if (index == kRepeatedCase && (cut.share_taps || cut.split_axes == 3)) {
+      const bool many_launches = mode == Mode::kMoments && slab_launches(fixture.problem()) > 2;
+      if ((index == kRepeatedCase && (cut.share_taps || cut.split_axes == 3)) ||
+          (many_launches && fixture.problem().k % 8 == 0)) {
         const Launch launch{cut, 8, true, mode, Tail{}};
         tally.run(fixture.instance(), "repeated, " + label(fixture.problem(), launch),
                   [&] { return check_repeats(fixture, launch, sm_count); });

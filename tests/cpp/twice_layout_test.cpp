@@ -3,16 +3,23 @@
 /// core/twice_layout.hpp, and when select_plan computes the convolution twice. Without torch or CUDA.
 
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <exception>
 #include <iostream>
 #include <string>
 #include <vector>
 
 #include "core/errors.hpp"
+#include "core/index_math.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
+#include "core/slab_launches.hpp"
+#include "core/text.hpp"
 #include "core/twice_layout.hpp"
+#include "core/twice_transposed.hpp"
 #include "core_cases.hpp"
+#include "shared_loads_check.hpp"
 
 namespace upconv3d {
 namespace {
@@ -24,9 +31,49 @@ Problem kernel_is_stride() {
   return p;
 }
 
+/// Whether the mask names all of the phase's taps.
+bool names_taps(const TwiceClass& made, std::uint32_t mask, const Slab& phase) {
+  Extent3 lead;
+  for (int axis = 0; axis < 3; ++axis) lead[axis] = tap_lead(made.window, phase, axis);
+  for (std::int64_t t = 0; t < phase.taps[0]; ++t) {
+    for (std::int64_t r = 0; r < phase.taps[1]; ++r) {
+      for (std::int64_t s = 0; s < phase.taps[2]; ++s) {
+        if ((mask >> tap_bit(made, {t - lead[0], r - lead[1], s - lead[2]}) & 1) == 0) return false;
+      }
+    }
+  }
+  return true;
+}
+
+/// Taps have places of their own, those that a load serves next to each other, and loads bring what is read.
+void test_loads_of(const Problem& p, const TwiceClass& made) {
+  const std::string what = "computed twice: " + describe(p);
+  const Extent3& taps = made.window.taps;
+  std::uint64_t places = 0;
+  for (std::int64_t t = 0; t < taps[0]; ++t) {
+    for (std::int64_t r = 0; r < taps[1]; ++r) {
+      for (std::int64_t s = 0; s < taps[2]; ++s) {
+        const int bit = tap_bit(made, {t, r, s});
+        places |= std::uint64_t{1} << bit;
+        Extent3 first = {t, r, s};
+        if (made.shared.taps > 1) first[made.shared.axis] = 0;
+        expect(tap_bit(made, first) == bit / made.shared.taps * made.shared.taps, what + ", a load's taps");
+      }
+    }
+  }
+  expect(places == (std::uint64_t{1} << made.window.tap_count()) - 1, what + ", places of taps");
+  for (const TwiceUnits& of : made.units) {
+    const std::int64_t c_blocks = made.reached ? ceil_div(p.c, twice_block_inputs(p)) : 1;
+    expect(of.count == std::popcount(of.taps) * c_blocks, what + ", k-blocks");
+  }
+  if (made.shared.taps == 1) return;
+  expect(made.reached && made.shared.taps == taps[made.shared.axis], what + ", all taps along an axis");
+  expect(tests::shared_loads_are_right(p, made.window, kTwicePositions), what + ", shared loads");
+}
+
 /// Counts the rows by phase, whose taps are to be among those of the class.
-void count_rows(const Problem& p, const TwiceLayout& layout, const TwiceClass& made, const TwiceRows& rows,
-                std::vector<std::int64_t>& computed) {
+void count_rows(const Problem& p, const TwiceLayout& layout, const TwiceClass& made, int group,
+                const TwiceRows& rows, std::vector<std::int64_t>& computed) {
   const std::string what = "computed twice: " + describe(p);
   const std::int64_t end = std::min(rows.row + kTwiceRows, layout.fold * p.k);
   for (std::int64_t row = rows.row; row < end; ++row) {
@@ -45,6 +92,7 @@ void count_rows(const Problem& p, const TwiceLayout& layout, const TwiceClass& m
       expect(made.window.window[axis] - lead * phase.dilation[axis] == phase.window[axis], what + ", grid");
       expect(lead <= 0 && phase.taps[axis] - lead <= made.window.taps[axis], what + ", taps");
     }
+    expect(names_taps(made, made.units[group].taps, phase), what + ", taps that are used");
   }
 }
 
@@ -54,12 +102,13 @@ void test_twice_layout_of(const Problem& p) {
   const TwiceLayout layout = twice_layout(p);
   std::vector<std::int64_t> computed(layout.phases.size(), 0);
   for (const TwiceClass& made : layout.classes) {
-    expect(made.units[0].count + made.units[1].count <= kMaxTwiceUnits, what + ", weights fit");
+    expect(made.units[0].count + made.units[1].count <= max_twice_units(p), what + ", weights fit");
+    test_loads_of(p, made);
     for (const TwiceSet& set : made.sets) {
       for (int group = 0; group < 2; ++group) {
         const TwiceRows& rows = set.rows[group];
         expect((rows.view < 0) == (made.units[group].count == 0), what + ", rows are multiplied");
-        if (rows.view >= 0) count_rows(p, layout, made, rows, computed);
+        if (rows.view >= 0) count_rows(p, layout, made, group, rows, computed);
       }
     }
   }
@@ -111,7 +160,63 @@ void test_stacked() {
   expect(twice_layout(p).classes.empty(), "channels in runs of 8");
 }
 
-/// More phases than the kernel takes that stores them.
+void expect_stored_in_three(const Plan& plan, const std::string& what) {
+  expect(plan.algorithm == Algorithm::kSm90ImplicitGemm && !plan.twice && plan.launches == 3 &&
+             !plan.normalizes && plan.estimated_stored_ms > 0 &&
+             std::count(plan.stages.begin(), plan.stages.end(), plan.instance->name) == 3 &&
+             has_part(describe(plan), "launches: 3 of the convolution"),
+         what + ": " + describe(plan));
+}
+
+/// Shares of slabs among launches: all of them, in order, no launch with more than it takes.
+void test_slab_launches() {
+  for (std::size_t count = 1; count <= static_cast<std::size_t>(kMaxPhases); ++count) {
+    std::vector<Slab> slabs(count);
+    for (std::size_t i = 0; i < count; ++i) slabs[i].origin[0] = static_cast<std::int64_t>(i);
+    const int launches = slab_launches(count);
+    std::size_t next = 0;
+    for (int launch = 0; launch < launches; ++launch) {
+      const std::vector<Slab> share = slabs_of_launch(slabs, launch, launches);
+      expect(slabs_before(slabs, launch, launches).size() == next, "slabs before a launch");
+      expect(!share.empty() && share.size() <= static_cast<std::size_t>(kMaxSlabs), "slabs of a launch");
+      for (const Slab& slab : share)
+        expect(slab.origin[0] == static_cast<std::int64_t>(next++), "their order");
+    }
+    expect(next == count, "all slabs are some launch's");
+  }
+}
+
+/// y NCDHW of many phases and few channels: computed twice as NDHWC beside y, then transposed.
+void test_transposed() {
+  Problem p = kernel_is_stride();
+  p.c = p.k = 32, p.in = {24, 24, 24}, p.kernel = p.stride = {4, 4, 4}, p.num_groups = 8;
+  p.x_layout = p.y_layout = Layout::kNCDHW;
+  const auto is_transposed = [&](const Plan& plan) {
+    return plan.twice && transposes_result(p, plan) && plan.conv_layout == Layout::kNDHWC &&
+           !plan.activation_in_y && plan.stages.back() == "group_norm_normalize" &&
+           problem_of_conv(p, plan).y_layout == Layout::kNDHWC;
+  };
+  Device device = hopper();
+  expect(is_transposed(select_plan(p, device, all_compiled())), "few channels, 64 phases, NCDHW");
+  expect(select_training_plan(p, device, all_compiled()).algorithm == Algorithm::kCudaLibrary,
+         "not where a backward pass follows");
+  device.forced_plan = "stored";
+  expect_stored_in_three(select_plan(p, device, all_compiled()), "the same, asked for");
+  device.forced_plan = "twice";
+  p.c = p.k = 256, p.in = {32, 32, 5};
+  expect(is_transposed(select_plan(p, device, all_compiled())), "many channels where that is asked for");
+  p.tail = make_tail("norm_act", false, "relu", 0.0, false);
+  expect(refusal(p, device).find("nothing is normalized") != std::string::npos, "not without a norm");
+  p.tail = Tail{};
+  p.stride = p.kernel = {3, 3, 3};
+  expect(refusal(p, device).find("y is NCDHW") != std::string::npos, "nor of phases that one launch stores");
+  device.forced_plan = "";
+  p.stride = p.kernel = {4, 4, 2};
+  const Plan direct = select_plan(p, device, all_compiled());
+  expect(!transposes_result(p, direct), "nor where NCDHW can be written");
+}
+
+/// More phases than one launch takes of the kernel that stores them.
 void test_many_phases() {
   Problem p = kernel_is_stride();
   p.c = p.k = 256, p.in = {32, 32, 5}, p.kernel = p.stride = {4, 4, 4};
@@ -122,19 +227,22 @@ void test_many_phases() {
          "64 phases in one class");
   p.w_channels_last = true;
   const Plan plan = select_plan(p, hopper(), all_compiled());
-  expect(plan.twice && plan.w_in_place && plan.estimated_stored_ms == 0 && plan.stages.size() == 1,
+  expect(plan.twice && plan.w_in_place && plan.launches == 1 && plan.stages.size() == 1,
          "64 phases are computed twice");
   const Plan training = select_training_plan(p, hopper(), all_compiled());
   expect(training.algorithm == Algorithm::kCudaLibrary && training.keeps_conv &&
-             training.reason.find("64 phases") != std::string::npos,
+             training.reason.find("more than 27 phases") != std::string::npos,
          "and are PyTorch's where a backward pass wants the convolution");
   Device device = hopper();
   device.forced_plan = "stored";
-  expect(refusal(p, device).find("64 phases, more than the 27") != std::string::npos, "they are not stored");
+  expect_stored_in_three(select_plan(p, device, all_compiled()), "64 phases, where that is asked for");
+  expect_stored_in_three(select_training_plan(p, device, all_compiled()), "and by a backward pass");
   p.tail = make_tail("norm_act", false, "relu", 0.0, false);
-  expect(select_plan(p, hopper(), all_compiled()).algorithm == Algorithm::kCudaLibrary,
-         "nor computed twice without a norm");
+  expect_stored_in_three(select_plan(p, hopper(), all_compiled()), "64 phases without a norm");
   p.tail = Tail{};
+  p.x_layout = p.y_layout = Layout::kNCDHW;
+  expect_stored_in_three(select_plan(p, hopper(), all_compiled()), "64 phases of y NCDHW");
+  p.x_layout = p.y_layout = Layout::kNDHWC;
   p.k = 1024;
   expect(twice_layout(p).classes.empty(), "512 sets of weights are too many");
   p.stride[2] = 5;
@@ -161,6 +269,78 @@ void test_many_phases() {
   }
 }
 
+/// k-blocks of 32 input channels: as many again fit into a block's shared memory.
+void test_half_blocks() {
+  Problem p = headline();
+  p.n = 4, p.c = 32, p.k = 16, p.kernel = {4, 4, 4}, p.stride = {2, 2, 2}, p.padding = {1, 1, 1};
+  test_twice_layout_of(p);
+  const TwiceLayout half = twice_layout(p);
+  expect(max_twice_units(p) == 32 && half.classes.size() == 2 && half.classes[0].units[1].count == 12,
+         "12 taps of two rows of phases side by side");
+  Device device = hopper();
+  device.forced_plan = "twice";
+  const Plan plan = select_plan(p, device, all_compiled());
+  expect(plan.twice && plan.instance->block_inputs == 32, "in half k-blocks");
+  std::vector<ConvInstance> whole = all_compiled();
+  std::erase_if(whole, [](const ConvInstance& instance) { return instance.block_inputs != kTwiceBlockC; });
+  expect_violation<RuleViolation>([&] { select_plan(p, device, whole); }, "this build has no such kernel",
+                                  "or not at all");
+  p.c = 64;
+  test_twice_layout_of(p);
+  expect(max_twice_units(p) == 16 && twice_layout(p).classes[0].units[1].count == 0, "whole ones do not fit");
+  expect(select_plan(p, device, all_compiled()).instance->block_inputs == 64, "but run");
+  const TwiceClass& one = half.classes[0];
+  expect(twice_tile_cycles(one, 1, kHalfBlockInputs, true) < twice_tile_cycles(one, 1, kTwiceBlockC, true),
+         "half k-blocks take less");
+}
+
+/// Loads that serve several taps: along the height, along the depth of small planes, and where they would
+/// leave no room.
+void test_shared() {
+  const auto shared = [](const Problem& p) {
+    test_twice_layout_of(p);
+    std::string text;
+    for (const TwiceClass& made : twice_layout(p).classes)
+      text += concat(text.empty() ? "" : ", ", made.shared.taps, made.shared.axis == 0 ? " deep" : " high");
+    return text;
+  };
+  Problem p = headline();
+  p.n = 2, p.k = 32, p.in = {4, 64, 64}, p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};
+  expect(shared(p) == "2 high, 2 high", "phases of two taps along the height, beside such of one");
+  expect(twice_shared_rows(twice_layout(p)) == 64, "with a row more");
+  p.y_layout = Layout::kNCDHW;
+  expect(shared(p) == "2 high, 2 high", "y NCDHW");
+  p.y_layout = Layout::kNDHWC;
+  p.in = {6, 8, 10};
+  expect(shared(p) == "2 deep, 2 deep", "planes of 80 positions");
+  p.in = {6, 9, 10};
+  expect(shared(p) == "1 high, 1 high", "planes of 90, no multiple of 8");
+  p.c = 32, p.k = 16, p.in = {4, 32, 32}, p.kernel = {4, 4, 4}, p.output_padding = {0, 0, 0};
+  expect(shared(p) == "3 high, 3 high", "half k-blocks, two rows of phases side by side");
+  p.c = 64, p.k = 64, p.kernel = {3, 3, 3}, p.stride = {2, 1, 2}, p.output_padding = {1, 0, 1};
+  shared(p);
+  p = headline();
+  p.c = 32, p.k = 16, p.in = {2, 17, 8}, p.kernel = {1, 16, 3}, p.stride = {1, 1, 3};
+  expect(shared(p).find("16 high") == 0, "loads that reach as far as im2col can");
+  p.in[1] = 16, p.kernel[1] = 17;
+  expect(shared(p).find("17 high") == std::string::npos, "or would reach further");
+  int sharing = 0;
+  for (const std::int64_t width : {8, 16, 24}) {
+    for (const Extent3 kernel : {Extent3{3, 3, 3}, Extent3{4, 4, 4}, Extent3{2, 5, 3}, Extent3{1, 3, 1}}) {
+      for (const std::int64_t k : {8, 16, 40, 64}) {
+        for (const Layout layout : {Layout::kNDHWC, Layout::kNCDHW}) {
+          p = headline();
+          p.n = 1, p.c = 40, p.k = p.num_groups = k, p.in = {3, 32, width}, p.kernel = kernel;
+          p.stride = {1, 2, 2}, p.padding = {0, 1, 1}, p.y_layout = layout;
+          p.output_padding = {0, (kernel[1] + 1) % 2 == 0, (kernel[2] + 1) % 2 == 0};
+          sharing += shared(p).find_first_of("2345") != std::string::npos;
+        }
+      }
+    }
+  }
+  expect(sharing >= 20, concat("layouts that share loads are among the cases: ", sharing));
+}
+
 void test_twice() {
   Problem p = kernel_is_stride();
   test_twice_layout_of(p);
@@ -169,6 +349,10 @@ void test_twice() {
   expect(twice_reads_w_in_place(twice_layout(p)), "from w as it lies");
   test_stacked();
   test_many_phases();
+  test_slab_launches();
+  test_transposed();
+  test_half_blocks();
+  test_shared();
   p = headline();
   p.n = 2, p.k = 32, p.in = {64, 64, 64}, p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};
   test_twice_layout_of(p);

@@ -17,6 +17,9 @@
 /// activation. Normalizing and transposing is then group_norm_normalize's work, which finds the steps of 16
 /// bits through moment_of [Z,P,Q].
 ///
+/// One launch takes kMaxSlabs slabs. Where there are more, each of several launches takes a share of them, in
+/// the same order, with the partial moments of its own; group_norm_finalize_slabs merges those.
+///
 /// Where the launch is linear, a is the result, [N,Z,P,Q,K] or [N,K,Z,P,Q], of a block without normalization;
 /// of a plain convolution it is the gradient at the input of a transposed one (core/grad_x_plan.hpp).
 ///
@@ -61,6 +64,7 @@
 #include "core/border_slabs.hpp"
 #include "core/channels.hpp"
 #include "core/index_math.hpp"
+#include "core/slab_launches.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/conv_transpose/cooperative_launch.hpp"
 #include "cuda/conv_transpose/drain_sm90.cuh"
@@ -202,7 +206,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::THREADS, 1)
     conv_transpose_relu_group_norm_sm90(__grid_constant__ const KernelParams<Traits> params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  // 128-byte swizzled tiles must start on 1024-byte boundaries.
+  // Swizzled tiles of 128-byte rows must start on 1024-byte boundaries.
   extern __shared__ __align__(1024) char raw_shared[];
   SharedMemory<Traits> const shared(raw_shared, params.rings);
   ControlStorage<Traits>& control = *shared.control;
@@ -270,11 +274,12 @@ template <class Traits>
 void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, KernelParams<Traits>& to,
                 TensorMaps& maps) {
   const Problem& problem = params.problem;
-  const std::vector<Slab> slabs = plan_slabs(problem, params.split_axes, params.share_taps);
+  const std::vector<Slab> all = plan_slabs(problem, params.split_axes, params.share_taps);
+  const std::vector<Slab> slabs = slabs_of_launch(all, params.launch, params.launches);
   if (slabs.size() > kMaxSlabs) {
     throw std::logic_error("upconv3d: the SM90 kernel takes at most " + std::to_string(kMaxSlabs) +
                            " slabs; got " + std::to_string(slabs.size()) + " for " + describe(problem) +
-                           ". select_plan must cut fewer axes.");
+                           ". select_plan must cut fewer axes, or divide them among launches.");
   }
   const void* const x[2] = {params.x_hi, params.x_lo};
   const std::int64_t k_tiles = channel_tiles(problem, Traits::BLK_K);
@@ -282,18 +287,18 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
   const std::int64_t x_pitch = params.x_pitch != 0 ? params.x_pitch : problem.c;
   const std::int64_t x_channels = params.x_packed ? operand_channels(problem) : x_pitch;
   const RowBox x_row = params.x_split ? row_box(SplitRow(x_pitch)) : RowBox{x_channels, x_channels};
-  to.x_block_step = static_cast<int>(params.x_split ? SplitRow(x_pitch).block_step() : kBlockInputs);
-  std::int64_t tiles = 0, moments = 0;
+  to.x_block_step = static_cast<int>(params.x_split ? SplitRow(x_pitch).block_step() : Traits::BLK_C);
+  std::int64_t moments = slab_tiles(slabs_before(all, params.launch, params.launches), Traits::STAGED_POS);
+  std::int64_t tiles = 0;
   int shared_rows = 0;
   for (const Slab& from : slabs) {
     KernelSlab<Traits>& slab = to.slabs[to.num_slabs++];
-    slab.shared_taps = 1;
-    int rows = 0;  // beyond BLK_POS
-    if (params.share_taps && shares_x_loads(problem, from)) {
-      slab.shared_taps = static_cast<int>(from.taps[1]);
-      rows = static_cast<int>((from.taps[1] - 1) * from.extent[2]);
-      shared_rows = std::max(shared_rows, rows);
-    }
+    const SharedLoads shared = params.share_taps ? shared_loads(problem, from) : SharedLoads{};
+    slab.shared[0] = slab.shared[1] = 1;
+    slab.shared[shared.axis] = slab.shared_taps = static_cast<int>(shared.taps);
+    slab.shared_rows = static_cast<int>(shared.rows);
+    const int rows = (slab.shared_taps - 1) * slab.shared_rows;  // beyond BLK_POS
+    shared_rows = std::max(shared_rows, rows);
     for (int split = 0; split < Traits::SPLITS; ++split) {
       maps.place(slab.x[split], split == 0 ? Mapped::kX : Mapped::kXLo,
                  encode_slab_input(problem, from, operand, x[split], x_samples, x_row, Traits::BLK_POS + rows,
@@ -331,6 +336,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
       slab.taps[axis] = reached ? static_cast<int>(from.taps[axis]) : 1;
     }
     const int k_blocks = slab.taps[0] * slab.taps[1] * slab.taps[2] * (slab.c_end - slab.c_begin);
+    slab.x_loads = k_blocks / slab.shared_taps;
     slab.row_moments = wants_row_moments<Traits>(k_blocks) && !to.linear;
     const std::int64_t pos_tiles = ceil_div(from.positions(), Traits::BLK_POS);
     slab.first_tile = static_cast<int>(tiles);
@@ -356,7 +362,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
   to.tiles_per_sample = cutlass::FastDivmod(static_cast<int>(tiles));
   to.order_per_sample = cutlass::FastDivmod(static_cast<int>(order));
   to.order_size = static_cast<int>(order * problem.n);
-  to.moments = static_cast<int>(moments);
+  to.moments = static_cast<int>(slab_tiles(all, Traits::STAGED_POS));
 }
 
 /// The descriptors of w.
@@ -420,6 +426,7 @@ void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType 
   to.step_bits = is_signed ? 15 : 16;
   to.stepped_zero = stored_origin(is_signed);
   fill_group_norm(params.problem, to);
+  if (params.launches > 1) to.merge_steps = 0;  // no launch has the moments of all slabs
 }
 
 /// Every address of a launch but those in descriptors.
@@ -445,15 +452,8 @@ void point_to(const ConvTransposeParams& params, KernelParams<Traits>& to) {
   to.finalized = params.counters + 2 + params.problem.n;
 }
 
-/// How many of the launch's blocks leave the tiles to the others once the first sample is done. Helper warps
-/// alone normalize half as much as is computed meanwhile. Of 132 blocks, 2 to 8 gained 1 % with 16 samples,
-/// none with 2: then the first is a large part of all.
-inline int normalizing_blocks(int samples, int blocks) {
-  return samples >= 4 ? blocks / 32 : 0;
-}
-
 /// A launch of one persistent block per multiprocessor, all at once.
-template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS>
+template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS, int BLK_C>
 class ConvTransposeLaunchSm90 : public RememberedLaunch {
  public:
   explicit ConvTransposeLaunchSm90(const ConvTransposeParams& params) : shown_(mapped_addresses(params)) {
@@ -478,7 +478,7 @@ class ConvTransposeLaunchSm90 : public RememberedLaunch {
   }
 
  private:
-  using Traits = ConvTransposeTraitsSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS>;
+  using Traits = ConvTransposeTraitsSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS, BLK_C>;
   static constexpr const char* kName = "conv_transpose_relu_group_norm_sm90";
   static inline const void* const kKernel =
       reinterpret_cast<const void*>(conv_transpose_relu_group_norm_sm90<Traits>);
@@ -489,9 +489,11 @@ class ConvTransposeLaunchSm90 : public RememberedLaunch {
   int blocks_ = 0;
 };
 
-template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS>
+template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS, int BLK_C = int(kBlockInputs)>
 void launch_conv_transpose_relu_group_norm_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
-  run_remembered<ConvTransposeLaunchSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS>>(params, stream);
+  using Launch = ConvTransposeLaunchSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS, BLK_C>;
+  params.launches > 1 ? run_remembered<SlabLaunchesSm90<Launch>>(params, stream)
+                      : run_remembered<Launch>(params, stream);
 }
 
 }  // namespace upconv3d::cuda

@@ -17,7 +17,7 @@
 
 namespace upconv3d::cuda {
 
-/// conv_transpose_twice_sm90 takes no channel_table, steps, moment_of, split_axes, share_taps and
+/// conv_transpose_twice_sm90 takes no channel_table, steps, moment_of, split_axes, share_taps, launches and
 /// window_tiles; its part is of unrounded values, by granules of twice_granule_shift, its table
 /// [twice_table_floats] (core/twice_layout.hpp).
 ///
@@ -63,8 +63,12 @@ struct ConvTransposeParams {
   std::int32_t* moment_of = nullptr;
   std::int32_t* counters = nullptr;  // [counter_count(problem)], zero unless this launch clears them
   int split_axes = 0;                // axes along which borders are cut off, see border_slabs
-  bool share_taps = false;        // loads of x serve several taps: tap_sharing_slabs instead of border_slabs
-  bool clears_counters = false;   // where no earlier kernel of the call can: blocks wait for that, about 1 us
+  bool share_taps = false;       // loads of x serve several taps: tap_sharing_slabs instead of border_slabs
+  bool clears_counters = false;  // where no earlier kernel of the call can: blocks wait for that, about 1 us
+  // Launches among which slabs are divided (core/slab_launches.hpp): of several, moments are not merged, and
+  // channel_table, which must be given unless linear, is not written, nor is table.
+  int launches = 1;
+  int launch = 0;                 // which of them: set by the launcher, which makes all of them
   std::int64_t window_tiles = 0;  // position tiles of a window of the launch order, 0: slab by slab
   int sm_count = 0;               // blocks of the persistent grid
   // Of launches on one device that differ in nothing above but addresses, and in none that is null; or null.

@@ -75,21 +75,26 @@ class TwiceMultiplier {
     using namespace cute;
     constexpr int kUnit = 16;  // descriptors count in 16 bytes
     if (tile.set != loaded_) take_weights(tile);
-    int left_of_turn = turn_;
-    int unit = first_unit_;
+    int left_of_turn = begin_ >> 16;
+    int unit = begin_ & 0xffff;
+    std::uint32_t used_taps = used_taps_;
     int done = -1;
     typename Traits::TiledMma mma;
     mma.accumulate_ = GMMA::ScaleOut::Zero;
     take_turn();
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int tap = 0; tap < taps_; ++tap) {
-      bool const used = used_taps_ >> tap & 1;
+    for (int load = 0; load < loads_; ++load) {
+      std::uint32_t const served = used_taps & ~(~0u << (served_ & 0xff));
       CUTLASS_PRAGMA_NO_UNROLL
       for (int c_block = 0; c_block < c_blocks_; ++c_block) {
         control_.x.wait_full(at_);
-        if (used) {
-          Tensor w = make_tensor(w_.data() + unit * (Traits::W_BYTES / kUnit), w_.layout());
-          Tensor x = make_tensor(x_.data() + at_.slot * (Traits::X_BYTES / kUnit), x_.layout());
+        int of_tap = unit + c_block;
+        int x_from = at_.slot * (params_.x_slot_bytes / kUnit);
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (std::uint32_t taps = served; taps != 0; taps >>= 1, x_from += served_ >> 8) {
+          if (!(taps & 1)) continue;
+          Tensor w = make_tensor(w_.data() + of_tap * (Traits::W_BYTES / kUnit), w_.layout());
+          Tensor x = make_tensor(x_.data() + x_from, x_.layout());
           warpgroup_fence_operand(acc);
           warpgroup_arrive();
           CUTLASS_PRAGMA_UNROLL
@@ -99,10 +104,11 @@ class TwiceMultiplier {
           }
           warpgroup_commit_batch();
           warpgroup_wait<1>();  // the batch before this one is done: what it read may be overwritten
-          if (done >= 0) release_x(done);
+          if (done >= 0 && done != at_.slot) release_x(done);
           done = at_.slot;
-          ++unit;
-        } else {
+          of_tap += c_blocks_;
+        }
+        if (served == 0) {
           // What is held meanwhile may be the slot that the next one used has to come to.
           warpgroup_wait<0>();
           if (done >= 0) release_x(done);
@@ -113,6 +119,8 @@ class TwiceMultiplier {
         at_.advance(params_.x_slots);
         if (--left_of_turn == 0) pass_turn();
       }
+      unit += __popc(served) * c_blocks_;
+      used_taps >>= served_ & 0xff;
     }
     meanwhile();
     __syncwarp();  // lanes may have parted, and wgmma's wait wants them together
@@ -136,10 +144,12 @@ class TwiceMultiplier {
   CUTLASS_DEVICE void take_weights(TwiceTile const& tile) {
     TwiceClassParams const& cls = params_.classes[tile.cls];
     used_taps_ = cls.units[group_].taps;
-    taps_ = cls.taps[0] * cls.taps[1] * cls.taps[2];
+    loads_ = cls.loads[0] * cls.loads[1] * cls.loads[2];
+    served_ = cls.shared_taps | cls.shared_rows * (Traits::ROW_BYTES / 16) << 8;
     c_blocks_ = cls.c_blocks;
-    first_unit_ = group_ == 0 ? 0 : cls.units[0].count;
-    turn_ = group_ == 0 ? min(taps_ * c_blocks_, params_.x_slots - 1) : taps_ * c_blocks_;
+    int const first_unit = group_ == 0 ? 0 : cls.units[0].count;
+    int const turn = group_ == 0 ? min(loads_ * c_blocks_, params_.x_slots - 1) : loads_ * c_blocks_;
+    begin_ = first_unit | turn << 16;
     if (loaded_ >= 0 && threadIdx.x % 32 == 0) control_.w.arrive_empty(0);
     control_.w.wait_full(weights_);
     weights_.advance(1);
@@ -149,17 +159,17 @@ class TwiceMultiplier {
 
   TwiceParams<Traits> const& params_;
   TwiceShared<Traits> const& shared_;
-  TwiceControl& control_;
+  TwiceControl<Traits>& control_;
   int group_;
   FragmentW w_;
   FragmentX x_;
   RingCursor at_, weights_;
   int loaded_ = -1;  // set
-  // Of its class.
+  // Of its class, two numbers in a register, of which there are none to spare.
   std::uint32_t used_taps_;
-  int taps_, c_blocks_;
-  int first_unit_;  // of this warpgroup
-  int turn_;        // k-blocks before the other warpgroup's turn comes
+  int loads_, c_blocks_;
+  int served_;  // taps that a load serves; << 8: from one to the next, in descriptors' units of 16 bytes
+  int begin_;   // first unit of this warpgroup; << 16: loads before the other warpgroup's turn comes
 };
 
 template <class Traits>
@@ -198,7 +208,7 @@ CUTLASS_DEVICE void wait_for_all_blocks(int* arrivals) {
 
 /// Merges part into table, a segment per warp of any block.
 template <class Traits>
-CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceControl const& control) {
+CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceControl<Traits> const& control) {
   int const per_moment = params.group_granules.divisor;
   int const row = params.k.divisor >> params.granule_shift;
   int const total = params.moments * per_moment;
@@ -231,7 +241,7 @@ CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceContr
 
 /// From all blocks' partial moments to the table that all of them read.
 template <class Traits>
-CUTLASS_DEVICE void merge_moments(TwiceParams<Traits> const& params, TwiceControl const& control) {
+CUTLASS_DEVICE void merge_moments(TwiceParams<Traits> const& params, TwiceControl<Traits> const& control) {
   wait_for_all_blocks(params.arrivals);
   merge_segments(params, control);
   __threadfence();
@@ -244,7 +254,7 @@ template <class Traits>
 CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared) {
   using namespace cute;
   int const group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
-  TwiceTileReader tiles(*shared.control);
+  TwiceTileReader<Traits> tiles(*shared.control);
   auto multiplier = make_twice_multiplier(params, shared, group);
   TwiceEpilogue<Traits> epilogue(params, shared, group, kGroup0 + group);
   Tensor acc =
@@ -313,10 +323,10 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::THREADS, 1)
     conv_transpose_twice_sm90(__grid_constant__ const TwiceParams<Traits> params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  // 128-byte swizzled tiles must start on 1024-byte boundaries.
+  // Swizzled tiles of 128-byte rows must start on 1024-byte boundaries.
   extern __shared__ __align__(1024) char raw_shared[];
   TwiceShared<Traits> const shared(raw_shared, params);
-  TwiceControl& control = *shared.control;
+  TwiceControl<Traits>& control = *shared.control;
   cooperative_groups::grid_group const grid = cooperative_groups::this_grid();
   cooperative_groups::grid_group::arrival_token cleared{};
   if (params.num_counters > 0) {

@@ -39,10 +39,16 @@ inline constexpr int kControlBytes = 3072;
 /// Warps that multiply.
 inline constexpr int kConsumerWarps = 8;
 
+/// Rows of a k-block's channels in shared memory: of 128 bytes or, of half as many channels, 64.
+template <class Operand, int BLK_C>
+using SmemAtomOf = std::conditional_t<BLK_C == int(kBlockInputs), cute::GMMA::Layout_K_SW128_Atom<Operand>,
+                                      cute::GMMA::Layout_K_SW64_Atom<Operand>>;
+
 /// Tiles that the producer may be ahead of who stores them.
 inline constexpr int kTileSlots = 4;
 
-template <class Operand_, int PRODUCTS_, class Stored_, int BLK_K_, int BLK_POS_>
+template <class Operand_, int PRODUCTS_, class Stored_, int BLK_K_, int BLK_POS_,
+          int BLK_C_ = int(kBlockInputs)>
 struct ConvTransposeTraitsSm90 {
   using Operand = Operand_;
   using Stored = Stored_;  // before(conv) between the epilogue and the normalization
@@ -52,9 +58,10 @@ struct ConvTransposeTraitsSm90 {
   static constexpr int SPLITS = PRODUCTS == 3 ? 2 : 1;  // hi, or hi and lo
   static constexpr int BLK_K = BLK_K_;                  // output channels of a tile
   static constexpr int BLK_POS = BLK_POS_;              // output positions of a tile
-  static constexpr int BLK_C = 64;                      // input channels of a k-block: a 128-byte swizzle row
+  static constexpr int BLK_C = BLK_C_;                  // input channels of a k-block: a swizzled row
   static_assert(PRODUCTS == 1 || PRODUCTS == 3);
   static_assert(BLK_K == 64 || BLK_K == 128, "wgmma has 64 rows; two consumer warpgroups");
+  static_assert(PRODUCTS == 1 || BLK_C == kBlockInputs, "rows of hi and lo alternate by whole k-blocks");
 
   // Two consumer warpgroups of 64 channels each; where a tile has but 64 channels they share the positions.
   static constexpr int WARPGROUPS_K = BLK_K / 64;
@@ -76,7 +83,7 @@ struct ConvTransposeTraitsSm90 {
       cute::Layout<cute::Shape<cute::Int<WARPGROUPS_K>, cute::Int<WARPGROUPS_POS>, cute::_1>>{}));
   using TiledMma = TiledMmaOf<false>;  // accumulators are the same of either
 
-  using SmemAtom = cute::GMMA::Layout_K_SW128_Atom<Operand>;
+  using SmemAtom = SmemAtomOf<Operand, BLK_C>;
   using SmemLayoutX = decltype(cute::tile_to_shape(
       SmemAtom{}, cute::Shape<cute::Int<BLK_POS>, cute::Int<BLK_C>>{}));  // (BLK_POS,BLK_C)
   using SmemLayoutW = decltype(cute::tile_to_shape(
@@ -139,12 +146,16 @@ inline constexpr int kMaxWUnits = 12;
 /// \param shared_rows rows that the longest load of x has beyond BLK_POS; 0 where each load serves one tap
 template <class Traits>
 RingShape ring_shape(int shared_rows) {
-  const int x_bytes = (Traits::BLK_POS + shared_rows) * Traits::ROW_BYTES;
+  // Units of w, behind those of x, have to begin on 1024 bytes.
+  constexpr int kAlignment = 1024;
+  const int row_bytes = (Traits::BLK_POS + shared_rows) * Traits::ROW_BYTES;
+  const int x_bytes = (row_bytes + kAlignment - 1) / kAlignment * kAlignment;
   const auto w_units = [&](int x_stages) {
     return (Traits::RING_BYTES - x_stages * Traits::SPLITS * x_bytes) / Traits::W_BYTES;
   };
-  // Two loads of x that serve several taps each last long enough; else as many stages of x as of w.
-  int x_stages = 2;
+  // Two loads of x that serve several taps each last long enough, or as many bytes; else as many stages of x
+  // as of w.
+  int x_stages = 2 * int(kBlockInputs) / Traits::BLK_C;
   while (shared_rows == 0 && (x_stages + 1) * Traits::SPLITS <= kMaxXUnits &&
          w_units(x_stages + 1) >= (x_stages + 1) * Traits::SPLITS) {
     ++x_stages;
@@ -231,15 +242,18 @@ struct KernelSlab : SlabGeometry {
   int tap_step[3];     // from one tap to the next, downwards
   int taps[3];         // taps along T,R,S
   int c_begin, c_end;  // k-blocks of input channels
-  int shared_taps;     // of taps[1], how many one load of x serves: all or 1
+  int shared[2];       // taps along T,R that one load of x serves: all of one of the two, or 1
+  int shared_taps;     // their product
+  int shared_rows;     // of x, from one of those taps to the next
+  int x_loads;         // of a tile
   int first_tile;      // of a sample's tiles
   int first_moment;    // of a sample's partial moments
   bool row_moments;    // consumers take the moments of whole half tiles
 };
 
-/// In tiles of at most this many k-blocks the consumers take the moments, which costs them 2000 cycles: a
-/// drain warp takes 12000, in which 11 k-blocks are multiplied. With 27 k-blocks one was as quick as the
-/// other.
+/// In tiles of at most this many k-blocks, or twice as many half ones, the consumers take the moments, which
+/// costs them 2000 cycles: a drain warp takes 12000, in which 11 k-blocks are multiplied. With 27 k-blocks
+/// one was as quick as the other.
 inline constexpr int kRowMomentBlocks = 16;
 
 /// Whether consumers take the moments of the whole half tiles of a slab, of so many k-blocks. Of 16 bits with
@@ -247,7 +261,8 @@ inline constexpr int kRowMomentBlocks = 16;
 /// wgmma no longer waits for a drain warp's reads (27 k-blocks: 2 % of the block).
 template <class Traits>
 bool wants_row_moments(int k_blocks) {
-  return Traits::TAKES_ROW_MOMENTS && (Traits::QUANTIZED || k_blocks <= kRowMomentBlocks);
+  return Traits::TAKES_ROW_MOMENTS &&
+         (Traits::QUANTIZED || k_blocks * Traits::BLK_C <= kRowMomentBlocks * kBlockInputs);
 }
 
 /// Whether the consumers take a half tile's moments from their accumulators; else its drain warp does, from
@@ -390,9 +405,7 @@ CUTLASS_DEVICE TileCoord tile_of_launch(KernelParams<Traits> const& params, int 
 template <class Traits>
 CUTLASS_DEVICE TileWork tile_work(KernelParams<Traits> const& params, TileCoord const& coord) {
   KernelSlab<Traits> const& slab = params.slabs[coord.slab];
-  int const x_loads =
-      slab.taps[0] * (slab.taps[1] / slab.shared_taps) * slab.taps[2] * (slab.c_end - slab.c_begin);
-  return {coord, slab.positions - coord.position, x_loads, slab.shared_taps, slab.width.divisor};
+  return {coord, slab.positions - coord.position, slab.x_loads, slab.shared_taps, slab.shared_rows};
 }
 
 /// The loading thread's note of the tile at `coord`, which has place `place` of the launch order.

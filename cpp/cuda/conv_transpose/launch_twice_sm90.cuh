@@ -97,14 +97,19 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
     TwiceClassParams& cls = to.classes[to.num_classes++];
     Slab window = from.window;
     if (!from.reached) window.taps = {};
+    cls.shared_axis = from.shared.axis;
+    cls.shared_taps = static_cast<int>(from.shared.taps);
+    cls.shared_rows = static_cast<int>(from.shared.rows);
     maps.place(cls.x, Mapped::kX,
                encode_slab_input(problem, window, operand, x, problem.n, {x_channels, x_channels},
-                                 Traits::BLK_POS, Traits::BLK_C));
+                                 Traits::BLK_POS + (cls.shared_taps - 1) * cls.shared_rows, Traits::BLK_C,
+                                 cls.shared_taps > 1));
     cls.width = cutlass::FastDivmod(static_cast<int>(window.extent[2]));
     cls.height = cutlass::FastDivmod(static_cast<int>(window.extent[1]));
     copy_extent(input_box(problem, window).lower, cls.corner);
     copy_window(window, cls.window);
-    copy_extent(from.window.taps, cls.taps);
+    copy_extent(from.window.taps, cls.loads);
+    cls.loads[cls.shared_axis] /= cls.shared_taps;
     // Where no tap reaches, the one k-block behind the last: x and w are zeros there.
     cls.c_begin = from.reached ? 0 : c_blocks;
     cls.c_blocks = from.reached ? c_blocks : 1;
@@ -115,7 +120,7 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
     cls.pos_tiles = cutlass::FastDivmod(static_cast<int>(pos_tiles));
     cls.positions = static_cast<int>(window.positions());
     cls.tiles = static_cast<int>(pos_tiles * problem.n);
-    cls.set_cost = cls.tiles * twice_tile_cycles(from, c_blocks, !Traits::CHANNELS_FIRST);
+    cls.set_cost = cls.tiles * twice_tile_cycles(from, c_blocks, Traits::BLK_C, !Traits::CHANNELS_FIRST);
     cls.first_cost = to.total_cost;
     fill_sets(from, cls, to);
     to.total_cost += cls.num_sets * cls.set_cost;
@@ -123,22 +128,26 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
 }
 
 /// Divides shared memory: what the weights leave goes to x first, then to staging.
+/// \param shared_rows twice_shared_rows
 template <class Traits>
-void fill_shared_memory(TwiceParams<Traits>& to) {
-  constexpr int kWantedSlots = 4;
-  static_assert(kSharedMemoryBytes - kTwiceControlBytes - kMaxTwiceUnits * Traits::W_BYTES -
-                        2 * kFewStagingBuffers * kStageBytes >=
-                    2 * Traits::X_BYTES,
-                "warpgroups take turns after all but one of the slots");
+void fill_shared_memory(std::int64_t shared_rows, TwiceParams<Traits>& to) {
+  // Slots, and the weights behind them, begin on 1024 bytes.
+  constexpr std::int64_t kAlignment = 1024;
+  to.x_slot_bytes =
+      static_cast<int>(ceil_div(Traits::X_BYTES + shared_rows * Traits::ROW_BYTES, kAlignment) * kAlignment);
+  static_assert(
+      kSharedMemoryBytes - kTwiceControlBytes - kMaxTwiceWeightBytes - 2 * kFewStagingBuffers * kStageBytes >=
+          2 * Traits::X_BYTES,
+      "warpgroups take turns after all but one of the slots");
   const auto slots = [&](int buffers) {
     return (kSharedMemoryBytes - kTwiceControlBytes - to.w_units * Traits::W_BYTES -
             2 * buffers * kStageBytes) /
-           Traits::X_BYTES;
+           to.x_slot_bytes;
   };
-  to.staging_buffers = Traits::CHANNELS_FIRST                       ? 0
-                       : slots(kManyStagingBuffers) >= kWantedSlots ? kManyStagingBuffers
-                                                                    : kFewStagingBuffers;
-  to.x_slots = std::min(slots(to.staging_buffers), kMaxTwiceXSlots);
+  to.staging_buffers = Traits::CHANNELS_FIRST                                 ? 0
+                       : slots(kManyStagingBuffers) >= Traits::WANTED_X_SLOTS ? kManyStagingBuffers
+                                                                              : kFewStagingBuffers;
+  to.x_slots = std::min(slots(to.staging_buffers), Traits::MAX_X_SLOTS);
 }
 
 /// All parameters but those of point_to.
@@ -153,10 +162,16 @@ void fill_twice_params(const ConvTransposeParams& params, DType operand, DType o
         "along the width for y NCDHW; got " +
         describe(problem) + ". select_plan must choose the stored plan.");
   }
+  if (twice_block_inputs(problem) != Traits::BLK_C) {
+    throw std::logic_error("upconv3d: conv_transpose_twice_sm90 is to have k-blocks of " +
+                           std::to_string(twice_block_inputs(problem)) + " input channels; got " +
+                           std::to_string(Traits::BLK_C) + " for " + describe(problem) +
+                           ". select_plan must choose the other variant.");
+  }
   fill_views(problem, layout, output, params.a, to, maps);
   fill_classes(problem, layout, operand, params.x_hi, params.x_packed ? operand_channels(problem) : problem.c,
                to, maps);
-  fill_shared_memory(to);
+  fill_shared_memory(twice_shared_rows(layout), to);
   to.w_rows = static_cast<int>(layout.box);
   // The warp that loads weights gives each of its lanes a box, or more than one.
   if (to.w_rows < 8) {
@@ -210,7 +225,7 @@ void point_to(const ConvTransposeParams& params, TwiceParams<Traits>& to) {
 }
 
 /// A launch of one persistent block per multiprocessor, all at once.
-template <class Operand, class Output, bool kChannelsFirst, bool kWInPlace>
+template <class Operand, class Output, bool kChannelsFirst, bool kWInPlace, int BLK_C>
 class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
  public:
   explicit ConvTransposeTwiceLaunchSm90(const ConvTransposeParams& params)
@@ -237,7 +252,7 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
   }
 
  private:
-  using Traits = TwiceTraitsSm90<Operand, Output, kChannelsFirst, kWInPlace>;
+  using Traits = TwiceTraitsSm90<Operand, Output, kChannelsFirst, kWInPlace, BLK_C>;
   static constexpr const char* kName = "conv_transpose_twice_sm90";
   static inline const void* const kKernel = reinterpret_cast<const void*>(conv_transpose_twice_sm90<Traits>);
 
@@ -248,19 +263,19 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
 };
 
 /// The kernel that stores y in the problem's layout and takes w as it lies.
-template <class Operand, class Output>
+template <class Operand, class Output, int BLK_C = int(kBlockInputs)>
 void launch_conv_transpose_twice_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
   if (params.problem.y_layout == Layout::kNCDHW) {
-    run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, true, false>>(params, stream);
+    run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, true, false, BLK_C>>(params, stream);
     return;
   }
   if constexpr (std::is_same_v<Operand, Output>) {
     if (params.w_in_place) {
-      run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, true>>(params, stream);
+      run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, true, BLK_C>>(params, stream);
       return;
     }
   }
-  run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, false>>(params, stream);
+  run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, false, BLK_C>>(params, stream);
 }
 
 }  // namespace upconv3d::cuda

@@ -3,13 +3,12 @@
 /// The implicit GEMM of conv_transpose_relu_group_norm_sm90: a producer thread that loads, two warpgroups
 /// that multiply.
 ///
-/// Where a slab spans the output's whole height, no padding cuts taps off, and rows are a multiple of 8
-/// positions (a swizzle atom) long, position j's input for tap r is position j + r*width's for tap 0, also
-/// across the ends of planes: there both are beyond the volume, hence zero. (In a plain convolution it is so
-/// within planes alone, and tiles end where those do.) One load of BLK_POS + (R-1)*width
-/// positions then serves all R taps, each with a descriptor that starts r*width rows later: far less traffic
-/// from L2 and into shared memory, whose bandwidth is what bounds this loop otherwise. (The same along the
-/// width would need descriptors that start between atoms; those read shared memory at half the rate.)
+/// Where rows are a multiple of 8 positions (a swizzle atom) long, position j's input for tap r is position j
+/// + r*width's for tap 0, as long as tiles end with planes (core/border_slabs.hpp: SharedLoads). One load of
+/// BLK_POS + (R-1)*width positions then serves all R taps, each with a descriptor that starts r*width rows
+/// later: far less traffic from L2 and into shared memory, whose bandwidth is what bounds this loop
+/// otherwise. The same along the depth, where planes are small. (Along the width it would need descriptors
+/// that start between atoms; those read shared memory at half the rate.)
 #pragma once
 
 #include <climits>
@@ -76,9 +75,9 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
     int const d = z * slab.stride[0] + slab.corner[0];
     int const h = p * slab.stride[1] + slab.corner[1];
     int const v = q * slab.stride[2] + slab.corner[2];
-    int const x_bytes = (Traits::BLK_POS + (slab.shared_taps - 1) * slab.width.divisor) * Traits::ROW_BYTES;
-    for (int t = 0; t < slab.taps[0]; ++t) {
-      for (int r_begin = 0; r_begin < slab.taps[1]; r_begin += slab.shared_taps) {
+    int const x_bytes = (Traits::BLK_POS + (slab.shared_taps - 1) * slab.shared_rows) * Traits::ROW_BYTES;
+    for (int t_begin = 0; t_begin < slab.taps[0]; t_begin += slab.shared[0]) {
+      for (int r_begin = 0; r_begin < slab.taps[1]; r_begin += slab.shared[1]) {
         for (int s = 0; s < slab.taps[2]; ++s) {
           for (int c_block = slab.c_begin; c_block < slab.c_end; ++c_block) {
             int const c = c_block * Traits::BLK_C;
@@ -89,10 +88,12 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
                   &slab.x[split], control.x.expect(x.slot, x_bytes), shared.x + x.slot * rings.x_unit_bytes,
                   x_channel + c_block * params.x_block_step, v, h, d, x_sample,
                   std::uint16_t(s * slab.dilation[2]), std::uint16_t(r_begin * slab.dilation[1]),
-                  std::uint16_t(t * slab.dilation[0]));
+                  std::uint16_t(t_begin * slab.dilation[0]));
               x.advance(rings.x_units);
             }
-            for (int r = r_begin; r < r_begin + slab.shared_taps; ++r) {
+            for (int shared_tap = 0; shared_tap < slab.shared_taps; ++shared_tap) {
+              int const t = t_begin + (slab.shared[0] > 1 ? shared_tap : 0);
+              int const r = r_begin + (slab.shared[0] > 1 ? 0 : shared_tap);
               // Inputs rise, taps of w fall; in a plain convolution they rise by a tap_step of -1.
               int const tap_t = slab.tap[0] - t * slab.tap_step[0];
               int const tap_r = slab.tap[1] - r * slab.tap_step[1];

@@ -62,6 +62,11 @@ void check_encoded(CUresult status, const char* tensor, const Problem& problem) 
 
 constexpr cuuint32_t kUnitStrides[5] = {1, 1, 1, 1, 1};
 
+/// The swizzle of a box of rows of `count` elements: of 64 bytes, or of 128.
+CUtensorMapSwizzle swizzle_of(cuuint32_t count, DType dtype) {
+  return count * size_of(dtype) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+}
+
 /// An im2col descriptor over a box of a dense [N,D,H,W,C] tensor, of every step-th element of it.
 struct Im2colBox {
   std::int64_t samples;  // N
@@ -100,11 +105,12 @@ TensorMap encode_im2col(const char* tensor, const Problem& problem, DType dtype,
   TensorMap result{};
   result.offset = ((box.origin[0] * height + box.origin[1]) * width + box.origin[2]) * pixel;
   char* const first = static_cast<char*>(data) + result.offset;
-  check_encoded(encode(&result.map, tensor_map_type(dtype), 5, first, extents, strides, lower, upper,
-                       static_cast<cuuint32_t>(box_channels), static_cast<cuuint32_t>(box_positions),
-                       positions, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
-                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-                tensor, problem);
+  const auto channels = static_cast<cuuint32_t>(box_channels);
+  check_encoded(
+      encode(&result.map, tensor_map_type(dtype), 5, first, extents, strides, lower, upper, channels,
+             static_cast<cuuint32_t>(box_positions), positions, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzle_of(channels, dtype), promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+      tensor, problem);
   return result;
 }
 
@@ -160,7 +166,7 @@ TensorMap encode_tiled(const char* tensor, const Problem& problem, DType dtype, 
   result.offset = offset;
   char* const first = static_cast<char*>(data) + offset;
   check_encoded(encode(&result.map, tensor_map_type(dtype), 3, first, extents, strides, box, kUnitStrides,
-                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+                       CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(box[0], dtype), promotion,
                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
                 tensor, problem);
   return result;

@@ -380,7 +380,7 @@ class TwiceEpilogue {
   }
 
   TwiceParams<Traits> const& params_;
-  TwiceControl& control_;
+  TwiceControl<Traits>& control_;
   char* const staging_;  // [staging_buffers] of 8 KB
   int const group_;
   std::uint32_t const barrier_;

@@ -173,7 +173,7 @@ class TwiceHelper {
   }
 
   TwiceParams<Traits> const& params_;
-  TwiceControl& control_;
+  TwiceControl<Traits>& control_;
   char const* const staging_;  // [staging_buffers] of 8 KB
   int const group_;
   RingCursor sums_, staged_;

@@ -64,29 +64,30 @@ class TwiceLoader {
     CUTLASS_PRAGMA_UNROLL
     for (int axis = 0; axis < 3; ++axis) {
       corner_[axis] = cls.corner[axis];
-      taps_[axis] = cls.taps[axis];
+      loads_[axis] = cls.loads[axis];
     }
+    x_bytes_ = (Traits::BLK_POS + (cls.shared_taps - 1) * cls.shared_rows) * Traits::ROW_BYTES;
     c_begin_ = cls.c_begin * Traits::BLK_C;
     c_end_ = c_begin_ + cls.c_blocks * Traits::BLK_C;
   }
 
-  /// A tile's windows, every tap and k-block of input channels.
+  /// A tile's windows, every load and k-block of input channels.
   CUTLASS_DEVICE void load(int n, int pos_tile) {
     int q, p;
     int const z = height_.divmod(p, width_.divmod(q, pos_tile * Traits::BLK_POS));
     int const d = z + corner_[0], h = p + corner_[1], v = q + corner_[2];
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int t = 0; t < taps_[0]; ++t) {
+    for (int t = 0; t < loads_[0]; ++t) {
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int r = 0; r < taps_[1]; ++r) {
+      for (int r = 0; r < loads_[1]; ++r) {
         CUTLASS_PRAGMA_NO_UNROLL
-        for (int s = 0; s < taps_[2]; ++s) {
+        for (int s = 0; s < loads_[2]; ++s) {
           CUTLASS_PRAGMA_NO_UNROLL
           for (int c = c_begin_; c < c_end_; c += Traits::BLK_C) {
             control_.x.wait_empty(x_);
             cute::SM90_TMA_LOAD_IM2COL_5D::copy(
-                map_, control_.x.expect(x_.slot, Traits::X_BYTES), shared_.x + x_.slot * Traits::X_BYTES, c,
-                v, h, d, n, std::uint16_t(s * params_.dilation[2]), std::uint16_t(r * params_.dilation[1]),
+                map_, control_.x.expect(x_.slot, x_bytes_), shared_.x + x_.slot * params_.x_slot_bytes, c, v,
+                h, d, n, std::uint16_t(s * params_.dilation[2]), std::uint16_t(r * params_.dilation[1]),
                 std::uint16_t(t * params_.dilation[0]));
             x_.advance(params_.x_slots);
           }
@@ -97,14 +98,15 @@ class TwiceLoader {
 
   TwiceParams<Traits> const& params_;
   TwiceShared<Traits> const& shared_;
-  TwiceControl& control_;
+  TwiceControl<Traits>& control_;
   RingCursor x_, wanted_;
   int set_ = -1;  // of the tile that was last
   // Of its class.
   int cls_ = -1;
   CUtensorMap const* map_;
   cutlass::FastDivmod width_, height_;
-  int corner_[3], taps_[3];
+  int corner_[3], loads_[3];
+  int x_bytes_;          // of a load
   int c_begin_, c_end_;  // input channels
 };
 
@@ -163,15 +165,18 @@ class TwiceWeightLoader {
       taps[axis] = phase.taps[axis];
       origin = origin * params_.kernel[axis] + phase.tap[axis] + first[axis] * params_.tap_step[axis];
     }
-    int const c_blocks = cls.c_blocks;
+    int const c_blocks = cls.c_blocks, shared_taps = cls.shared_taps, per_plane = cls.loads[1] * cls.loads[2];
+    bool const along_depth = cls.shared_axis == 0;
     to += row * Traits::ROW_BYTES;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int t = 0; t < cls.taps[0]; ++t) {
+    for (int load_t = 0; load_t < cls.loads[0]; ++load_t) {
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int r = 0; r < cls.taps[1]; ++r) {
+      for (int load_rs = 0; load_rs < per_plane; ++load_rs) {
         CUTLASS_PRAGMA_NO_UNROLL
-        for (int s = 0; s < cls.taps[2]; ++s, used >>= 1) {
+        for (int served = 0; served < shared_taps; ++served, used >>= 1) {
           if (!(used & 1)) continue;
+          int const t = load_t + (along_depth ? served : 0);
+          int const s = load_rs % cls.loads[2], r = load_rs / cls.loads[2] + (along_depth ? 0 : served);
           bool const has = is_row && unsigned(t - first[0]) < unsigned(taps[0]) &&
                            unsigned(r - first[1]) < unsigned(taps[1]) &&
                            unsigned(s - first[2]) < unsigned(taps[2]);

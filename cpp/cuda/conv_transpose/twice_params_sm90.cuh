@@ -18,7 +18,8 @@ namespace upconv3d::cuda {
 /// \tparam kChannelsFirst y is [N,K,Z,P,Q], not [N,Z,P,Q,K]
 /// \tparam kWInPlace w is [C,T,R,S,K], as PyTorch's channels_last_3d leaves it: of the operand's dtype, and a
 /// warpgroup's rows are output channels as they follow each other
-template <class Operand_, class Output_, bool kChannelsFirst, bool kWInPlace>
+/// \tparam BLK_C_ input channels of a k-block
+template <class Operand_, class Output_, bool kChannelsFirst, bool kWInPlace, int BLK_C_>
 struct TwiceTraitsSm90 {
   using Operand = Operand_;
   using Output = Output_;  // y, bias, gamma, beta
@@ -27,7 +28,7 @@ struct TwiceTraitsSm90 {
   static_assert(!W_IN_PLACE || (std::is_same_v<Operand, Output> && !CHANNELS_FIRST));
   static constexpr int ROWS = int(kTwiceRows);          // of a warpgroup: output channels of its phases
   static constexpr int BLK_POS = int(kTwicePositions);  // positions of a tile
-  static constexpr int BLK_C = int(kTwiceBlockC);       // input channels of a k-block: a 128-byte swizzle row
+  static constexpr int BLK_C = BLK_C_;                  // input channels of a k-block: a swizzled row
   static constexpr bool SCALED = sizeof(Output) == 4;   // operands carry powers of two
 
   static constexpr auto W_MAJOR = W_IN_PLACE ? cute::GMMA::Major::MN : cute::GMMA::Major::K;
@@ -36,7 +37,7 @@ struct TwiceTraitsSm90 {
                                           cute::Shape<cute::Int<ROWS>, cute::Int<BLK_POS>, cute::Int<BLK_C>>,
                                           W_MAJOR>());
   using TiledMma = decltype(cute::make_tiled_mma(MmaOp{}));
-  using SmemAtom = cute::GMMA::Layout_K_SW128_Atom<Operand>;
+  using SmemAtom = SmemAtomOf<Operand, BLK_C>;
   using SmemLayoutX = decltype(cute::tile_to_shape(
       SmemAtom{}, cute::Shape<cute::Int<BLK_POS>, cute::Int<BLK_C>>{}));  // (BLK_POS,BLK_C)
   using SmemAtomW = std::conditional_t<W_IN_PLACE, cute::GMMA::Layout_MN_SW128_Atom<Operand>, SmemAtom>;
@@ -44,8 +45,12 @@ struct TwiceTraitsSm90 {
       SmemAtomW{}, cute::Shape<cute::Int<ROWS>, cute::Int<BLK_C>>{}));  // (ROWS,BLK_C)
 
   static constexpr int ROW_BYTES = BLK_C * int(sizeof(Operand));
-  static constexpr int X_BYTES = BLK_POS * ROW_BYTES;  // of a slot
+  static constexpr int X_BYTES = BLK_POS * ROW_BYTES;  // of a load that serves one tap
   static constexpr int W_BYTES = ROWS * ROW_BYTES;     // of a unit
+
+  /// Slots of x are for bytes on their way: of half k-blocks as many as there is room for barriers.
+  static constexpr int MAX_X_SLOTS = BLK_C == int(kBlockInputs) ? 6 : 9;
+  static constexpr int WANTED_X_SLOTS = BLK_C == int(kBlockInputs) ? 4 : 8;
 
   /// A staging buffer holds 64 channels of this many positions.
   static constexpr int STAGE_POS = kStagePositions<Output>;
@@ -62,14 +67,13 @@ struct TwiceTraitsSm90 {
                 "else the launch waits for registers forever");
 };
 
-inline constexpr int kMaxTwiceXSlots = 6;
 /// Tiles that the loading thread may be ahead.
 inline constexpr int kTwiceTileSlots = 4;
 /// Staging buffers of a warpgroup: one or the other.
 inline constexpr int kManyStagingBuffers = 4, kFewStagingBuffers = 2;
 /// Their halves: one is staged while the other is stored.
 inline constexpr int kStagingSets = 2;
-/// Small enough that beside kMaxTwiceUnits of weights and the staging buffers two slots of x fit.
+/// Small enough that beside kMaxTwiceWeightBytes and the staging buffers two slots of x fit.
 inline constexpr int kTwiceControlBytes = 3072;
 
 /// One phase of the stride.
@@ -102,8 +106,11 @@ struct TwiceClassParams {
   cutlass::FastDivmod width, height;  // of its views along Q/fold and P
   int corner[3];                      // first window's coordinates in x
   int window[3];                      // the same as phases have it, to compare them
-  int taps[3];
-  int c_begin, c_blocks;  // k-blocks of input channels; beyond the last one where no tap reaches
+  int loads[3];                       // of x along T,R,S: taps, but for those that are shared
+  int shared_axis;                    // along which a load serves several taps
+  int shared_taps;                    // that each serves
+  int shared_rows;                    // of x, from one of those taps to the next
+  int c_begin, c_blocks;              // k-blocks of input channels; beyond the last one where no tap reaches
   TwiceUnitsParams units[2];
   cutlass::FastDivmod pos_tiles;  // of a sample
   int positions;                  // of a sample
@@ -136,6 +143,7 @@ struct TwiceParams {
   std::int64_t total_cost;
   int w_units;  // room for weights
   int x_slots;
+  int x_slot_bytes;                    // of the longest load
   int staging_buffers;                 // of each warpgroup; none for y [N,K,Z,P,Q]
   Output* y;                           // [N,Z,P,Q,K] or [N,K,Z,P,Q]
   Output const* bias;                  // [K], or null
@@ -185,8 +193,9 @@ struct TwiceTile {
 };
 
 /// Barriers and small exchanges; at the end of shared memory.
+template <class Traits>
 struct TwiceControl {
-  RingBarriers<kMaxTwiceXSlots> x;
+  RingBarriers<Traits::MAX_X_SLOTS> x;
   RingBarriers<1> w;
   RingBarriers<kTwiceTileSlots> tile_ring;
   RingBarriers<1> wanted;  // w_wanted
@@ -206,17 +215,17 @@ struct TwiceControl {
 /// The parts of shared memory.
 template <class Traits>
 struct TwiceShared {
-  char* x;        // [x_slots] (BLK_POS,BLK_C) swizzled
+  char* x;        // [x_slots] (BLK_POS + shared rows,BLK_C) swizzled
   char* w;        // [w_units] (ROWS,BLK_C) swizzled, either operand layout: warpgroup 0's, then 1's
   char* staging;  // [2][staging_buffers] of 8 KB
-  TwiceControl* control;
+  TwiceControl<Traits>* control;
 
   CUTLASS_DEVICE TwiceShared(char* base, TwiceParams<Traits> const& params) {
-    static_assert(sizeof(TwiceControl) <= kTwiceControlBytes);
+    static_assert(sizeof(TwiceControl<Traits>) <= kTwiceControlBytes);
     x = base;
-    w = x + params.x_slots * Traits::X_BYTES;
+    w = x + params.x_slots * params.x_slot_bytes;
     staging = w + params.w_units * Traits::W_BYTES;
-    control = reinterpret_cast<TwiceControl*>(base + kSharedMemoryBytes - kTwiceControlBytes);
+    control = reinterpret_cast<TwiceControl<Traits>*>(base + kSharedMemoryBytes - kTwiceControlBytes);
   }
 };
 

@@ -33,7 +33,7 @@ CUTLASS_DEVICE TwiceSetOfClass twice_home(TwiceParams<Traits> const& params) {
 template <class Traits>
 class TwiceDealer {
  public:
-  CUTLASS_DEVICE TwiceDealer(TwiceParams<Traits> const& params, TwiceControl& control)
+  CUTLASS_DEVICE TwiceDealer(TwiceParams<Traits> const& params, TwiceControl<Traits>& control)
       : params_(params), control_(control), home_(twice_home(params)) {}
 
   CUTLASS_DEVICE void begin_pass(bool backwards) {
@@ -101,7 +101,7 @@ class TwiceDealer {
   }
 
   TwiceParams<Traits> const& params_;
-  TwiceControl& control_;
+  TwiceControl<Traits>& control_;
   RingCursor at_;
   TwiceSetOfClass const home_;  // of the first tiles of a pass
   TwiceSetOfClass at_set_;
@@ -112,9 +112,10 @@ class TwiceDealer {
 };
 
 /// A warpgroup's side.
+template <class Traits>
 class TwiceTileReader {
  public:
-  CUTLASS_DEVICE explicit TwiceTileReader(TwiceControl& control) : control_(control) {}
+  CUTLASS_DEVICE explicit TwiceTileReader(TwiceControl<Traits>& control) : control_(control) {}
 
   /// The next tile; of set -1 at the end of a pass.
   CUTLASS_DEVICE TwiceTile next() {
@@ -127,7 +128,7 @@ class TwiceTileReader {
   }
 
  private:
-  TwiceControl& control_;
+  TwiceControl<Traits>& control_;
   RingCursor at_;
 };
 

@@ -17,7 +17,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd import forward_ad
 
 from .._geometry import memory_format_of, suggests_channels_last_3d
-from .._tail_op import join
+from .._tail_arguments import join
 from ..functional import resolve_precision, triple
 from .functions import activation_of, arguments_of
 
