@@ -484,7 +484,8 @@ def test_eps_is_of_no_consequence_without_a_norm(device):
     y = upconv3d.conv_transpose3d_norm_act(
         t["input"], t["weight"], t["bias"], **(call.keywords() | {"eps": math.nan})
     )
-    assert torch.equal(y, call.ours())
+    # cuDNN's float64 convolution sums in another order from run to run.
+    torch.testing.assert_close(y, call.ours())
 
 
 def test_defaults_are_those_of_torch_nn():

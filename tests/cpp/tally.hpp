@@ -23,7 +23,9 @@ class Tally {
       problem = error.what();
     }
     problem.empty() ? ++passed : ++failed;
-    if (!problem.empty()) std::printf("FAILED %s, %s: %s\n", instance.name, what.c_str(), problem.c_str());
+    if (problem.empty()) return;
+    std::printf("FAILED %s, %s: %s\n", instance.name, what.c_str(), problem.c_str());
+    std::fflush(stdout);  // a program that is ended for its time has told
   }
   int passed = 0, failed = 0;
 };
