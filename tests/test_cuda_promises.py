@@ -127,6 +127,25 @@ def test_cuda_graph(hopper, shape, layout, kind):
 
 
 @every_kind
+@pytest.mark.parametrize("k", [20, 36, 100, 128])
+def test_normalization_beside_the_convolution(hopper, k, kind):
+    """What lies beside a sample's values is read before it is this call's: of rows that are no whole
+    sectors, two inputs by turns would show what is left of the other one."""
+    dtype, precision = KINDS[kind]
+    block = make_block(4, 16, k, (32, 64, 64), 2, num_groups=4, device=hopper, dtype=dtype)
+    block = replace(block, precision=precision)
+    other = replace(block, input=torch.randn_like(block.input) + 1)
+    assert block.plan().leaving_blocks > 0, block.plan()
+    check_like_eager(block)
+    expected = [(one, bits(one.ours()).clone()) for one in (block, other)]
+    differing = torch.zeros((), dtype=torch.int64, device=hopper)
+    for _ in range(RUNS // 20):
+        for one, y in expected:
+            differing += (bits(one.ours()) != y).any()
+    assert int(differing) == 0
+
+
+@every_kind
 @both_layouts
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
 def test_calls_between_other_kernels(hopper, shape, layout, kind):

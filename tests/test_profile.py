@@ -450,6 +450,11 @@ def test_kernels_of_a_trace():
     assert sum(row.share for row in rows) == pytest.approx(1)
 
 
+def test_a_kernel_beside_another_counts_from_its_end():
+    call = [event("kernel", "conv", 0.0, 100.0), event("kernel", "norm", 20.0, 90.0)]
+    assert gpu_times(call) == ({"conv": [100.0], "norm": [10.0]}, 0.0)
+
+
 def test_operators_of_a_trace():
     events = [
         event("user_annotation", FORWARD, 0.0, 100.0),

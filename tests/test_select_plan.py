@@ -480,3 +480,30 @@ def test_windows_of_phases():
     assert plan_of(large).window_tiles >= 16 and "order: all phases" in str(plan_of(large))
     assert plan_of(large | {"groups": 2}).window_tiles == 0
     assert plan_of(facts()).window_tiles == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout": "NCDHW"},
+        {"layout": "NCDHW", "dtype": "float32", "precision": "tf32"},
+        {"layout": "NCDHW", "dtype": "float32"},
+        {"layout": "NCDHW", "training": True},
+    ],
+    ids=["bfloat16", "tf32", "ieee", "training"],
+)
+def test_normalization_runs_beside_the_convolution_of_later_samples(changes):
+    """Where it is a kernel of its own: a few blocks of the convolution leave it their multiprocessors."""
+    plan = plan_of(facts(**changes))
+    assert plan.stages[-1] == "group_norm_normalize"
+    assert 0 < plan.leaving_blocks <= HOPPER["sm_count"] // 8
+    assert f"beside the convolution, of which {plan.leaving_blocks} blocks end" in str(plan)
+    # No later sample, or few tiles: nothing to gain.
+    for small in ({"n": 1}, {"extent": (8, 8, 8)}):
+        assert plan_of(facts(**changes | small)).leaving_blocks == 0
+
+
+def test_the_convolutions_kernel_normalizes_without_blocks_that_leave():
+    for plan in (plan_of(facts()), plan_of(facts(dtype="float32", precision="tf32"))):
+        assert plan.stages[-1] == plan.kernel and plan.leaving_blocks == 0
+        assert "beside the convolution" not in str(plan)

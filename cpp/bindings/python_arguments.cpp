@@ -142,6 +142,7 @@ py::dict to_dict(const Plan& plan) {
   dict["split_axes"] = plan.split_axes;
   dict["share_taps"] = plan.share_taps;
   dict["window_tiles"] = plan.window_tiles;
+  dict["leaving_blocks"] = plan.leaving_blocks;
   dict["channels"] = plan.channels;
   dict["twice"] = plan.twice;
   dict["estimated_stored_ms"] = plan.estimated_stored_ms;

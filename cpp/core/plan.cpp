@@ -77,6 +77,10 @@ std::string describe(const Plan& plan) {
     text += concat("\n  launches: ", plan.launches, " of the convolution, since one takes at most ",
                    kMaxSlabs, " phases");
   }
+  if (plan.leaving_blocks > 0) {
+    text += concat("\n  normalization: beside the convolution, of which ", plan.leaving_blocks,
+                   " blocks end after the first sample");
+  }
   if (plan.window_tiles > 0) {
     text += concat("\n  order: all phases of ", plan.window_tiles, " tiles of positions, then the next ones");
   }

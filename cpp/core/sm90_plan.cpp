@@ -2,6 +2,7 @@
 #include "core/sm90_plan.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -296,6 +297,34 @@ double estimated_stored_ms(const Problem& p, const ConvInstance& instance, const
   return std::max(multiply, x + stored) + stored + tensor_ms(p, p.k, positions, size_of(p.dtype));
 }
 
+/// Blocks that end after the first sample, so that group_norm_normalize begins on their multiprocessors: as
+/// many as leave the least time in all, 0 where none gain much.
+int leaving_blocks(const Problem& p, const ConvInstance& instance, const Cut& cut, int sm_count) {
+  // What the normalization reads and writes on one multiprocessor where it has few.
+  constexpr double kBytesPerMsAlone = 0.06e9;
+  constexpr int kMostShare = 6;             // of all, 1 / this
+  constexpr double kWorthwhileGain = 0.97;  // of the time without
+  const double tiles = static_cast<double>(tile_count(p, instance));
+  const double multiply = estimated_multiply_ms(p, instance, cut, sm_count);
+  const double positions = static_cast<double>(p.positions());
+  const double normalize =
+      tensor_ms(p, p.k, positions, instance.stored_bits / 8) + tensor_ms(p, p.k, positions, size_of(p.dtype));
+  const double later = static_cast<double>(p.n - 1) / static_cast<double>(p.n);  // samples of all
+  const double waves = std::ceil(tiles / sm_count);
+  int best = 0;
+  double least = kWorthwhileGain * (multiply + normalize);
+  for (int blocks = 1; blocks <= sm_count / kMostShare; ++blocks) {
+    const double slower = multiply * std::ceil(tiles / (sm_count - blocks)) / waves;
+    const double hidden = blocks * kBytesPerMsAlone * slower * later / kBytesPerMs;  // as time of normalize
+    const double total = slower + normalize - std::min(hidden, normalize * later);
+    if (total < least) {
+      best = blocks;
+      least = total;
+    }
+  }
+  return best;
+}
+
 /// Estimated time of the convolution computed twice: the same multiplication with nothing to write, then with
 /// y, of whose bandwidth a quarter was seen not to hide, all of it where y is float32; between the two,
 /// blocks wait for each other. x in NCDHW is read and packed before, as it is for a stored plan.
@@ -428,6 +457,8 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
   const bool has_phases = p.stride != Extent3{1, 1, 1};
   if (cut.split_axes == 0 && has_phases) plan.window_tiles = window_tiles(p, slabs, instance);
+  if (!plan.linear && !plan.normalizes && plan.launches == 1 && !p.tail.returns_conv)
+    plan.leaving_blocks = leaving_blocks(p, instance, cut, device.sm_count);
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
   plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
   plan.estimated_unshared_ms =
@@ -469,6 +500,7 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
   plan.instance = instance;
   plan.tile_positions = kTwicePositions;
   plan.window_tiles = plan.split_axes = 0;
+  plan.leaving_blocks = 0;
   plan.launches = 1;
   plan.share_taps = false;
   plan.w_in_place = w_in_place;

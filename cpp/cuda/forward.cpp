@@ -159,6 +159,8 @@ ConvTransposeParams conv_params(const Problem& problem, const Plan& plan, const 
   conv.launches = plan.launches;
   conv.window_tiles = plan.window_tiles;
   conv.sm_count = device.sm_count;
+  conv.normalized_beside = plan.leaving_blocks > 0;
+  conv.leaving_blocks = plan.leaving_blocks;
   conv.linear = plan.linear;
   if (plan.linear) {
     conv.channels_first = plan.activation_in_y && problem.y_layout == Layout::kNCDHW;
@@ -236,6 +238,10 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   normalize.steps = conv.steps;
   normalize.signed_steps = problem.tail.before() == Activation::kNone;
   normalize.moment_of = conv.moment_of;
+  if (conv.normalized_beside) {
+    normalize.merged = workspace.counters + 2 + problem.n;
+    normalize.merged_count = kSampleMerged;
+  }
   const StageRange range("upconv3d::normalize");
   launch_group_norm_normalize(normalize, stream);
 }

@@ -36,6 +36,8 @@ class Plan:
             planes, where positions can be cut so; the rest is loaded tap by tap.
         window_tiles: of a strided block, tiles of positions for which all phases are computed before the next
             ones; 0 where phases follow each other whole.
+        leaving_blocks: of the convolution, as many of its blocks as end after the first sample, so that a
+            normalization which is a kernel of its own runs beside it; 0 where that begins behind it.
         channels: how channels are padded or kept apart by convolution group; "" where they lie as they are.
         twice: whether the convolution is computed for its moments and then once more instead of being stored.
         estimated_stored_ms, estimated_twice_ms: what that choice rests on (with what such blocks were seen to
@@ -68,6 +70,7 @@ class Plan:
     split_axes: int
     share_taps: bool
     window_tiles: int
+    leaving_blocks: int
     channels: str
     twice: bool
     estimated_stored_ms: float
@@ -104,6 +107,7 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         split_axes=plan["split_axes"],
         share_taps=plan["share_taps"],
         window_tiles=plan["window_tiles"],
+        leaving_blocks=plan["leaving_blocks"],
         channels=plan["channels"],
         twice=plan["twice"],
         estimated_stored_ms=plan["estimated_stored_ms"],

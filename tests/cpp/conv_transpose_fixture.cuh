@@ -188,9 +188,12 @@ class Fixture {
     params.share_taps = launch.cut.share_taps;
     params.launches = slab_launches(slabs.size());
     params.sm_count = sm_count;
+    params.normalized_beside = launch.mode == Mode::kMoments && params.launches == 1;
+    params.leaving_blocks = params.normalized_beside ? sm_count / 4 : 0;
     cuda::find_conv_transpose_launcher(instance_.name)(params, nullptr);
     if (params.launches > 1 && !linear) finalize(params, slabs);
     check(cudaDeviceSynchronize(), instance_.name);
+    if (params.normalized_beside) require_merged(counters.download());
     a.clear(), y.clear(), channel_table.clear();
     if (launch.mode == Mode::kMoments) channel_table = table.download();
     if (launch.mode == Mode::kBeside) y = y_.download();
@@ -238,6 +241,15 @@ class Fixture {
       expected = tail.before() == Activation::kRelu ? rectified(convolved_) : convolved_;
     }
     problem_.tail = tail;
+  }
+
+  /// What a kernel beside this one waits for.
+  void require_merged(const std::vector<std::int32_t>& counters) const {
+    for (std::int64_t n = 0; n < problem_.n; ++n) {
+      if (counters[static_cast<std::size_t>(2 + problem_.n + n)] < cuda::kSampleMerged) {
+        throw std::runtime_error("sample " + std::to_string(n) + " is not said to be merged");
+      }
+    }
   }
 
   /// What no launch of several does: merges the moments that they took.

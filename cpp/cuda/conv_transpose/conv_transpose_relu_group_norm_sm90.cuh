@@ -38,7 +38,8 @@
 ///                tiles of few k-blocks, or stored with a step, the moments
 ///   warps 1, 2   store the results of warpgroup 1, 2 and take the other tiles' moments (drain_sm90.cuh)
 ///   warp 3       merges moments and normalizes finished samples; when no tile is left, the warps that
-///                multiplied help with what remains (group_norm_sm90.cuh). A few blocks stop early for that.
+///                multiplied help with what remains (group_norm_sm90.cuh). A few blocks stop early for that,
+///                or leave their multiprocessors to group_norm_normalize, launched beside this kernel.
 ///
 /// Where no launch packs anything, none has cleared the counters either: block 0 does, and all others wait
 /// for it at a barrier of the cooperative launch.
@@ -237,6 +238,8 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
   } else {
     __syncthreads();
   }
+  // What is launched beside this kernel looks at counters, which are clear now.
+  if (params.normalized_beside) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
   int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp >= 4) {
@@ -396,6 +399,7 @@ void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType 
   to.channels_first = params.channels_first;
   to.floor = activation_floor(params);
   to.normalizes = params.channel_table == nullptr && !params.linear;
+  to.normalized_beside = params.normalized_beside;
   to.in_place = to.normalizes && params.y == nullptr;
   // Stepped16 in y's memory has room for twice as many.
   const std::int64_t pitch = padded_channels(problem.k);
@@ -472,8 +476,11 @@ class ConvTransposeLaunchSm90 : public RememberedLaunch {
     point_to(params, params_);
     launch_cooperative(kName, kKernel, &params_, {blocks_, Traits::THREADS, kSharedMemoryBytes}, stream,
                        [&](int blocks) {
-                         params_.tile_blocks =
-                             blocks - (params_.normalizes ? normalizing_blocks(params_.samples, blocks) : 0);
+                         const int leaving = params_.normalizes ? normalizing_blocks(params_.samples, blocks)
+                                                                : blocks * params.leaving_blocks / blocks_;
+                         params_.tile_blocks = std::max(blocks - leaving, 1);
+                         // Who leaves to normalize may merge on the way; who makes room for others must not.
+                         params_.merging_blocks = params_.normalizes ? blocks : params_.tile_blocks;
                        });
   }
 

@@ -71,6 +71,11 @@ struct ConvTransposeParams {
   int launch = 0;                 // which of them: set by the launcher, which makes all of them
   std::int64_t window_tiles = 0;  // position tiles of a window of the launch order, 0: slab by slab
   int sm_count = 0;               // blocks of the persistent grid
+  // The kernel launched behind this one, which is group_norm_normalize, may begin once all blocks of this one
+  // have begun; `leaving_blocks` of them, fewer than sm_count, end after the first sample to make room for
+  // it.
+  bool normalized_beside = false;
+  int leaving_blocks = 0;
   // Of launches on one device that differ in nothing above but addresses, and in none that is null; or null.
   LaunchMemo* memo = nullptr;
 };
@@ -78,6 +83,10 @@ struct ConvTransposeParams {
 /// Where conv_transpose_twice_sm90 counts the tiles it hands out, [2,kMaxTwiceSets], among its counters: in
 /// lines of memory of their own, apart from those that blocks look at while they wait.
 inline constexpr std::int64_t kTwiceDealt = 32;
+
+/// The counter of a sample, the first of which has place 2 + N, is at least this once the sample's moments
+/// are in channel_table.
+inline constexpr std::int32_t kSampleMerged = 1 << 30;
 
 /// Counters that a launch needs.
 inline std::int64_t counter_count(const Problem& problem) {

@@ -13,6 +13,7 @@
 #include "core/index_math.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
+#include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
 
 namespace upconv3d::cuda {
@@ -28,6 +29,17 @@ CUTLASS_DEVICE void arrive_release(int* counter) {
   __syncwarp();  // orders the other lanes' writes before lane 0's release, which thus covers them
   if (threadIdx.x % 32 == 0) {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+  }
+}
+
+/// The same, and kSampleMerged more by whoever is the `last`-th: what the others wrote comes before that too.
+CUTLASS_DEVICE void arrive_merged(int* counter, int last) {
+  __syncwarp();
+  if (threadIdx.x % 32 != 0) return;
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  if (before + 1 == last) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(kSampleMerged) : "memory");
   }
 }
 
@@ -59,16 +71,18 @@ CUTLASS_DEVICE ChannelMapSm90<typename Traits::Stored> channel_map(KernelParams<
   return map;
 }
 
-/// A block's share of merging: of the steps of all samples, one after the other, every gridDim.x-th. A step
-/// merges the partial moments of some groups, or a part of a group's; then the last steps of a sample merge
-/// the parts. Steps wait for earlier ones alone, so all of them come to their turn.
+/// A block's share of merging: of the steps of all samples, one after the other, every merging_blocks-th. A
+/// step merges the partial moments of some groups, or a part of a group's; then the last steps of a sample
+/// merge the parts. Steps wait for earlier ones alone, so all of them come to their turn.
 template <class Traits>
 class GroupFinalizer {
  public:
   CUTLASS_DEVICE GroupFinalizer(KernelParams<Traits> const& params, ControlStorage<Traits> const& control)
-      : params_(params), control_(control), next_step_(int(blockIdx.x)) {}
+      : params_(params),
+        control_(control),
+        next_step_(int(blockIdx.x) < params.merging_blocks ? int(blockIdx.x) : all_steps()) {}
 
-  CUTLASS_DEVICE bool done() const { return next_step_ >= params_.samples * params_.merge_steps; }
+  CUTLASS_DEVICE bool done() const { return next_step_ >= all_steps(); }
 
   /// Takes all steps.
   CUTLASS_DEVICE void run() {
@@ -96,12 +110,14 @@ class GroupFinalizer {
     } else {
       params_.merge_lanes == 1 ? finalize<1>(sample, of_sample) : finalize<32>(sample, of_sample);
     }
-    arrive_release(params_.finalized + sample);
-    next_step_ += gridDim.x;
+    arrive_merged(params_.finalized + sample, params_.merge_steps);
+    next_step_ += params_.merging_blocks;
     return true;
   }
 
  private:
+  CUTLASS_DEVICE int all_steps() const { return params_.samples * params_.merge_steps; }
+
   /// Positions behind partial moment `moment`; `slab` is a slab that begins at or before it.
   CUTLASS_DEVICE int moment_positions(int moment, int& slab) const {
     while (slab + 1 < params_.num_slabs && moment >= control_.first_moment[slab + 1]) ++slab;

@@ -302,10 +302,12 @@ struct KernelParams {
   int window_tiles;                        // position tiles of a window, 0: the order has no windows
   int order_size;                          // places of all samples
   int tile_blocks;                         // blocks that compute tiles to the end
+  int merging_blocks;                      // blocks that merge moments, the first ones
   RingShape rings;
   Output* a;                           // [N,Z,P,Q,pitch] Stored: before(conv)
   Output* y;                           // [N,Z,P,Q,K], which may be a's memory, if this kernel normalizes
   bool normalizes;                     // else group_norm_normalize does, from channel_table, or nobody
+  bool normalized_beside;              // by a launch that may begin when all blocks of this one have
   bool in_place;                       // a lies in y
   bool linear;                         // a is the result: no moments either
   bool channels_first;                 // linear only: a is [N,K,Z*P*Q]
@@ -338,7 +340,7 @@ struct KernelParams {
   int* next_tile;  // tiles handed out beyond each block's first
   int* next_item;  // normalization items handed out
   int* arrivals;   // [N] stored parts of half tiles, 2 * STAGE_ROUNDS per tile
-  int* finalized;  // [N] steps whose groups are in table
+  int* finalized;  // [N] steps whose groups are in table; of all steps kSampleMerged more
 };
 
 /// First output channel of a tile.

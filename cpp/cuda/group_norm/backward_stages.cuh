@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "cuda/group_norm/async_copy.cuh"
 #include "cuda/group_norm/backward_work.cuh"
 #include "cuda/group_norm/steps.cuh"
 
@@ -131,23 +132,6 @@ __device__ __forceinline__ void read_floats(const char* from, float (&to)[kCount
   }
 }
 
-/// Starts the copy of kBytes bytes to shared memory, or of as many zeros.
-///
-/// Without a cache policy: with one, cp.async is an illegal instruction on an H200, though ptxas takes it.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
-  const auto shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  const int bytes = valid ? kBytes : 0;
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(kBytes),
-                 "r"(bytes)
-                 : "memory");
-  }
-}
-
 /// The ring. All kStreamThreads threads call its functions together.
 template <class Traits>
 class StageRing {
@@ -172,7 +156,7 @@ class StageRing {
 
   /// Waits for the next stage and starts the load of one further ahead. The stage before may be overwritten.
   __device__ __forceinline__ void next() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(Traits::kStages - 2) : "memory");
+    await_copies<Traits::kStages - 2>();
     if constexpr (Traits::kPlanes) __syncthreads();
     issue(front_);  // the slot of the stage before
     front_ = front_ + 1 == Traits::kStages ? 0 : front_ + 1;
@@ -236,7 +220,7 @@ class StageRing {
       cursor_.advance();
       find_moments();
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    end_copies();
   }
 
   /// Whether this thread's i-th row of the next stage is inside its unit, for each i; bits of the result.

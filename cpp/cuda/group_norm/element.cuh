@@ -131,16 +131,27 @@ void with_element(DType dtype, Visit&& visit) {
 }
 
 /// Launches `blocks` blocks in one dimension, the only one that is not limited to 65535.
+/// \param beside whether they may begin when the kernel before says so, and not only once it has ended
+/// \param shared_bytes of dynamic shared memory, reserved where that is more than kernels get unasked
 /// \throws std::invalid_argument beyond 2^31 - 1 blocks, std::runtime_error where CUDA refuses.
 template <class Args>
 void launch(const char* name, void (*kernel)(Args), std::int64_t blocks, dim3 threads, cudaStream_t stream,
-            const Args& args) {
+            const Args& args, bool beside = false, int shared_bytes = 0) {
   if (blocks > std::numeric_limits<std::int32_t>::max()) {
     throw std::invalid_argument("upconv3d: a kernel runs at most 2147483647 blocks; " + std::string(name) +
                                 " would need " + std::to_string(blocks) + ". Split the batch.");
   }
-  kernel<<<dim3(static_cast<unsigned>(blocks)), threads, 0, stream>>>(args);
-  check_launch(name);
+  cudaLaunchAttribute programmatic{};
+  programmatic.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  programmatic.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = threads;
+  config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &programmatic;
+  config.numAttrs = beside ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, args), name);
 }
 
 }  // namespace upconv3d::cuda

@@ -78,12 +78,10 @@ template <class A, class Y, class Input, int kVector>
 __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<A, Input>)
     group_norm_normalize_ndhwc(const NormalizeArgs<A, Y> args) {
   const std::int64_t k = args.shape.k;
-  const std::int64_t block = reversed_block();
-  const std::int64_t sample_rows = block / args.channel_blocks;
-  const std::int64_t sample = sample_rows / args.position_blocks;
-  const std::int64_t begin = (sample_rows - sample * args.position_blocks) * args.position_steps;
-  const std::int64_t channel =
-      ((block - sample_rows * args.channel_blocks) * blockDim.x + threadIdx.x) * kVector;
+  const BlockWork work = work_of_block(args);
+  const std::int64_t sample = work.sample, begin = work.first_step;
+  const std::int64_t channel = (work.channel_block * blockDim.x + threadIdx.x) * kVector;
+  await_sample(args, sample);
   if (channel >= k) return;
 
   ChannelMap<A, Input, kVector> map;
@@ -91,7 +89,7 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<A, In
 
   const auto lane_of = [](int j) { return j; };
   const auto channel_of = [&](int j) { return channel + j; };
-  const std::int64_t end = min(begin + args.position_steps, args.shape.positions);
+  const std::int64_t end = min(begin + work.steps, args.shape.positions);
   const std::int64_t from_step = blockDim.y * args.a_pitch, to_step = blockDim.y * k;
   std::int64_t position = begin + threadIdx.y;
   const A* from = args.a + (sample * args.shape.positions + position) * args.a_pitch + channel;
@@ -116,7 +114,7 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<A, In
 template <class A, class Y, class Input, int kVector>
 __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<A, Input>)
     group_norm_normalize_ncdhw(const NormalizeArgs<A, Y> args) {
-  const std::int64_t block = reversed_block();
+  const std::int64_t block = static_cast<std::int64_t>(gridDim.x) - 1 - static_cast<std::int64_t>(blockIdx.x);
   const std::int64_t row_block = block / args.position_blocks;
   const std::int64_t row = row_block * blockDim.y + threadIdx.y;
   if (row >= args.shape.n * args.shape.k) return;
@@ -157,10 +155,10 @@ void launch_ndhwc(const NormalizeParams& params, cudaStream_t stream) {
   args.table_vectors = shape.k % kVector == 0 && is_aligned(params.table);
   const BlockShape block = channel_block_shape(shape.k, kVector, kStreamThreads);
   args.channel_blocks = block.blocks;
-  args.position_steps = block.y * vectors_per_thread(shape.n * shape.k * shape.positions / kVector);
-  args.position_blocks = ceil_div(shape.positions, args.position_steps);
-  launch("group_norm_normalize_ndhwc", group_norm_normalize_ndhwc<A, Y, Input, kVector>,
-         shape.n * args.position_blocks * args.channel_blocks, dim3(block.x, block.y), stream, args);
+  const std::int64_t steps = block.y * vectors_per_thread(shape.n * shape.k * shape.positions / kVector);
+  const std::int64_t blocks = divide_positions(shape.positions, steps, steps, args);
+  launch("group_norm_normalize_ndhwc", group_norm_normalize_ndhwc<A, Y, Input, kVector>, blocks,
+         dim3(block.x, block.y), stream, args, params.merged != nullptr);
 }
 
 template <class A, class Y, class Input, int kVector>

@@ -4,11 +4,60 @@
 /// points.
 #pragma once
 
+#include "cuda/group_norm/async_copy.cuh"
 #include "cuda/group_norm/element.cuh"
 #include "cuda/group_norm/group_norm.hpp"
 #include "cuda/group_norm/pending.cuh"
+#include "cuda/reserved_shared_memory.hpp"
 
 namespace upconv3d::cuda {
+
+/// Tiles whose values a block of a transposing kernel has asked for ahead, beside the convolution: few
+/// multiprocessors do there what all do otherwise, and a load takes long while the convolution's keep L2
+/// busy.
+inline constexpr int kTilesAhead = 4;
+
+/// Blocks of such a kernel that share a multiprocessor.
+inline constexpr int kAheadBlocks = 2;
+
+/// The ring in which they arrive: a thread asks for its own vectors of 16 bytes, and takes them itself.
+class TilesAhead {
+ public:
+  /// Of dynamic shared memory.
+  static constexpr int kBytes = kTilesAhead * kLoadsInFlight * kStreamThreads * kAccessBytes;
+
+  /// \param memory [kTilesAhead][kLoadsInFlight][kStreamThreads] uint4
+  __device__ __forceinline__ explicit TilesAhead(void* memory)
+      : own_(static_cast<uint4*>(memory) + threadIdx.x) {}
+
+  /// Asks for a tile, unless it is `none`: vector i from pointer_of(i), or zeros where that is null.
+  template <class PointerOf>
+  __device__ __forceinline__ void ask(const void* any, bool none, PointerOf pointer_of) {
+    if (!none) {
+#pragma unroll
+      for (int i = 0; i < kLoadsInFlight; ++i) {
+        const void* const from = pointer_of(i);
+        copy_async<kAccessBytes>(at(asked_, i), from != nullptr ? from : any, from != nullptr);
+      }
+    }
+    end_copies();
+    advance(asked_);
+  }
+
+  /// Vector i of the tile that is next to be taken, which await() brought here.
+  __device__ __forceinline__ uint4 vector(int i) const { return *at(taken_, i); }
+  __device__ __forceinline__ void await() const { await_copies<kTilesAhead - 1>(); }
+  __device__ __forceinline__ void end_tile() { advance(taken_); }
+
+ private:
+  __device__ __forceinline__ uint4* at(int tile, int i) const {
+    return own_ + (tile * kLoadsInFlight + i) * kStreamThreads;
+  }
+  __device__ __forceinline__ static void advance(int& tile) { tile = tile + 1 == kTilesAhead ? 0 : tile + 1; }
+
+  uint4* own_;  // this thread's vector 0 of tile 0
+  int asked_ = 0, taken_ = 0;
+};
 
 template <class A, class Y>
 struct NormalizeArgs {
@@ -25,10 +74,13 @@ struct NormalizeArgs {
   std::int64_t a_pitch;  // elements of a position's row of a; [N,Z,P,Q,a_pitch] only
   bool table_vectors;    // the table's rows take vector loads at every kLanes-th channel
   // The launch's partition of the work; each kernel says which of these it reads.
-  std::int64_t channel_blocks;   // blocks along K
-  std::int64_t position_blocks;  // blocks along the positions of one sample
-  std::int64_t position_steps;   // positions, or tiles of positions, per block
-  bool vector_out;               // transposing kernel: y takes 16-byte stores
+  std::int64_t channel_blocks;                               // blocks along K
+  std::int64_t position_blocks;                              // blocks along the positions of one sample
+  std::int64_t position_steps;                               // positions, or tiles of positions, per block
+  std::int64_t early_position_blocks, early_position_steps;  // the same of samples before the last, if merged
+  bool vector_out;                                           // transposing kernel: y takes 16-byte stores
+  const std::int32_t* merged;                                // of NormalizeParams, as is
+  std::int32_t merged_count;
 };
 
 /// From a to y for the values of kLanes channels, in registers: y = (v - mean)*scale + shift, v = Input(a,
@@ -133,10 +185,63 @@ inline std::int64_t row_pitch(const NormalizeParams& params) {
   return params.a_pitch != 0 ? params.a_pitch : params.shape.k;
 }
 
+/// What a block has to do: `steps` positions, or tiles of them, from `first_step` on.
+struct BlockWork {
+  std::int64_t sample, channel_block, first_step, steps;
+};
+
 /// Blocks run from the last sample to the first: the convolution wrote the last one just now, and it is still
-/// in L2.
-__device__ __forceinline__ std::int64_t reversed_block() {
-  return static_cast<std::int64_t>(gridDim.x) - 1 - static_cast<std::int64_t>(blockIdx.x);
+/// in L2. Beside the convolution, from the first sample to the last, each from its end. Channel block
+/// fastest.
+template <class A, class Y>
+__device__ __forceinline__ BlockWork work_of_block(const NormalizeArgs<A, Y>& args) {
+  const std::int64_t of_sample = args.channel_blocks * args.position_blocks, n = args.shape.n;
+  const std::int64_t of_early_sample = args.channel_blocks * args.early_position_blocks;
+  std::int64_t block = static_cast<std::int64_t>(gridDim.x) - 1 - static_cast<std::int64_t>(blockIdx.x);
+  BlockWork work{0, 0, 0, args.position_steps};
+  if (args.merged == nullptr) {
+    work.sample = block / of_sample;
+    block -= work.sample * of_sample;
+  } else if (block < of_sample) {
+    work.sample = n - 1;
+  } else {
+    const std::int64_t to_last = (block - of_sample) / of_early_sample;
+    work.sample = n - 2 - to_last;
+    work.steps = args.early_position_steps;
+    block -= of_sample + to_last * of_early_sample;
+  }
+  const std::int64_t position_block = block / args.channel_blocks;
+  work.channel_block = block - position_block * args.channel_blocks;
+  work.first_step = position_block * work.steps;
+  return work;
+}
+
+/// Waits until *counter is at least `count`: then what was written before is there for the block, once its
+/// threads have met.
+__device__ __forceinline__ void await_count(const std::int32_t* counter, std::int32_t count) {
+  constexpr unsigned kPollNanoseconds = 500;
+  for (;;) {
+    std::int32_t value;
+    asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    if (value >= count) return;
+    __nanosleep(kPollNanoseconds);
+  }
+}
+
+/// Waits until what is read of `sample` is there, if the launch began beside the kernel before it. By all
+/// threads of the block, before they read.
+template <class A, class Y>
+__device__ __forceinline__ void await_sample(const NormalizeArgs<A, Y>& args, std::int64_t sample) {
+#if __CUDA_ARCH__ >= 900
+  if (args.merged == nullptr) return;
+  // The last sample's blocks wait for all of that kernel, so that none behind this one begins before it has
+  // ended; then they acquire too, for this multiprocessor may hold what lay beside other samples' values.
+  if (sample == args.shape.n - 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+  const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
+  if (thread == 0) await_count(args.merged, args.merged_count);
+  if (thread == 32) await_count(args.merged + sample, args.merged_count);
+  __syncthreads();
+#endif
 }
 
 /// The arguments that no launch decides.
@@ -153,7 +258,24 @@ NormalizeArgs<A, Y> normalize_args(const NormalizeParams& params) {
   args.activation = args.norm_first ? params.after : params.before;
   args.parameter = static_cast<Stat<A>>(args.activation.parameter);
   args.a_pitch = row_pitch(params);
+  args.merged = params.merged;
+  args.merged_count = params.merged_count;
   return args;
+}
+
+/// Divides the `positions` of a sample, or tiles of them, among blocks of `steps`; of samples that are
+/// normalized beside the convolution, where few blocks run at a time and each begins with a chain of loads,
+/// `early_steps`. Returns the launch's blocks. channel_blocks must be set.
+template <class A, class Y>
+std::int64_t divide_positions(std::int64_t positions, std::int64_t steps, std::int64_t early_steps,
+                              NormalizeArgs<A, Y>& args) {
+  args.position_steps = steps;
+  args.position_blocks = ceil_div(positions, steps);
+  args.early_position_steps = early_steps;
+  args.early_position_blocks = ceil_div(positions, early_steps);
+  const std::int64_t early = args.merged != nullptr ? args.shape.n - 1 : 0;
+  return args.channel_blocks *
+         (early * args.early_position_blocks + (args.shape.n - early) * args.position_blocks);
 }
 
 /// Calls visit(A tag, Y tag, Input tag) for the types that `params` names.
@@ -182,6 +304,14 @@ void with_normalize_types(const NormalizeParams& params, Visit&& visit) {
         std::string(name(params.a_dtype)) + ", y_dtype=" + name(params.y_dtype) +
         ". Store the activation in y's dtype.");
   });
+}
+
+/// Launches a kernel beside the convolution whose blocks have a TilesAhead.
+template <class Args>
+void launch_ahead(const char* name, void (*kernel)(Args), ReservedSharedMemory& reserved, std::int64_t blocks,
+                  cudaStream_t stream, const Args& args) {
+  reserved.ensure(name, reinterpret_cast<const void*>(kernel), TilesAhead::kBytes);
+  launch(name, kernel, blocks, dim3(kStreamThreads), stream, args, true, TilesAhead::kBytes);
 }
 
 /// a and y in the same layout.

@@ -37,6 +37,7 @@ constexpr int kTileValues = 8192;
 
 /// Vectors of a thread: all loads of the next tile, in flight while this one is stored.
 constexpr int kLoads = kTileValues / kVector / kStreamThreads;
+static_assert(kLoads == kLoadsInFlight, "TilesAhead holds as many of a tile");
 
 /// Blocks per multiprocessor that registers are left for: 24 warps with 64 bytes of loads per thread, or 16
 /// where an activation needs some of its own.
@@ -47,6 +48,9 @@ constexpr int kBlocksPerMultiprocessor = kActivates ? 2 : 3;
 /// card idle. On an H200, 9856 tiles took 146, 142 and 135 us by 8, 4 and 2; 2048 took 32.8 by 1 and 30.5
 /// by 2.
 constexpr int kTilesPerBlock = 2;
+
+/// The same beside the convolution: twice what is asked for ahead.
+constexpr int kTilesPerEarlyBlock = 2 * kTilesAhead;
 
 /// Tiles below which each gets a block of its own, so that small tensors use the whole card.
 constexpr std::int64_t kTilesToShare = 2048;
@@ -136,6 +140,22 @@ struct StepsTile {
     }
   }
 
+  /// load_values by way of the ring, in two parts.
+  static __device__ __forceinline__ void ask_values(TilesAhead& ahead, const std::uint16_t* a, int pitch,
+                                                    int rows) {
+    const std::uint16_t* const first = a + std::int64_t{row0()} * pitch;
+    ahead.ask(a, rows <= 0, [&](int i) {
+      const int row = i * kRowStep;
+      return row0() + row < rows ? first + std::int64_t{row} * pitch : nullptr;
+    });
+  }
+  __device__ __forceinline__ void take_values(TilesAhead& ahead) {
+    ahead.await();
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) values[i] = ahead.vector(i);
+    ahead.end_tile();
+  }
+
   /// \param from   [moments,pitch] steps of this thread's channels
   /// \param moment [rows] of the tile's positions, in shared memory
   __device__ __forceinline__ void load_steps(const std::int8_t* from, int pitch, const int* moment,
@@ -144,8 +164,7 @@ struct StepsTile {
     for (int i = 0; i < kLoads; ++i) {
       const int row = row0() + i * kRowStep;
       steps[i] = {};
-      if (row < rows)
-        steps[i] = __ldg(reinterpret_cast<const uint2*>(from + std::int64_t{moment[row]} * pitch));
+      if (row < rows) steps[i] = *reinterpret_cast<const uint2*>(from + std::int64_t{moment[row]} * pitch);
     }
   }
 
@@ -195,24 +214,22 @@ struct StepsTile {
   }
 };
 
-/// Blocks: channel block fastest, then position block, then sample. kVectorOut: y takes 16-byte stores.
-template <int kVectors, bool kVectorOut, bool kActivates>
-__global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<kActivates>)
+/// kVectorOut: y takes 16-byte stores. kBeside: launched beside the convolution.
+template <int kVectors, bool kVectorOut, bool kActivates, bool kBeside>
+__global__ void __launch_bounds__(kStreamThreads,
+                                  kBeside ? kAheadBlocks : kBlocksPerMultiprocessor<kActivates>)
     group_norm_normalize_steps(const StepsArgs args) {
   using Tile = StepsTile<kVectors>;
   alignas(kAccessBytes) __shared__ float shared[kTileValues];  // [kChannels,kRows], chunks permuted
-  __shared__ int moment[kTilesPerBlock * Tile::kRows];         // of the block's positions
+  __shared__ int moment[kTilesPerEarlyBlock * Tile::kRows];    // of the block's positions
 
   const auto& common = args.common;
   const std::int64_t k = common.shape.k, positions = common.shape.positions;
   const int pitch = static_cast<int>(common.a_pitch);
-  const std::int64_t block = reversed_block();
-  const std::int64_t sample_positions = block / common.channel_blocks;
-  const std::int64_t channel0 = (block - sample_positions * common.channel_blocks) * Tile::kChannels;
-  const std::int64_t sample = sample_positions / common.position_blocks;
-  const std::int64_t position_block = sample_positions - sample * common.position_blocks;
-  const std::int64_t begin = position_block * common.position_steps * Tile::kRows;
-  const int count = static_cast<int>(min(common.position_steps * Tile::kRows, positions - begin));
+  const BlockWork work = work_of_block(common);
+  const std::int64_t sample = work.sample, channel0 = work.channel_block * Tile::kChannels;
+  const std::int64_t begin = work.first_step * Tile::kRows;
+  const int count = static_cast<int>(min(work.steps * Tile::kRows, positions - begin));
   const std::int64_t channel = channel0 + Tile::vector() * kVector;
   const int loaded = channel < k ? count : 0;  // positions that this thread loads
   const std::uint16_t* a = common.a + (sample * positions + begin) * pitch + channel;
@@ -220,21 +237,35 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<kActi
   float* y = common.y + (sample * k + channel0) * positions + begin;
   const int channels = static_cast<int>(min(k - channel0, std::int64_t{Tile::kChannels}));
 
+  extern __shared__ __align__(kAccessBytes) unsigned char ring[];
+  TilesAhead ahead(ring);
+  const auto ask = [&](int first) {
+    Tile::ask_values(ahead, a + std::int64_t{first} * pitch, pitch, loaded - first);
+  };
   Tile tile;
-  tile.load_values(a, pitch, loaded);
-  for (int i = threadIdx.x; i < count; i += kStreamThreads) moment[i] = __ldg(args.moment_of + begin + i);
+  if constexpr (kBeside) {
+    await_sample(common, sample);
+#pragma unroll
+    for (int i = 0; i < kTilesAhead; ++i) ask(i * Tile::kRows);
+  } else {
+    tile.load_values(a, pitch, loaded);
+  }
+  for (int i = threadIdx.x; i < count; i += kStreamThreads) moment[i] = args.moment_of[begin + i];
   StepsMap<kActivates> map;
   map.load(common, sample, channel);
   __syncthreads();
   tile.load_steps(steps, pitch, moment, loaded);
   for (int first = 0; first < count; first += Tile::kRows) {
+    if constexpr (kBeside) tile.take_values(ahead);
     tile.normalize(shared, args, map);
     __syncthreads();
     const int next = first + Tile::kRows;
-    if (next < count) {
+    if constexpr (kBeside) {
+      ask(first + kTilesAhead * Tile::kRows);
+    } else if (next < count) {
       tile.load_values(a + std::int64_t{next} * pitch, pitch, loaded - next);
-      tile.load_steps(steps, pitch, moment + next, loaded - next);
     }
+    if (next < count) tile.load_steps(steps, pitch, moment + next, loaded - next);
     if constexpr (kVectorOut) {
       Tile::store(shared, y + first, positions, channels, count - first);
     } else {
@@ -254,13 +285,11 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<kActi
     group_norm_normalize_steps_rows(const StepsArgs args) {
   const auto& common = args.common;
   const std::int64_t k = common.shape.k, positions = common.shape.positions, pitch = common.a_pitch;
-  const std::int64_t block = reversed_block();
-  const std::int64_t sample_positions = block / common.channel_blocks;
-  const std::int64_t channel_block = block - sample_positions * common.channel_blocks;
-  const std::int64_t sample = sample_positions / common.position_blocks;
-  const std::int64_t begin = (sample_positions - sample * common.position_blocks) * common.position_steps;
-  const std::int64_t end = min(begin + common.position_steps, positions);
-  const std::int64_t channel = (channel_block * blockDim.x + threadIdx.x) * kVector;
+  const BlockWork work = work_of_block(common);
+  const std::int64_t sample = work.sample, begin = work.first_step;
+  const std::int64_t end = min(begin + work.steps, positions);
+  const std::int64_t channel = (work.channel_block * blockDim.x + threadIdx.x) * kVector;
+  await_sample(common, sample);
   if (channel >= k) return;
   StepsMap<kActivates> map;
   map.load(common, sample, channel);
@@ -274,11 +303,11 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<kActi
       const std::int64_t position = min(first + i * blockDim.y, end - 1);
       values[i] = __ldcs(
           reinterpret_cast<const uint4*>(common.a + (sample * positions + position) * pitch + channel));
-      moment[i] = __ldg(args.moment_of + position);
+      moment[i] = args.moment_of[position];
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      exponents[i] = __ldg(reinterpret_cast<const uint2*>(steps + moment[i] * pitch));
+      exponents[i] = *reinterpret_cast<const uint2*>(steps + moment[i] * pitch);
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -330,14 +359,13 @@ void launch_rows(const NormalizeParams& params, cudaStream_t stream) {
   StepsArgs args = steps_args(params);
   const BlockShape block = channel_block_shape(params.shape.k, kVector, kStreamThreads);
   args.common.channel_blocks = block.blocks;
-  args.common.position_steps = std::int64_t{block.y} * kThreadPositions;
-  args.common.position_blocks = ceil_div(params.shape.positions, args.common.position_steps);
+  const std::int64_t steps = std::int64_t{block.y} * kThreadPositions;
+  const std::int64_t blocks = divide_positions(params.shape.positions, steps, steps, args.common);
   const bool vector_out = is_aligned(params.y) && params.shape.k % kVector == 0;
   launch("group_norm_normalize_steps_rows",
          vector_out ? group_norm_normalize_steps_rows<true, kActivates>
                     : group_norm_normalize_steps_rows<false, kActivates>,
-         params.shape.n * args.common.position_blocks * args.common.channel_blocks, dim3(block.x, block.y),
-         stream, args);
+         blocks, dim3(block.x, block.y), stream, args, params.merged != nullptr);
 }
 
 template <int kVectors, bool kActivates>
@@ -347,15 +375,21 @@ void launch_vectors(const NormalizeParams& params, cudaStream_t stream) {
   const std::int64_t tiles = ceil_div(shape.positions, Tile::kRows);
   StepsArgs args = steps_args(params);
   args.common.channel_blocks = ceil_div(shape.k, Tile::kChannels);
-  args.common.position_steps =
-      shape.n * args.common.channel_blocks * tiles < kTilesToShare ? 1 : kTilesPerBlock;
-  args.common.position_blocks = ceil_div(tiles, args.common.position_steps);
+  const int steps = shape.n * args.common.channel_blocks * tiles < kTilesToShare ? 1 : kTilesPerBlock;
+  const std::int64_t blocks = divide_positions(tiles, steps, kTilesPerEarlyBlock, args.common);
   const bool vector_out = is_aligned(params.y) && shape.positions % Tile::kChunk == 0;
-  launch("group_norm_normalize_steps",
-         vector_out ? group_norm_normalize_steps<kVectors, true, kActivates>
-                    : group_norm_normalize_steps<kVectors, false, kActivates>,
-         shape.n * args.common.position_blocks * args.common.channel_blocks, dim3(kStreamThreads), stream,
-         args);
+  constexpr const char* kName = "group_norm_normalize_steps";
+  if (params.merged != nullptr) {
+    static ReservedSharedMemory reserved[2];
+    return launch_ahead(kName,
+                        vector_out ? group_norm_normalize_steps<kVectors, true, kActivates, true>
+                                   : group_norm_normalize_steps<kVectors, false, kActivates, true>,
+                        reserved[vector_out ? 1 : 0], blocks, stream, args);
+  }
+  launch(kName,
+         vector_out ? group_norm_normalize_steps<kVectors, true, kActivates, false>
+                    : group_norm_normalize_steps<kVectors, false, kActivates, false>,
+         blocks, dim3(kStreamThreads), stream, args);
 }
 
 template <bool kActivates>

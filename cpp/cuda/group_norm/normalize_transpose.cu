@@ -44,9 +44,13 @@ constexpr int kBlocksPerMultiprocessor = Input::kDecidesLater && kChannelsLast ?
 /// Rows that the block's threads load at once, and vectors per thread that this makes.
 constexpr int kRowSlots = kStreamThreads / kColumnVectors;
 constexpr int kLoads = kRows / kRowSlots;
+static_assert(kLoads == kLoadsInFlight, "TilesAhead holds as many of a tile");
 
 /// Tiles per block: enough that the table's rows and the first, unhidden load cost little.
 constexpr std::int64_t kTilesPerBlock = 4;
+
+/// The same beside the convolution: twice what is asked for ahead.
+constexpr std::int64_t kTilesPerEarlyBlock = 2 * kTilesAhead;
 
 /// Tiles below which each gets a block of its own, so that small tensors use the whole card.
 constexpr std::int64_t kTilesToShare = 4096;
@@ -119,6 +123,27 @@ struct TransposeTile {
     }
   }
 
+  /// load of whole vectors into `in` by way of the ring, in two parts.
+  static __device__ __forceinline__ void ask(TilesAhead& ahead, const A* a, std::int64_t pitch,
+                                             std::int64_t tile_row, std::int64_t tile_column0,
+                                             std::int64_t rows, std::int64_t columns) {
+    const std::int64_t rows_left = rows - tile_row - row0();
+    const A* const from = a + (tile_row + row0()) * pitch + tile_column0 + column(0);
+    const bool inside = tile_column0 + column(0) < columns;
+    ahead.ask(a, tile_row >= rows, [&](int i) {
+      return inside && row_step(i) < rows_left ? from + row_step(i) * pitch : nullptr;
+    });
+  }
+  __device__ __forceinline__ void take(TilesAhead& ahead) {
+    ahead.await();
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const uint4 words = ahead.vector(i);
+      memcpy(&in[i], &words, sizeof(in[i]));
+    }
+    ahead.end_tile();
+  }
+
   /// \param shared [kColumns,kRows] Y, chunks permuted
   /// \param map what normalizes element (i, j), through lane_of(i, j)
   /// \param channel_of the channel of element (i, j), below K
@@ -170,8 +195,8 @@ struct TransposeTile {
   }
 };
 
-/// Blocks: channel block fastest, then position block, then sample. kChannelsLast says how a lies.
-template <class A, class Y, class Input, bool kChannelsLast, bool kVectorIn>
+/// kChannelsLast says how a lies. kBeside: launched beside the convolution.
+template <class A, class Y, class Input, bool kChannelsLast, bool kVectorIn, bool kBeside>
 __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<Input, kChannelsLast>)
     group_norm_normalize_transpose(const NormalizeArgs<A, Y> args) {
   using Tile = TransposeTile<A, Y, Input, kVectorIn>;
@@ -182,18 +207,16 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<Input
   Y* shared = reinterpret_cast<Y*>(memory);  // [kColumns,kRows] Y, chunks permuted
 
   const std::int64_t k = args.shape.k, positions = args.shape.positions;
-  const std::int64_t block = reversed_block();
-  const std::int64_t sample_positions = block / args.channel_blocks;
-  const std::int64_t channel0 = (block - sample_positions * args.channel_blocks) * kTileChannels;
-  const std::int64_t sample = sample_positions / args.position_blocks;
-  const std::int64_t position_block = sample_positions - sample * args.position_blocks;
-  const std::int64_t begin = position_block * args.position_steps * kTilePositions;
-  const std::int64_t end = min(begin + args.position_steps * kTilePositions, positions);
+  const BlockWork work = work_of_block(args);
+  const std::int64_t sample = work.sample, channel0 = work.channel_block * kTileChannels;
+  const std::int64_t begin = work.first_step * kTilePositions;
+  const std::int64_t end = min(begin + work.steps * kTilePositions, positions);
   const std::int64_t rows = kChannelsLast ? positions : k, columns = kChannelsLast ? k : positions;
   const std::int64_t pitch = kChannelsLast ? args.a_pitch : columns;
   const std::int64_t sample_offset = sample * rows * pitch;
   Y* y = args.y + sample * k * positions;
 
+  await_sample(args, sample);
   ChannelMap<A, Input, kLanes> map = {};
   if constexpr (kChannelsLast && kVectorIn) {
     const std::int64_t channel = channel0 + Tile::column(0);
@@ -220,12 +243,28 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<Input
       Tile::load(tile.skip, args.skip + sample_offset, pitch, row, column0, rows, columns);
     }
   };
-  load_tile(begin);
+  extern __shared__ __align__(kAccessBytes) unsigned char ring[];
+  TilesAhead ahead(ring);
+  // What the block does not take is beyond `end`, but may be inside the sample.
+  const auto ask = [&](std::int64_t position) {
+    Tile::ask(ahead, args.a + sample_offset, pitch, position, channel0, min(end, rows), columns);
+  };
+  if constexpr (kBeside) {
+#pragma unroll
+    for (int i = 0; i < kTilesAhead; ++i) ask(begin + i * kTilePositions);
+  } else {
+    load_tile(begin);
+  }
   for (std::int64_t position = begin; position < end; position += kTilePositions) {
+    if constexpr (kBeside) tile.take(ahead);
     tile.normalize(shared, args, map, lane_of, channel_of);
     __syncthreads();
     const std::int64_t next = position + kTilePositions;
-    if (next < end) load_tile(next);
+    if constexpr (kBeside) {
+      ask(position + kTilesAhead * kTilePositions);
+    } else if (next < end) {
+      load_tile(next);
+    }
     const std::int64_t tile_row = kChannelsLast ? position : channel0;
     const std::int64_t tile_column0 = kChannelsLast ? channel0 : position;
     if (args.vector_out) {
@@ -247,18 +286,25 @@ void launch_from_layout(const NormalizeParams& params, cudaStream_t stream) {
 
   NormalizeArgs<A, Y> args = normalize_args<A, Y>(params);
   args.channel_blocks = ceil_div(shape.k, kChannelsLast ? Tile::kColumns : kRows);
-  args.position_steps = shape.n * args.channel_blocks * tiles < kTilesToShare ? 1 : kTilesPerBlock;
-  args.position_blocks = ceil_div(tiles, args.position_steps);
+  const std::int64_t steps = shape.n * args.channel_blocks * tiles < kTilesToShare ? 1 : kTilesPerBlock;
+  const std::int64_t blocks = divide_positions(tiles, steps, kTilesPerEarlyBlock, args);
   args.table_vectors = shape.k % Tile::kVector == 0;
   args.vector_out = is_aligned(params.y) && rows % Tile::kVectorOut == 0;
 
-  const std::int64_t blocks = shape.n * args.position_blocks * args.channel_blocks;
   const bool vector_in = is_aligned(params.a) && is_aligned(params.skip) && is_aligned(params.table) &&
                          (kChannelsLast ? args.a_pitch : columns) % Tile::kVector == 0;
-  launch("group_norm_normalize_transpose",
-         vector_in ? group_norm_normalize_transpose<A, Y, Input, kChannelsLast, true>
-                   : group_norm_normalize_transpose<A, Y, Input, kChannelsLast, false>,
-         blocks, dim3(kStreamThreads), stream, args);
+  constexpr const char* kName = "group_norm_normalize_transpose";
+  if constexpr (kChannelsLast && !Input::kDecidesLater) {
+    if (params.merged != nullptr && vector_in) {
+      static ReservedSharedMemory reserved;
+      return launch_ahead(kName, group_norm_normalize_transpose<A, Y, Input, true, true, true>, reserved,
+                          blocks, stream, args);
+    }
+  }
+  launch(kName,
+         vector_in ? group_norm_normalize_transpose<A, Y, Input, kChannelsLast, true, false>
+                   : group_norm_normalize_transpose<A, Y, Input, kChannelsLast, false, false>,
+         blocks, dim3(kStreamThreads), stream, args, params.merged != nullptr);
 }
 
 }  // namespace

@@ -39,7 +39,7 @@ class KernelRow:
     name: str  # shortened
     full_name: str
     launches: float  # per call
-    time_us: float  # of all its launches in one call
+    time_us: float  # of all its launches in one call; of one beside another, what comes behind that one
     share: float  # of the call, gaps included
     counters: dict[str, float | None] = field(default_factory=dict)  # from Nsight Compute
 
@@ -102,14 +102,18 @@ def gpu_calls(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def gpu_times(call: list[dict[str, Any]]) -> tuple[dict[str, list[float]], float]:
-    """us of each launch by full kernel name, and us between first start and last end with nothing running."""
+    """us of each launch by full kernel name, and us between first start and last end with nothing running.
+
+    Of a launch that begins beside the one before, what it takes beyond that one's end: all of it is the call's.
+    """
     times: dict[str, list[float]] = defaultdict(list)
     idle, busy_until = 0.0, float(call[0]["ts"])
     for event in call:
         begin, duration = float(event["ts"]), float(event["dur"])
-        times[event["name"]].append(duration)
+        end = begin + duration
+        times[event["name"]].append(max(0.0, end - max(begin, busy_until)))
         idle += max(0.0, begin - busy_until)
-        busy_until = max(busy_until, begin + duration)
+        busy_until = max(busy_until, end)
     return dict(times), idle
 
 
