@@ -268,6 +268,17 @@ def options(*given):
     return arguments.parser().parse_args(list(given))
 
 
+def test_a_cuda_device_has_an_index(monkeypatch):
+    """torch.cuda.set_device takes no other."""
+    for name, value in {"is_available": True, "device_count": 2, "current_device": 1}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for given, index in ((None, 1), ("cuda", 1), ("cuda:0", 0)):
+        asked = options(*(("--device", given) if given else ()))
+        assert arguments.device_of(asked) == torch.device("cuda", index)
+    with pytest.raises(arguments.ArgumentError, match="2 CUDA devices"):
+        arguments.device_of(options("--device", "cuda:2"))
+
+
 def test_a_shape_by_its_numbers():
     (case,) = arguments.cases(options(*TINY, "--dtype", "bfloat16", "--layout", "ndhwc"), torch.device("cpu"))
     assert (case.dtype, case.layout, case.precision) == (torch.bfloat16, "ndhwc", "native")

@@ -266,7 +266,9 @@ def device_of(options: argparse.Namespace) -> torch.device:
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ArgumentError(f"--device {name}: PyTorch sees {count} CUDA devices; use --device cpu")
-    return device
+    # torch.cuda.set_device wants an index.
+    whole = device.type == "cpu" or device.index is not None
+    return device if whole else torch.device("cuda", torch.cuda.current_device())
 
 
 def cases(options: argparse.Namespace, device: torch.device) -> list[Case]:

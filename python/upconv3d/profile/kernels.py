@@ -104,7 +104,7 @@ def gpu_calls(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def gpu_times(call: list[dict[str, Any]]) -> tuple[dict[str, list[float]], float]:
     """us of each launch by full kernel name, and us between first start and last end with nothing running.
 
-    Of a launch that begins beside the one before, what it takes beyond that one's end: all of it is the call's.
+    Of a launch that begins beside the one before, only what it takes beyond that one's end.
     """
     times: dict[str, list[float]] = defaultdict(list)
     idle, busy_until = 0.0, float(call[0]["ts"])
