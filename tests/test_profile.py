@@ -28,6 +28,7 @@ from upconv3d.profile.kernels import (
     rows_of,
     shorten,
 )
+from upconv3d.profile.measure import environment_line
 from upconv3d.profile.memory import running_peak
 from upconv3d.profile.results import write_whole
 
@@ -277,6 +278,12 @@ def test_a_cuda_device_has_an_index(monkeypatch):
         assert arguments.device_of(asked) == torch.device("cuda", index)
     with pytest.raises(arguments.ArgumentError, match="2 CUDA devices"):
         arguments.device_of(options("--device", "cuda:2"))
+
+
+@pytest.mark.parametrize("commit", ["0123456", "0123456 with local changes"])
+def test_a_commit_is_named_as_it_was_found(commit):
+    env = {"date": "today", "cpu": "some", "threads": 2, "torch": "2.13", "upconv3d": "0.1", "commit": commit}
+    assert environment_line(env).endswith(f"; commit {commit}")
 
 
 def test_a_shape_by_its_numbers():

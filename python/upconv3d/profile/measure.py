@@ -172,5 +172,6 @@ def environment_line(env: dict[str, Any]) -> str:
         parts += [f"CUDA {env['cuda']}", f"cuDNN {env['cudnn']}"]
     parts.append(f"upconv3d {env['upconv3d']}")
     if env.get("commit"):
-        parts.append(f"commit {env['commit'][:12]}{' with local changes' if ' ' in env['commit'] else ''}")
+        commit, _, changes = env["commit"].partition(" ")
+        parts.append(f"commit {commit[:12]} {changes}".strip())
     return "; ".join(parts)
