@@ -73,7 +73,7 @@ __device__ MomentSums sum_partials(const FinalizeSlabsArgs<T>& args, const Share
   int slab = 0;
   for (std::int64_t first = threadIdx.x; first < total; first += kThreads * kLoads) {
     float2 pair[kLoads];
-    double count[kLoads];
+    int count[kLoads];  // values
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const std::int64_t index = min(first + kThreads * i, total - 1);
@@ -82,11 +82,11 @@ __device__ MomentSums sum_partials(const FinalizeSlabsArgs<T>& args, const Share
       while (moment >= slabs.first_moment[slab + 1]) ++slab;
       const bool last = moment + 1 == slabs.first_moment[slab + 1];
       const int positions = last ? slabs.last_count[slab] : args.moment_positions;
-      count[i] = first + kThreads * i < total ? static_cast<double>(args.granule) * positions : 0.0;
+      count[i] = first + kThreads * i < total ? args.granule * positions : 0;
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      if (count[i] == 0.0) continue;
+      if (count[i] == 0) continue;
       const double delta = pair[i].x - pivot;
       sums.count += count[i];
       sums.sum += count[i] * delta;
