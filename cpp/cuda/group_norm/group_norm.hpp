@@ -83,9 +83,9 @@ struct NormalizeParams {
   const std::int8_t* steps = nullptr;  // [N,tiles,a_pitch], or null
   bool signed_steps = false;
   const std::int32_t* moment_of = nullptr;  // [Z*P*Q] partial moment of a position, below tiles; with steps
-  // [N], or null. Where given, the launch may begin beside the kernel before it, on an arch from 90 on: what it
-  // reads of a sample is there once the counts of this sample and of the first are at least merged_count, and
-  // all is there when that kernel has ended. Only from NDHWC.
+  // [N], or null. Where given, the launch may begin beside the kernel before it, on an arch from 90 on: what
+  // it reads of a sample is there once the counts of this sample and of the first are at least merged_count,
+  // and all is there when that kernel has ended. Only from NDHWC.
   const std::int32_t* merged = nullptr;
   std::int32_t merged_count = 0;
 };
