@@ -2,7 +2,6 @@
 #include "core/sm90_plan.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -12,6 +11,7 @@
 #include "core/half_blocks.hpp"
 #include "core/im2col_limits.hpp"
 #include "core/index_math.hpp"
+#include "core/leaving_blocks.hpp"
 #include "core/pack_stages.hpp"
 #include "core/slab_launches.hpp"
 #include "core/text.hpp"
@@ -297,34 +297,11 @@ double estimated_stored_ms(const Problem& p, const ConvInstance& instance, const
   return std::max(multiply, x + stored) + stored + tensor_ms(p, p.k, positions, size_of(p.dtype));
 }
 
-/// Blocks that end after the first sample, so that group_norm_normalize begins on their multiprocessors: as
-/// many as leave the least time in all, 0 where none gain much.
-int leaving_blocks(const Problem& p, const ConvInstance& instance, const Cut& cut, int sm_count) {
-  // What the normalization reads and writes on one multiprocessor where it has few: 40 GB/s of 16 bits with a
-  // step, up to 90 of others.
-  constexpr double kBytesPerMsAlone = 0.06e9;
-  constexpr int kMostShare = 6;                // of all, 1 / this
-  constexpr double kWorthwhileGain = 0.97;     // of the time without
-  constexpr double kWorthwhileGainMs = 0.002;  // and less by this
-  const double tiles = static_cast<double>(tile_count(p, instance));
-  const double multiply = estimated_multiply_ms(p, instance, cut, sm_count);
+/// Estimated time of a normalization that is a kernel of its own.
+double normalize_ms(const Problem& p, const ConvInstance& instance) {
   const double positions = static_cast<double>(p.positions());
-  const double normalize =
-      tensor_ms(p, p.k, positions, instance.stored_bits / 8) + tensor_ms(p, p.k, positions, size_of(p.dtype));
-  const double later = static_cast<double>(p.n - 1) / static_cast<double>(p.n);  // samples of all
-  const double waves = std::ceil(tiles / sm_count);
-  int best = 0;
-  double least = std::min(kWorthwhileGain * (multiply + normalize), multiply + normalize - kWorthwhileGainMs);
-  for (int blocks = 1; blocks <= sm_count / kMostShare; ++blocks) {
-    const double slower = multiply * std::ceil(tiles / (sm_count - blocks)) / waves;
-    const double hidden = blocks * kBytesPerMsAlone * slower * later / kBytesPerMs;  // as time of normalize
-    const double total = slower + normalize - std::min(hidden, normalize * later);
-    if (total < least) {
-      best = blocks;
-      least = total;
-    }
-  }
-  return best;
+  return tensor_ms(p, p.k, positions, instance.stored_bits / 8) +
+         tensor_ms(p, p.k, positions, size_of(p.dtype));
 }
 
 /// Estimated time of the convolution computed twice: the same multiplication with nothing to write, then with
@@ -459,8 +436,11 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
   const bool has_phases = p.stride != Extent3{1, 1, 1};
   if (cut.split_axes == 0 && has_phases) plan.window_tiles = window_tiles(p, slabs, instance);
-  if (!plan.linear && !plan.normalizes && plan.launches == 1 && !p.tail.returns_conv)
-    plan.leaving_blocks = leaving_blocks(p, instance, cut, device.sm_count);
+  if (!plan.linear && !plan.normalizes && plan.launches == 1 && !p.tail.returns_conv) {
+    plan.leaving_blocks =
+        leaving_blocks(estimated_multiply_ms(p, instance, cut, device.sm_count), normalize_ms(p, instance),
+                       tile_count(p, instance), p.n, device.sm_count);
+  }
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
   plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
   plan.estimated_unshared_ms =

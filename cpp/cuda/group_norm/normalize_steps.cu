@@ -18,6 +18,8 @@
 /// Shared memory is [channels][positions] with the 16-byte chunks of a channel permuted: chunk' = chunk ^
 /// (channel/8 * 8/kVectors). A warp writes kVectors vectors of channels at 32/kVectors positions, into 32
 /// different banks; and it reads eight consecutive chunks at a time, a permutation of all banks.
+///
+/// Launched beside the convolution, a block has the loads of four tiles on their way (TilesAhead).
 #include <cstdint>
 #include <stdexcept>
 #include <string>

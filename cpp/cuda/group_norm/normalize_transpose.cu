@@ -18,6 +18,8 @@
 /// Shared memory is [columns][rows] with the 16-byte chunks of a column permuted: chunk' = chunk ^ (column
 /// vector). A warp writes eight column vectors at four rows, into eight different groups of four banks; and
 /// it reads eight consecutive chunks at a time, a permutation of all banks. Neither conflicts.
+///
+/// Launched beside the convolution, a block has the loads of four tiles on their way (TilesAhead).
 #include <algorithm>
 #include <cstdint>
 
