@@ -239,7 +239,7 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   normalize.signed_steps = problem.tail.before() == Activation::kNone;
   normalize.moment_of = conv.moment_of;
   if (conv.normalized_beside) {
-    normalize.merged = workspace.counters + 2 + problem.n;
+    normalize.merged = workspace.counters + merged_counters(problem);
     normalize.merged_count = kSampleMerged;
   }
   const StageRange range("upconv3d::normalize");

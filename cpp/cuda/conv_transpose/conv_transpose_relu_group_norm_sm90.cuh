@@ -36,7 +36,8 @@
 ///   warp 0       hands out tiles and loads their operands by TMA (mainloop_sm90.cuh)
 ///   warps 4-11   two warpgroups multiply by wgmma; bias, before(), rounding (relu_epilogue_sm90.cuh); of
 ///                tiles of few k-blocks, or stored with a step, the moments
-///   warps 1, 2   store the results of warpgroup 1, 2 and take the other tiles' moments (drain_sm90.cuh)
+///   warps 1, 2   store the results of warpgroup 1, 2 and take the other tiles' moments
+///                (drain_tiles_sm90.cuh)
 ///   warp 3       merges moments and normalizes finished samples; when no tile is left, the warps that
 ///                multiplied help with what remains (group_norm_sm90.cuh). A few blocks stop early for that,
 ///                or leave their multiprocessors to group_norm_normalize, launched beside this kernel.
@@ -68,7 +69,7 @@
 #include "core/slab_launches.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/conv_transpose/cooperative_launch.hpp"
-#include "cuda/conv_transpose/drain_sm90.cuh"
+#include "cuda/conv_transpose/drain_tiles_sm90.cuh"
 #include "cuda/conv_transpose/finalize_sm90.cuh"
 #include "cuda/conv_transpose/group_norm_sm90.cuh"
 #include "cuda/conv_transpose/mainloop_sm90.cuh"
@@ -142,59 +143,6 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, SharedMem
   }
   // All done long ago; said for the compiler, which else waits inside the branches that follow.
   cute::warpgroup_wait<0>();
-}
-
-/// Helper warps 1 and 2: store staged half tiles and take their moments.
-template <class Traits>
-CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory<Traits> const& shared,
-                                int warpgroup) {
-  ControlStorage<Traits>& control = *shared.control;
-  char const* const staging = shared.staging + warpgroup * Traits::WG_STAGING_BYTES;
-  std::int8_t const* const steps = control.step[warpgroup];
-  RingCursor slot;
-  RingCursor staged{warpgroup, 0};
-  // Arriving takes until the stores are written, microseconds. Where the next half tile is staged by then, it
-  // comes first: tiles of few k-blocks would else wait for that.
-  int* pending = nullptr;
-  for (;;) {
-    if (!control.tiles.is_full(slot) || !control.staging.is_full(staged)) arrive_stored<0>(pending);
-    control.tiles.wait_full(slot);
-    TileNote<Traits> const note = control.tile[slot.slot];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) control.tiles.arrive_empty(slot.slot);
-    slot.advance(kTileSlots);
-    if (is_end(note)) break;
-    TileCoord const coord = noted_tile(params, note);
-    KernelSlab<Traits> const& slab = params.slabs[coord.slab];
-    for (int round = 0; round < Traits::STAGE_ROUNDS; ++round) {
-      if (round > 0 && !control.staging.is_full(staged)) arrive_stored<0>(pending);
-      control.staging.wait_full(staged);
-      __syncwarp();
-      HalfTile const half = Drain<Traits>::half_tile(params, coord, warpgroup, round);
-      if (half.valid > 0) {
-        if constexpr (Traits::QUANTIZED) {
-          Drain<Traits>::write_steps(params, half, steps);
-          Drain<Traits>::write_moment_of(params, slab, half);
-        }
-        Drain<Traits>::store(params, slab, half, staging);
-        if (consumers_take_moments(slab, half.valid)) {
-          Drain<Traits>::write_row_moments(params, half, control.row[warpgroup]);
-        } else if (!params.linear) {
-          Drain<Traits>::moments(params, half, staging, steps);
-        }
-      }
-      if (threadIdx.x % 32 == 0) {
-        cute::tma_store_arrive();   // one group of stores per half tile, also where there are none
-        cute::tma_store_wait<0>();  // read from shared memory
-      }
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) control.staging.arrive_empty(warpgroup);
-      arrive_stored<1>(pending);
-      if (!params.linear) pending = params.arrivals + coord.n;
-      staged.phase ^= 1;
-    }
-  }
-  arrive_stored<0>(pending);
 }
 
 /// By all threads of one block. \see counter_count
@@ -452,8 +400,8 @@ void point_to(const ConvTransposeParams& params, KernelParams<Traits>& to) {
   to.channel_table = params.channel_table;
   to.next_tile = params.counters;
   to.next_item = params.counters + 1;
-  to.arrivals = params.counters + 2;
-  to.finalized = params.counters + 2 + params.problem.n;
+  to.arrivals = params.counters + kStoredCounters;
+  to.finalized = params.counters + merged_counters(params.problem);
 }
 
 /// A launch of one persistent block per multiprocessor, all at once.

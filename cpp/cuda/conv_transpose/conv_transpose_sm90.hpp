@@ -84,13 +84,20 @@ struct ConvTransposeParams {
 /// lines of memory of their own, apart from those that blocks look at while they wait.
 inline constexpr std::int64_t kTwiceDealt = 32;
 
-/// The counter of a sample, the first of which has place 2 + N, is at least this once the sample's moments
-/// are in channel_table.
+/// Where the counters [N] of what is stored of each sample begin, behind those of tiles and items handed out.
+inline constexpr std::int64_t kStoredCounters = 2;
+
+/// Where those of what is merged of each sample begin.
+inline std::int64_t merged_counters(const Problem& problem) {
+  return kStoredCounters + problem.n;
+}
+
+/// The latter are at least this once the sample's moments are in channel_table.
 inline constexpr std::int32_t kSampleMerged = 1 << 30;
 
 /// Counters that a launch needs.
 inline std::int64_t counter_count(const Problem& problem) {
-  return std::max<std::int64_t>(2 + 2 * problem.n, kTwiceDealt + 2 * kMaxTwiceSets);
+  return std::max<std::int64_t>(merged_counters(problem) + problem.n, kTwiceDealt + 2 * kMaxTwiceSets);
 }
 
 using ConvTransposeLauncher = void (*)(const ConvTransposeParams& params, cudaStream_t stream);
