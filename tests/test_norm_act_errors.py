@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What conv_transpose3d_norm_act says of bad arguments."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import upconv3d
+from tails import make_call
+
+
+def _vector(*sizes):
+    return torch.ones(sizes, dtype=torch.float64)
+
+
+# name: (arguments that replace good ones, exception class, fragments of the message)
+ERRORS = {
+    "order": ({"order": "norm"}, ValueError, ["order must be one of", "'act_norm'", "order='norm'"]),
+    "norm": ({"norm": "batch"}, ValueError, ["norm must be one of", "'instance'", "norm='batch'"]),
+    "activation": ({"activation": "mish"}, ValueError, ["activation must be one of", "'silu'", "'mish'"]),
+    "activation-object": ({"activation": ["relu"]}, ValueError, ["activation must be one of"]),
+    "no-num_groups": ({"num_groups": None}, ValueError, ["norm='group' needs num_groups", "Remedy"]),
+    "num_groups-0": ({"num_groups": 0}, RuntimeError, ["num_groups=0", "Remedy"]),
+    "num_groups-4": ({"num_groups": 4}, RuntimeError, ["num_groups=4", "Divisors: 1, 2, 3, 6"]),
+    "num_groups-type": ({"num_groups": 2.0}, TypeError, ["num_groups", "2.0"]),
+    "num_groups-instance": ({"norm": "instance"}, ValueError, ["num_groups=2", "norm='instance'", "Remedy"]),
+    "norm_weight-no-norm": (
+        {"norm": None, "num_groups": None, "norm_weight": _vector(6)},
+        ValueError,
+        ["norm_weight", "norm=None", "Remedy"],
+    ),
+    "norm_weight-length": ({"norm_weight": _vector(5)}, RuntimeError, ["norm_weight", "[5]"]),
+    "norm_bias-dtype": ({"norm_bias": _vector(6).float()}, RuntimeError, ["norm_bias", "float32"]),
+    "parameter-of-none": ({"activation_param": 0.1}, ValueError, ["'relu' has no parameter", "0.1"]),
+    "parameter-type": (
+        {"activation": "elu", "activation_param": "a"},
+        TypeError,
+        ["must be a number", "str"],
+    ),
+    "parameter-tensor": (
+        {"activation": "elu", "activation_param": _vector(1)},
+        TypeError,
+        ["must be a number", "Tensor"],
+    ),
+    "parameter-nan": ({"activation": "elu", "activation_param": math.nan}, ValueError, ["finite", "nan"]),
+    "slopes-missing": ({"activation": "prelu"}, TypeError, ["slopes", "NoneType", "Remedy"]),
+    "slopes-number": ({"activation": "prelu", "activation_param": 0.1}, TypeError, ["slopes", "float"]),
+    "slopes-length": ({"activation": "prelu", "activation_param": _vector(4)}, RuntimeError, ["[4]", "[6]"]),
+    "slopes-rank": ({"activation": "prelu", "activation_param": _vector(6, 1)}, RuntimeError, ["[6, 1]"]),
+    "slopes-dtype": (
+        {"activation": "prelu", "activation_param": _vector(6).float()},
+        RuntimeError,
+        ["activation_param", "float32"],
+    ),
+    "skip-type": ({"skip": 1.0}, TypeError, ["skip must be a tensor", "float"]),
+    "skip-sizes": ({"skip": _vector(2, 6, 1, 1, 1)}, RuntimeError, ["skip must have the sizes", "expand"]),
+    "skip-rank": ({"skip": _vector(6, 1)}, RuntimeError, ["skip must have the sizes", "[6, 1]"]),
+    "skip-device": (
+        {"skip": torch.empty(2, 6, 5, 2, 7, device="meta")},
+        RuntimeError,
+        ["one device", "meta"],
+    ),
+    "bias-device": ({"bias": _vector(6).to("meta")}, RuntimeError, ["device", "meta"]),
+    "bias-length": ({"bias": _vector(7)}, RuntimeError, ["bias", "[7]"]),
+    "bias-type": ({"bias": [1.0]}, TypeError, ["bias must be a tensor", "list"]),
+    "weight-rank": ({"weight": _vector(4, 6, 3, 3)}, RuntimeError, ["weight must be"]),
+    "weight-dtype": ({"weight": _vector(4, 6, 3, 3, 3).float()}, RuntimeError, ["dtype", "float32"]),
+    "input-rank": ({"input": _vector(4, 3, 3)}, RuntimeError, ["input must be"]),
+    "input-dtype": ({"input": _vector(2, 4, 3, 3, 3).long()}, NotImplementedError, ["int64"]),
+    "input-sparse": ({"input": _vector(2, 4, 3, 3, 3).to_sparse()}, RuntimeError, []),
+    "channels": ({"input": _vector(2, 5, 3, 3, 3)}, RuntimeError, ["weight.size(0)"]),
+    "stride": ({"stride": 0}, RuntimeError, ["stride"]),
+    "output_padding": ({"output_padding": 3}, RuntimeError, ["output_padding"]),
+    "no-output": ({"padding": 9}, RuntimeError, ["output size must be positive"]),
+    "groups-type": ({"groups": 1.0}, TypeError, ["groups", "1.0"]),
+    "empty-output": (
+        {"input": _vector(2, 4, 1, 1, 1), "weight": _vector(4, 6, 2, 2, 2), "padding": 1},
+        RuntimeError,
+        ["output size must be positive", "0x0x0", "Lower the padding"],
+    ),
+    "eps": ({"eps": math.nan}, ValueError, ["eps", "nan"]),
+    "eps-none": ({"eps": None}, TypeError, ["eps must be a number", "None"]),
+    "precision": ({"precision": "fp16"}, ValueError, ["precision", "fp16"]),
+    "one-value": (
+        {"input": _vector(2, 4, 1, 1, 1), "padding": 1, "norm": "instance", "num_groups": None},
+        ValueError,
+        ["more than one value"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_arguments(device, name):
+    wrong, exception, fragments = ERRORS[name]
+    call = make_call(device=device)
+    keywords = call.keywords() | {"norm_weight": None, "norm_bias": None}
+    keywords |= {name: call.tensors[name] for name in ("input", "weight", "bias")}
+    wrong = {
+        key: value.to(device) if isinstance(value, torch.Tensor) and not value.is_meta else value
+        for key, value in wrong.items()
+    }
+    with pytest.raises(exception) as raised:
+        upconv3d.conv_transpose3d_norm_act(**(keywords | wrong))
+    for fragment in fragments:
+        assert fragment in str(raised.value)
+    if fragments:
+        assert "upconv3d: " in str(raised.value)
+
+
+def test_mixed_devices(cuda):
+    call = make_call(skip=True, activation="prelu", device=cuda)
+    for name in call.tensors:
+        with pytest.raises(RuntimeError, match="device"):
+            replace(call, tensors=call.tensors | {name: call.tensors[name].cpu()}).ours()
