@@ -439,7 +439,7 @@ def test_normalization_runs_beside_the_convolution_of_later_samples(changes):
     """Where it is a kernel of its own: a few blocks of the convolution leave it their multiprocessors."""
     plan = plan_of(facts(**changes))
     assert plan.stages[-1] == "group_norm_normalize"
-    assert 0 < plan.leaving_blocks <= HOPPER["sm_count"] // 6
+    assert 0 < plan.leaving_blocks <= HOPPER["sm_count"] // 5
     assert f"beside the convolution, of which {plan.leaving_blocks} blocks end" in str(plan)
     # No later sample, or few tiles: nothing to gain.
     for small in ({"n": 1}, {"extent": (8, 8, 8)}):

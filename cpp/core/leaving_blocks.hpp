@@ -14,22 +14,28 @@ namespace upconv3d {
 /// as leave the least time in all, 0 where none gain much.
 ///
 /// \param multiply, normalize estimated ms of the two, one after the other on the whole card
+/// \param steps whether 16 bits with a step are normalized
 /// \param tiles of all `samples`
-inline int leaving_blocks(double multiply, double normalize, std::int64_t tiles, std::int64_t samples,
-                          int sm_count) {
-  // Of the card's bandwidth, what the normalization gets of one multiprocessor where it has few: 60 GB/s of
-  // 4200; 40 were seen of 16 bits with a step, up to 90 of others.
-  constexpr double kBandwidthShare = 60.0 / 4200.0;
-  constexpr int kMostShare = 6;                // of all blocks, 1 / this
+inline int leaving_blocks(double multiply, double normalize, bool steps, std::int64_t tiles,
+                          std::int64_t samples, int sm_count) {
+  // Of the card's bandwidth, what the normalization gets of one multiprocessor where it has few: 40 GB/s of
+  // 4200 were seen of 16 bits with a step, 60 to 90 of others.
+  const double bandwidth_share = (steps ? 40.0 : 60.0) / 4200.0;
+  constexpr int kMostShare = 5;                // of all blocks, 1 / this
   constexpr double kWorthwhileGain = 0.97;     // of the time without
   constexpr double kWorthwhileGainMs = 0.002;  // and less by this
   const double later = static_cast<double>(samples - 1) / static_cast<double>(samples);  // samples of all
-  const double all = static_cast<double>(tiles), waves = std::ceil(all / sm_count);
+  const double all = static_cast<double>(tiles);
+  // All blocks compute the first sample.
+  const auto waves = [&](int blocks) {
+    constexpr double kRounding = 1e-6;  // of the sum, which may be whole
+    return std::ceil(all * (1 - later) / sm_count + all * later / (sm_count - blocks) - kRounding);
+  };
   int best = 0;
   double least = std::min(kWorthwhileGain * (multiply + normalize), multiply + normalize - kWorthwhileGainMs);
   for (int blocks = 1; blocks <= sm_count / kMostShare; ++blocks) {
-    const double slower = multiply * std::ceil(all / (sm_count - blocks)) / waves;
-    const double hidden = blocks * kBandwidthShare * slower * later;  // as time of normalize
+    const double slower = multiply * waves(blocks) / waves(0);
+    const double hidden = blocks * bandwidth_share * slower * later;  // as time of normalize
     const double total = slower + normalize - std::min(hidden, normalize * later);
     if (total < least) {
       best = blocks;

@@ -439,7 +439,7 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   if (!plan.linear && !plan.normalizes && plan.launches == 1 && !p.tail.returns_conv) {
     plan.leaving_blocks =
         leaving_blocks(estimated_multiply_ms(p, instance, cut, device.sm_count), normalize_ms(p, instance),
-                       tile_count(p, instance), p.n, device.sm_count);
+                       stores_steps(plan), tile_count(p, instance), p.n, device.sm_count);
   }
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
   plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);

@@ -7,7 +7,7 @@
 ///         [C,T*R*S,K]                          channels_last_3d as PyTorch keeps it: K contiguous, which
 ///                                              wgmma takes of 16 bits, and zeros beyond C and K are TMA's
 ///   a     [N,Z,P,Q,K]                 output   before(conv + bias), then y: in place, or beside it
-///   part  [N,moments,K/granule,2]     float    (mean, M2) of the *rounded* before(conv + bias)
+///   part  [N,moments,K/granule,2]     float    (mean, M2) of before(conv + bias), rounded or not
 ///   table [N,G,4]                     float    mean, rest of the mean, 1/sqrt(var + eps)
 ///
 /// before() is ReLU or nothing; y = after(normalized a), after() nothing, ReLU or a slope (core/tail.hpp).
@@ -38,9 +38,10 @@
 ///                tiles of few k-blocks, or stored with a step, the moments
 ///   warps 1, 2   store the results of warpgroup 1, 2 and take the other tiles' moments
 ///                (drain_tiles_sm90.cuh)
-///   warp 3       merges moments and normalizes finished samples; when no tile is left, the warps that
-///                multiplied help with what remains (group_norm_sm90.cuh). A few blocks stop early for that,
-///                or leave their multiprocessors to group_norm_normalize, launched beside this kernel.
+///   warp 3       merges moments and normalizes finished samples; warps 1 and 2 normalize too, between two
+///                tiles, and when no tile is left, so do the warps that multiplied (group_norm_sm90.cuh).
+///                Or a few blocks leave their multiprocessors to group_norm_normalize, launched beside this
+///                kernel.
 ///
 /// Where no launch packs anything, none has cleared the counters either: block 0 does, and all others wait
 /// for it at a barrier of the cooperative launch.
@@ -129,11 +130,10 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, SharedMem
     };
     control.staging.wait_empty(staged);  // told or not: else the last slots of the rings are released late
     if constexpr (!Traits::TELLS_TILES) load_terms();
-    int step[2];
-    Epilogue::prepare(params, terms, valid, acc, step);
     bool const takes_moments = consumers_take_moments(params.slabs[tile.slab], valid);
-    Epilogue::stage(params, acc, step, staging, control.step[warpgroup],
-                    takes_moments ? control.row[warpgroup] : nullptr);
+    int step[2];
+    Epilogue::prepare(params, terms, valid, acc, step, takes_moments ? control.row[warpgroup] : nullptr);
+    Epilogue::stage(params, acc, step, staging, control.step[warpgroup]);
     hand_over();
     if constexpr (Traits::STAGE_ROUNDS == 2) {
       control.staging.wait_empty(staged);
@@ -288,7 +288,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
     }
     const int k_blocks = slab.taps[0] * slab.taps[1] * slab.taps[2] * (slab.c_end - slab.c_begin);
     slab.x_loads = k_blocks / slab.shared_taps;
-    slab.row_moments = wants_row_moments<Traits>(k_blocks) && !to.linear;
+    slab.row_moments = wants_row_moments<Traits>(k_blocks, problem.n) && !to.linear;
     const std::int64_t pos_tiles = ceil_div(from.positions(), Traits::BLK_POS);
     slab.first_tile = static_cast<int>(tiles);
     slab.first_moment = static_cast<int>(moments);
@@ -349,6 +349,7 @@ void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType 
   to.normalizes = params.channel_table == nullptr && !params.linear;
   to.normalized_beside = params.normalized_beside;
   to.in_place = to.normalizes && params.y == nullptr;
+  to.drains_normalize = to.normalizes && problem.n > 1;
   // Stepped16 in y's memory has room for twice as many.
   const std::int64_t pitch = padded_channels(problem.k);
   to.pitch = static_cast<int>(to.in_place && Traits::QUANTIZED ? 2 * pitch : pitch);
@@ -424,11 +425,8 @@ class ConvTransposeLaunchSm90 : public RememberedLaunch {
     point_to(params, params_);
     launch_cooperative(kName, kKernel, &params_, {blocks_, Traits::THREADS, kSharedMemoryBytes}, stream,
                        [&](int blocks) {
-                         const int leaving = params_.normalizes ? normalizing_blocks(params_.samples, blocks)
-                                                                : blocks * params.leaving_blocks / blocks_;
+                         const int leaving = blocks * params.leaving_blocks / blocks_;
                          params_.tile_blocks = std::max(blocks - leaving, 1);
-                         // Who leaves to normalize may merge on the way; who makes room for others must not.
-                         params_.merging_blocks = params_.normalizes ? blocks : params_.tile_blocks;
                        });
   }
 

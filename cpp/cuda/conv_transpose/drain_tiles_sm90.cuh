@@ -4,24 +4,56 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cute/arch/copy_sm90_tma.hpp"
 
+#include "core/channels.hpp"
 #include "cuda/conv_transpose/drain_sm90.cuh"
 #include "cuda/conv_transpose/group_norm_sm90.cuh"
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
 
 namespace upconv3d::cuda {
 
-/// Stores what a warpgroup stages, and takes the moments that it does not.
+/// Items that a drain warp normalizes in the memory of the half tile that it stored, while the next tile is
+/// multiplied, which is the one noted in `slot`: no more than it will be done with by then.
+template <class Traits>
+CUTLASS_DEVICE int items_beside_next(KernelParams<Traits> const& params,
+                                     ControlStorage<Traits> const& control, RingCursor const& slot) {
+  if (!control.tiles.is_full(slot)) return 0;
+  control.tiles.wait_full(slot);  // by every lane, before it reads
+  TileNote<Traits> const note = control.tile[slot.slot];
+  if (is_end(note)) return 0;
+  TileWork const next = noted_tile(params, note);
+  // In k-blocks: until the first item is here, and the warp ready for the tile again; to normalize one.
+  constexpr int kMargin = 8, kItem = 4, kMost = 4;
+  static_assert(Traits::ITEM_BUFFERS * Traits::ITEM_BYTES <= Traits::WG_STAGING_BYTES);
+  int const k_blocks = next.x_loads * next.shared_taps * Traits::BLK_C / int(kBlockInputs);
+  return max(min((k_blocks - kMargin) / kItem, kMost), 0);
+}
+
+/// Where the drain warps have moments to take of all tiles, and no time for more.
+struct NoGroupNormWorker {
+  template <class... Any>
+  CUTLASS_DEVICE explicit NoGroupNormWorker(Any const&...) {}
+  CUTLASS_DEVICE void run_ready(char*, int) {}
+  CUTLASS_DEVICE void run(char*) {}
+};
+
+/// Stores what a warpgroup stages and takes the moments that it does not; between two tiles, and in the end,
+/// normalizes.
 template <class Traits>
 CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory<Traits> const& shared,
                                 int warpgroup) {
   ControlStorage<Traits>& control = *shared.control;
-  char const* const staging = shared.staging + warpgroup * Traits::WG_STAGING_BYTES;
+  char* const memory = shared.staging + warpgroup * Traits::WG_STAGING_BYTES;
+  char const* const staging = memory;
   std::int8_t const* const steps = control.step[warpgroup];
   RingCursor slot;
   RingCursor staged{warpgroup, 0};
+  using Worker =
+      std::conditional_t<Traits::TAKES_ROW_MOMENTS, GroupNormWorker<Traits, false>, NoGroupNormWorker>;
+  Worker worker(params, control, control.items[1 + kConsumerWarps + warpgroup]);
   // Arriving takes until the stores are written, microseconds. Where the next half tile is staged by then, it
   // comes first: tiles of few k-blocks would else wait for that.
   int* pending = nullptr;
@@ -57,13 +89,24 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
         cute::tma_store_wait<0>();  // read from shared memory
       }
       __syncwarp();
-      if (threadIdx.x % 32 == 0) control.staging.arrive_empty(warpgroup);
+      bool const normalizes = params.drains_normalize && slab.row_moments;  // so there is one round
+      int const items = normalizes ? items_beside_next(params, control, slot) : 0;
+      auto const release = [&] {
+        if (threadIdx.x % 32 == 0) control.staging.arrive_empty(warpgroup);
+      };
+      if (items == 0) release();
       arrive_stored<1>(pending);
       if (!params.linear) pending = params.arrivals + coord.n;
+      if (items > 0) {
+        arrive_stored<0>(pending);
+        worker.run_ready(memory, items);
+        release();
+      }
       staged.phase ^= 1;
     }
   }
   arrive_stored<0>(pending);
+  if (params.normalizes) worker.run(memory);
 }
 
 }  // namespace upconv3d::cuda

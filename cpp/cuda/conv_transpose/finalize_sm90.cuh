@@ -71,7 +71,7 @@ CUTLASS_DEVICE ChannelMapSm90<typename Traits::Stored> channel_map(KernelParams<
   return map;
 }
 
-/// A block's share of merging: of the steps of all samples, one after the other, every merging_blocks-th. A
+/// A block's share of merging: of the steps of all samples, one after the other, every tile_blocks-th. A
 /// step merges the partial moments of some groups, or a part of a group's; then the last steps of a sample
 /// merge the parts. Steps wait for earlier ones alone, so all of them come to their turn.
 template <class Traits>
@@ -80,7 +80,7 @@ class GroupFinalizer {
   CUTLASS_DEVICE GroupFinalizer(KernelParams<Traits> const& params, ControlStorage<Traits> const& control)
       : params_(params),
         control_(control),
-        next_step_(int(blockIdx.x) < params.merging_blocks ? int(blockIdx.x) : all_steps()) {}
+        next_step_(int(blockIdx.x) < params.tile_blocks ? int(blockIdx.x) : all_steps()) {}
 
   CUTLASS_DEVICE bool done() const { return next_step_ >= all_steps(); }
 
@@ -111,7 +111,7 @@ class GroupFinalizer {
       params_.merge_lanes == 1 ? finalize<1>(sample, of_sample) : finalize<32>(sample, of_sample);
     }
     arrive_merged(params_.finalized + sample, params_.merge_steps);
-    next_step_ += params_.merging_blocks;
+    next_step_ += params_.tile_blocks;
     return true;
   }
 

@@ -68,32 +68,23 @@ class GroupNormWorker {
             : cutlass::ceil_div(Drain<Traits>::pixels(params), Traits::ITEM_POS) * params.k_tiles.divisor;
     items_per_sample_ = cutlass::FastDivmod(per_sample);
     all_items_ = per_sample * params.samples;
-    if (params.normalizes) ask();
   }
 
   /// Merges moments and normalizes until nothing is left: while one item is normalized, TMA
-  /// brings the next ones. A load takes long while the operands' loads keep the memory system busy, and there
-  /// is only this one warp.
+  /// brings the next ones. A load takes long while the operands' loads keep the memory system busy.
   ///
   /// \param buffers [ITEM_BUFFERS] [BLK_K/panel channels][ITEM_POS][panel channels] Stored, swizzled
   CUTLASS_DEVICE void run(char* buffers) {
-    RingCursor load, use;
     Item items[Traits::ITEM_BUFFERS];
     int loading = 0;
     for (;;) {
       while (loading < Traits::ITEM_BUFFERS && take()) {
-        Item const item = take_held();
-        set(items, load.slot, item);
-        load_item(item, load.slot, buffers);
-        load.advance(Traits::ITEM_BUFFERS);
+        start(items, buffers);
         ++loading;
       }
       bool const idle = loading == 0;
       if (!idle) {
-        items_.wait_full(use);
-        normalize_loaded(get(items, use.slot), buffers + use.slot * Traits::ITEM_BYTES);
-        __syncwarp();  // before TMA overwrites what was read
-        use.advance(Traits::ITEM_BUFFERS);
+        finish(items, buffers);
         --loading;
       }
       bool finalizes = false, all_final = true;
@@ -108,6 +99,21 @@ class GroupNormWorker {
     }
   }
 
+  /// Normalizes items that are ready now, `most` of them at most; waits for no others.
+  CUTLASS_DEVICE void run_ready(char* buffers, int most) {
+    Item items[Traits::ITEM_BUFFERS];
+    for (int loading = 0;;) {
+      while (loading < Traits::ITEM_BUFFERS && most > 0 && take()) {
+        start(items, buffers);
+        ++loading;
+        --most;
+      }
+      if (loading == 0) return;
+      finish(items, buffers);
+      --loading;
+    }
+  }
+
  private:
   /// ITEM_POS positions x BLK_K channels of a sample. As a rule they lie next to each other in memory. With
   /// Stepped16 they are a share of a tile, since values have a meaning only together with their tile's steps.
@@ -117,6 +123,21 @@ class GroupNormWorker {
     int channel;   // first
     int position;  // first, in [Z,P,Q]; Stepped16: within the slab, perhaps beyond it
   };
+
+  /// Has the item held brought to the next buffer.
+  CUTLASS_DEVICE void start(Item (&items)[Traits::ITEM_BUFFERS], char* buffers) {
+    Item const item = take_held();
+    set(items, load_.slot, item);
+    load_item(item, load_.slot, buffers);
+    load_.advance(Traits::ITEM_BUFFERS);
+  }
+  /// Normalizes the item that was started first.
+  CUTLASS_DEVICE void finish(Item const (&items)[Traits::ITEM_BUFFERS], char* buffers) {
+    items_.wait_full(use_);
+    normalize_loaded(get(items, use_.slot), buffers + use_.slot * Traits::ITEM_BYTES);
+    __syncwarp();  // before TMA overwrites what was read
+    use_.advance(Traits::ITEM_BUFFERS);
+  }
 
   /// Register arrays take constant indices only.
   CUTLASS_DEVICE static void set(Item (&items)[Traits::ITEM_BUFFERS], int slot, Item const& item) {
@@ -138,6 +159,8 @@ class GroupNormWorker {
   /// samples.
   CUTLASS_DEVICE bool take() {
     if (done_) return false;
+    if (!asked_) ask();
+    asked_ = true;
     held_ = __shfl_sync(0xffffffffu, ticket_, 0);
     return sample_ready(held_);
   }
@@ -259,7 +282,8 @@ class GroupNormWorker {
     // Positions of a lane that are worked on side by side: shared memory answers late while wgmma reads it.
     constexpr int kBatch = 4;
     static_assert(Traits::ITEM_POS % (kRows * kBatch) == 0 && Traits::ITEM_POS <= 32);
-    int const lane = threadIdx.x % 32;
+    int lane = threadIdx.x % 32;
+    asm volatile("" : "+r"(lane));  // as in StagedTile::stage_half
     int const chunk = lane % kChunks;
     int const channel = item.channel + chunk * kVector;
     bool const inside = channel < channel_end(params_, item.channel);
@@ -325,6 +349,7 @@ class GroupNormWorker {
   Params const& params_;
   ControlStorage<Traits>& control_;
   RingBarriers<Traits::ITEM_BUFFERS>& items_;
+  RingCursor load_, use_;             // buffers
   GroupFinalizer<Traits> finalizer_;  // FINALIZES only
   cutlass::FastDivmod items_per_sample_;
   int all_items_;                         // of all samples and blocks
@@ -334,14 +359,8 @@ class GroupNormWorker {
   ChannelMapSm90<Stored> maps_[kVector];  // of the channels that items last used
   int maps_sample_ = -1;
   int maps_channel_ = -1;
+  bool asked_ = false;  // for the first item: a warp that never comes to one is not to hold it
   bool done_ = false;
 };
-
-/// How many of the launch's blocks leave the tiles to the others once the first sample is done. Helper warps
-/// alone normalize half as much as is computed meanwhile. Of 132 blocks, 2 to 8 gained 1 % with 16 samples,
-/// none with 2: then the first is a large part of all.
-inline int normalizing_blocks(int samples, int blocks) {
-  return samples >= 4 ? blocks / 32 : 0;
-}
 
 }  // namespace upconv3d::cuda

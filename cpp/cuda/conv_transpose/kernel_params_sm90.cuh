@@ -39,6 +39,9 @@ inline constexpr int kControlBytes = 3072;
 /// Warps that multiply.
 inline constexpr int kConsumerWarps = 8;
 
+/// Warps that normalize at one time or another: warp 3, those that multiplied, and those that stored.
+inline constexpr int kNormalizingWarps = 1 + kConsumerWarps + 2;
+
 /// Rows of a k-block's channels in shared memory: of 128 bytes or, of half as many channels, 64.
 template <class Operand, int BLK_C>
 using SmemAtomOf = std::conditional_t<BLK_C == int(kBlockInputs), cute::GMMA::Layout_K_SW128_Atom<Operand>,
@@ -197,8 +200,8 @@ struct ControlStorage {
   RingBarriers<kMaxXUnits> x;
   RingBarriers<kMaxWUnits> w;
   RingBarriers<kTileSlots> tiles;
-  RingBarriers<2> staging;                                       // slot: consumer warpgroup
-  RingBarriers<Traits::ITEM_BUFFERS> items[1 + kConsumerWarps];  // of warp 3, of the warps that multiplied
+  RingBarriers<2> staging;  // slot: consumer warpgroup
+  RingBarriers<Traits::ITEM_BUFFERS> items[kNormalizingWarps];
   TileNote<Traits> tile[kTileSlots];
   int tile_sample;  // of the last tile handed out, or INT_MAX
   // Of the slabs, for lanes that each look at another one: constant memory answers those one after the other.
@@ -252,17 +255,18 @@ struct KernelSlab : SlabGeometry {
 };
 
 /// In tiles of at most this many k-blocks, or twice as many half ones, the consumers take the moments, which
-/// costs them 2000 cycles: a drain warp takes 12000, in which 11 k-blocks are multiplied. With 27 k-blocks
-/// one was as quick as the other.
+/// costs them 900 cycles: a drain warp takes 12000, in which 11 k-blocks are multiplied. Of several samples
+/// the drain warps have to normalize as well, so the consumers do it in longer tiles too (27 k-blocks: 2 % of
+/// a block of 16 samples gained, 1 % of one sample lost; 64 k-blocks: half a percent of 16 samples lost).
 inline constexpr int kRowMomentBlocks = 16;
+inline constexpr int kRowMomentBlocksOfSeveral = 32;
 
 /// Whether consumers take the moments of the whole half tiles of a slab, of so many k-blocks. Of 16 bits with
-/// a step always: their integers are as they will be stored, which saves a third of the instructions, and
-/// wgmma no longer waits for a drain warp's reads (27 k-blocks: 2 % of the block).
+/// a step always: the values in steps that they sum are at hand.
 template <class Traits>
-bool wants_row_moments(int k_blocks) {
-  return Traits::TAKES_ROW_MOMENTS &&
-         (Traits::QUANTIZED || k_blocks * Traits::BLK_C <= kRowMomentBlocks * kBlockInputs);
+bool wants_row_moments(int k_blocks, std::int64_t samples) {
+  const int most = samples > 1 ? kRowMomentBlocksOfSeveral : kRowMomentBlocks;
+  return Traits::TAKES_ROW_MOMENTS && (Traits::QUANTIZED || k_blocks * Traits::BLK_C <= most * kBlockInputs);
 }
 
 /// Whether the consumers take a half tile's moments from their accumulators; else its drain warp does, from
@@ -301,8 +305,7 @@ struct KernelParams {
   int first_end_window;                    // of the last sample, the first of those windows
   int window_tiles;                        // position tiles of a window, 0: the order has no windows
   int order_size;                          // places of all samples
-  int tile_blocks;                         // blocks that compute tiles to the end
-  int merging_blocks;                      // blocks that merge moments, the first ones
+  int tile_blocks;                         // blocks that compute tiles to the end, and merge moments
   RingShape rings;
   Output* a;                           // [N,Z,P,Q,pitch] Stored: before(conv)
   Output* y;                           // [N,Z,P,Q,K], which may be a's memory, if this kernel normalizes
@@ -331,6 +334,7 @@ struct KernelParams {
   int groups;                          // G
   cutlass::FastDivmod group_channels;  // K/G
   cutlass::FastDivmod group_granules;  // K/G/granule
+  bool drains_normalize;               // between two tiles; only where consumers take the moments
   int merge_lanes;                     // that merge one group's partial moments, 1 or 32
   int merge_parts;                     // that a group's partial moments are merged in; if several, then those
   int merge_steps;                     // of a warp for a sample: 32 / merge_lanes groups or one part each

@@ -61,7 +61,7 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
     control.tiles.arrive_full(slot.slot);
     slot.advance(kTileSlots);
     if (!more) break;
-    // A few blocks turn to normalizing as soon as there is a sample to normalize.
+    // A few blocks leave, for group_norm_normalize, as soon as there is a sample to normalize.
     bool const last = int(blockIdx.x) >= params.tile_blocks && coord.n > 0;
     // Asked for now, used after this tile's loads.
     int const next_tile = last ? params.order_size : int(gridDim.x) + atomicAdd(params.next_tile, 1);

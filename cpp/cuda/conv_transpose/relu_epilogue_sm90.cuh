@@ -85,12 +85,20 @@ struct ReluEpilogue {
   ///
   /// \param valid positions inside the slab; those beyond belong to the next sample
   /// \param step  written: exponents of the thread's two channels, Stepped16 only
+  /// \param rows  [64] written, unless null: (mean, M2) of the channels, of which all positions are valid
   template <class Accumulator>
   CUTLASS_DEVICE static void prepare(KernelParams<Traits> const& params, Terms const& terms,
                                      [[maybe_unused]] int valid, Accumulator& acc,
-                                     [[maybe_unused]] int (&step)[2]) {
-    activate(params, terms, acc);
-    if constexpr (Traits::QUANTIZED) quantize(params, acc, valid, step);
+                                     [[maybe_unused]] int (&step)[2], [[maybe_unused]] float2* rows) {
+    if constexpr (Traits::QUANTIZED) {
+      params.floor < 0.f ? quantize<true>(params, terms, valid, acc, step, rows)
+                         : quantize<false>(params, terms, valid, acc, step, rows);
+    } else {
+      activate(params, terms, acc);
+      if constexpr (Traits::TAKES_ROW_MOMENTS) {
+        if (rows != nullptr) take_moments(params, acc, rows);
+      }
+    }
   }
 
   /// Stages the first STAGED_POS positions of a prepared acc.
@@ -98,14 +106,10 @@ struct ReluEpilogue {
   /// \param step    exponents of the thread's two channels, Stepped16 only
   /// \param staging [64 channels x STAGED_POS positions] Stored, this warpgroup's
   /// \param steps   [64] written: exponents of the channels, Stepped16 only
-  /// \param rows    [64] written, unless null: (mean, M2) of the channels, of which all positions are valid
   template <class Accumulator>
   CUTLASS_DEVICE static void stage(KernelParams<Traits> const& params, Accumulator const& acc,
                                    [[maybe_unused]] int const (&step)[2], char* staging,
-                                   [[maybe_unused]] std::int8_t* steps, [[maybe_unused]] float2* rows) {
-    if constexpr (Traits::TAKES_ROW_MOMENTS) {
-      if (rows != nullptr) take_moments(params, acc, step, rows);
-    }
+                                   [[maybe_unused]] std::int8_t* steps) {
     stage_round<0>(params, acc, staging);
     if constexpr (Traits::QUANTIZED) {
       if (threadIdx.x % 4 == 0) {
@@ -199,13 +203,77 @@ struct ReluEpilogue {
     return first;
   }
 
-  /// Moments of the rows of acc as they will be stored, around their first position's value: as
-  /// Drain::moments takes them, but added up in another order.
+  /// Sums of a thread's values in its two rows of acc, and of their squares.
+  struct RowSums {
+    float sum[2] = {0.f, 0.f}, squares[2] = {0.f, 0.f};
+
+    CUTLASS_DEVICE void add(int row, float v) {
+      sum[row] += v;
+      squares[row] += v * v;
+    }
+    /// Of the row's four lanes.
+    CUTLASS_DEVICE void add_lanes() {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int mask = 1; mask < 4; mask *= 2) {
+          sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], mask);
+          squares[j] += __shfl_xor_sync(0xffffffffu, squares[j], mask);
+        }
+      }
+    }
+  };
+
+  /// Moments of the rows of acc, before they are rounded to be stored.
   template <class Accumulator>
-  CUTLASS_DEVICE static void take_moments([[maybe_unused]] KernelParams<Traits> const& params,
-                                          Accumulator const& acc, [[maybe_unused]] int const (&step)[2],
+  CUTLASS_DEVICE static void take_moments(KernelParams<Traits> const& params, Accumulator const& acc,
                                           float2* rows) {
-    float pivot[2], sum[2] = {0.f, 0.f}, sum_squares[2] = {0.f, 0.f};
+    RowSums sums;
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < kBlocks; ++block) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        sums.add(j, acc(2 * j + 4 * block));
+        sums.add(j, acc(1 + 2 * j + 4 * block));
+      }
+    }
+    int const step[2] = {0, 0};
+    write_moments(params, acc, sums, step, rows);
+  }
+
+  /// The rows' moments from their sums, unless those do not tell: then from acc.
+  template <class Accumulator>
+  CUTLASS_DEVICE static void write_moments(KernelParams<Traits> const& params, Accumulator const& acc,
+                                           RowSums& sums, int const (&step)[2], float2* rows) {
+    // A variance of less than this share of the mean square is what cancellation leaves of it, 5 of 24 bits
+    // fewer; where squares add up to this much, a value may be infinite once it is rounded to be stored.
+    constexpr float kLeastShare = 1.f / 32;
+    constexpr float kLargestSquare = std::is_same_v<Stored, cutlass::half_t> ? 65504.f * 65504.f : 0x1p127f;
+    sums.add_lanes();
+    RunningMoments row[2];
+    bool doubtful = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      float const mean = sums.sum[j] / float(WG_POS);
+      float const m2 = sums.squares[j] - sums.sum[j] * mean;
+      row[j] = {float(WG_POS), mean, m2};
+      doubtful = doubtful || m2 < kLeastShare * sums.squares[j] || sums.squares[j] >= kLargestSquare;
+    }
+    if (__any_sync(0xffffffffu, doubtful)) take_shifted_moments(params, acc, row);
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      if constexpr (Traits::QUANTIZED) scale_by_step(row[j], step[j]);
+      if (threadIdx.x % 4 == 0) rows[accumulator_row() + 8 * j] = make_float2(row[j].mean, row[j].m2);
+    }
+  }
+
+  /// Moments of the rows of acc as they will be stored, around their first position's value: as
+  /// Drain::moments takes them, but added up in another order. Of Stepped16's integers.
+  template <class Accumulator>
+  CUTLASS_DEVICE static void take_shifted_moments([[maybe_unused]] KernelParams<Traits> const& params,
+                                                  Accumulator const& acc, RunningMoments (&row)[2]) {
+    RowSums sums;
+    float pivot[2];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       // Lanes of a row are four neighbours, of which the first has the first position.
@@ -216,44 +284,35 @@ struct ReluEpilogue {
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < 2; ++j) {
         auto const values = stored_pair(acc(2 * j + 4 * block), acc(1 + 2 * j + 4 * block));
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          float const shifted = values[i] - pivot[j];
-          sum[j] += shifted;
-          sum_squares[j] += shifted * shifted;
-        }
+        sums.add(j, values[0] - pivot[j]);
+        sums.add(j, values[1] - pivot[j]);
       }
     }
+    sums.add_lanes();
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int mask = 1; mask < 4; mask *= 2) {
-        sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], mask);
-        sum_squares[j] += __shfl_xor_sync(0xffffffffu, sum_squares[j], mask);
-      }
       if constexpr (Traits::QUANTIZED) pivot[j] -= params.stepped_zero;
-      RunningMoments row = shifted_moments(float(WG_POS), pivot[j], sum[j], sum_squares[j]);
-      if constexpr (Traits::QUANTIZED) scale_by_step(row, step[j]);
-      if (threadIdx.x % 4 == 0) rows[accumulator_row() + 8 * j] = make_float2(row.mean, row.m2);
+      row[j] = shifted_moments(float(WG_POS), pivot[j], sums.sum[j], sums.squares[j]);
     }
   }
 
-  /// acc = acc / 2^step rounded to an integer of less than 2^step_bits, plus the zero point, in the lower
-  /// half of the float's bits; one step per channel, from its largest magnitude in this half tile.
-  template <class Accumulator>
-  CUTLASS_DEVICE static void quantize(KernelParams<Traits> const& params, Accumulator& acc, int valid,
-                                      int (&steps)[2]) {
-    if (valid < WG_POS) clear_beyond(valid, acc);
+  /// acc = activation(unscaled acc + bias) / 2^step rounded to an integer of less than 2^step_bits, plus the
+  /// zero point, in the lower half of the float's bits; one step per channel, from its largest magnitude in
+  /// this half tile. All scales are powers of two and multiply acc at once.
+  /// \tparam IS_SIGNED there is no activation; else it is ReLU
+  template <bool IS_SIGNED, class Accumulator>
+  CUTLASS_DEVICE static void quantize(KernelParams<Traits> const& params, Terms const& terms, int valid,
+                                      Accumulator& acc, int (&steps)[2], float2* rows) {
+    int exponent[2] = {terms.unscale_sample + terms.unscale_column[0],
+                       terms.unscale_sample + terms.unscale_column[1]};
+    float bias[2] = {float(terms.bias[0]), float(terms.bias[1])};
+    scale_beyond_float(exponent, acc);
+    if (valid < WG_POS) clear_beyond(valid, exponent, bias, acc);
+    RowSums sums;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
-      float largest = 0.f;
-      CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < kBlocks; ++block) {
-        float const first = acc(2 * j + 4 * block), second = acc(1 + 2 * j + 4 * block);
-        largest = max_nan(largest, max_nan(fabsf(first), fabsf(second)));
-      }
-      largest = max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      int const unscale = max(-126, min(127, exponent[j]));
+      float const largest = largest_magnitude<IS_SIGNED>(acc, j, clamped_power_of_two(unscale), bias[j]);
       // A little above the largest value, so that rounding to an integer stays below 2^step_bits.
       float const bound = largest * (1.f + 0x1p-15f);
       int const reach = (__float_as_int(bound) >> 23) - 126;  // bound < 2^reach
@@ -261,31 +320,75 @@ struct ReluEpilogue {
       // Down to 2^-126: what is smaller than that is rounded to a multiple of it.
       int const step = finite ? max(reach - params.step_bits, -126) : kNoStep;
       steps[j] = step;
-      float const scale = finite ? clamped_power_of_two(-step) : 0.f;
+      // Of a row that is not all zeros, accumulators other than 0 have no room for a scale beyond float's
+      // range, so clamping changes nothing. In one of zeros ReLU takes what acc and bias leave, or they
+      // cancel: neither may meet 2^126.
+      bool const scales = finite && bound > 0.f;
+      float const scale = scales ? clamped_power_of_two(unscale - step) : 0.f;
+      float const offset = scales ? bias[j] * clamped_power_of_two(-step) : 0.f;
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2; ++i) {
-          // Beside 2^23 a float's last bit is worth 1. What is above 0 after ReLU stays so, however small:
-          // the backward tells by this which values ReLU let through. Signed values are 1 or more anyway.
           float& v = acc(i + 2 * j + 4 * block);
-          v = fmaxf(v * scale + params.stepped_zero, v > 0.f ? 0x1.000002p23f : 0x1p23f);
+          float in_steps = v * scale + offset;
+          // What is above 0 after ReLU stays so, however small: the backward tells by this which values ReLU
+          // let through. Signed values are 1 or more anyway.
+          if constexpr (!IS_SIGNED) in_steps = fmaxf(in_steps, one_if_positive(in_steps));
+          sums.add(j, in_steps);
+          v = in_steps + params.stepped_zero;  // beside 2^23 a float's last bit is worth 1
         }
       }
     }
+    if (rows != nullptr) write_moments(params, acc, sums, steps, rows);
   }
 
-  /// Positions from `valid` on become 0: they are the next sample's, or anything.
-  template <class Accumulator>
-  CUTLASS_DEVICE static void clear_beyond(int valid, Accumulator& acc) {
-    int const end =
-        valid - 2 * int(threadIdx.x % 4);  // of the thread's positions, each block's first being 0
+  /// 1 or 0, by one instruction.
+  CUTLASS_DEVICE static float one_if_positive(float v) {
+    float result;
+    asm("set.gt.f32.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(v));
+    return result;
+  }
+
+  /// Largest |acc * scale + bias| of a row; of what ReLU leaves of it unless IS_SIGNED.
+  template <bool IS_SIGNED, class Accumulator>
+  CUTLASS_DEVICE static float largest_magnitude(Accumulator const& acc, int j, float scale, float bias) {
+    float largest = acc(2 * j), smallest = acc(2 * j);
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        if (8 * block + i % 2 >= end) acc(i + 4 * block) = 0.f;
+      for (int i = 0; i < 2; ++i) {
+        largest = max_nan(largest, acc(i + 2 * j + 4 * block));
+        if constexpr (IS_SIGNED) smallest = min_nan(smallest, acc(i + 2 * j + 4 * block));
       }
+    }
+    // Scaling and adding keep their order.
+    float magnitude = largest * scale + bias;
+    magnitude =
+        IS_SIGNED ? max_nan(fabsf(magnitude), fabsf(smallest * scale + bias)) : max_nan(magnitude, 0.f);
+    magnitude = max_nan(magnitude, __shfl_xor_sync(0xffffffffu, magnitude, 1));
+    return max_nan(magnitude, __shfl_xor_sync(0xffffffffu, magnitude, 2));
+  }
+
+  /// acc = unscaled acc + bias, but 0 from position `valid` on, which are the next sample's, or anything:
+  /// then nothing is left to unscale and to add.
+  template <class Accumulator>
+  CUTLASS_DEVICE static void clear_beyond(int valid, int (&exponent)[2], float (&bias)[2], Accumulator& acc) {
+    int const end =
+        valid - 2 * int(threadIdx.x % 4);  // of the thread's positions, each block's first being 0
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      float const scale = clamped_power_of_two(exponent[j]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < kBlocks; ++block) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float& v = acc(i + 2 * j + 4 * block);
+          v = 8 * block + i >= end ? 0.f : v * scale + bias[j];
+        }
+      }
+      exponent[j] = 0;
+      bias[j] = 0.f;
     }
   }
 
@@ -293,6 +396,11 @@ struct ReluEpilogue {
   CUTLASS_DEVICE static float max_nan(float a, float b) {
     float result;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+  }
+  CUTLASS_DEVICE static float min_nan(float a, float b) {
+    float result;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
   }
 };

@@ -111,10 +111,8 @@ struct StagedTile {
   template <int kFirst, int kBlocks, class Accumulator>
   CUTLASS_DEVICE static void stage_half(Accumulator const& acc, char* staging) {
     int lane = threadIdx.x % 32;
-    if constexpr (std::is_same_v<Stored, Stepped16>) {
-      // Hides that lane is the same for all tiles: the compiler would keep all addresses, and spill them.
-      asm volatile("" : "+r"(lane));
-    }
+    // Hides that lane is the same for all tiles: the compiler would keep all addresses, and spill them.
+    asm volatile("" : "+r"(lane));
     int const matrix = lane / 8;
     int const chunk = (threadIdx.x / 32) % 4 * 2 + matrix % 2;  // 16-byte column of 8 channels
     CUTLASS_PRAGMA_UNROLL
