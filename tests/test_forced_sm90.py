@@ -43,7 +43,7 @@ KINDS = ((torch.bfloat16, "ieee"), (torch.float16, "ieee"), (torch.float32, "tf3
 
 def check_doubtful_sums(block):
     """Sums of squares that cancel, and ones of values that overflow once they are rounded."""
-    for mean in (3, 8, 20):
+    for mean in (3, 8, 20, 60):
         check_like_eager(replace(block, bias=block.bias + mean))
     # A channel that ReLU closes throughout, though its bias is large.
     closed = block.weight.clone(memory_format=torch.preserve_format)
@@ -78,7 +78,7 @@ def cases(device, plan):
             assert block.plan().algorithm == "sm90_implicit_gemm", block.plan()
             assert block.plan().twice == (plan == "twice"), block.plan()
             check_like_eager(block)
-            if name == "channels-72-136":  # some tiles are whole
+            if name in ("channels-72-136", "kernel-is-stride"):  # some tiles are whole
                 check_doubtful_sums(block)
             if plan == "stored" and name in MANY_PHASES:  # else PyTorch's, where a backward pass follows
                 check_gradients_like_eager(block)

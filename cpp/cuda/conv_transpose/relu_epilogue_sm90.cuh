@@ -245,9 +245,10 @@ struct ReluEpilogue {
   template <class Accumulator>
   CUTLASS_DEVICE static void write_moments(KernelParams<Traits> const& params, Accumulator const& acc,
                                            RowSums& sums, int const (&step)[2], float2* rows) {
-    // A variance of less than this share of the mean square is what cancellation leaves of it, 5 of 24 bits
-    // fewer; where squares add up to this much, a value may be infinite once it is rounded to be stored.
-    constexpr float kLeastShare = 1.f / 32;
+    // Of the 24 bits of a sum of squares ten may cancel, which leaves an inverse deviation 13, two more than
+    // operands of 16 bits leave a value; where squares add up to this much, a value may be infinite once it
+    // is rounded to be stored.
+    constexpr float kLeastShare = 0x1p-10f;
     constexpr float kLargestSquare = std::is_same_v<Stored, cutlass::half_t> ? 65504.f * 65504.f : 0x1p127f;
     sums.add_lanes();
     RunningMoments row[2];
