@@ -412,6 +412,31 @@ def test_kernels_under_autocast(kernels):
     assert kernels.calls == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", ["group", "instance"])
+def test_autocast_of_volumes(kernels, monkeypatch, norm, dtype):
+    """float32 in the place of casts, unless it would cast both the input and the result."""
+    asked, ran = [], []
+
+    def in_float32(*arguments):
+        asked.append(arguments)
+        return True
+
+    def forward(*arguments):
+        ran.append(arguments[0].dtype)
+        return _Kernels.forward(kernels, *arguments)
+
+    monkeypatch.setattr(norm_act, "computes_in_float32", in_float32)
+    monkeypatch.setattr(norm_act, "numbered_tail", forward)
+    tensors = [torch.randn(1, 4, 3, 3, 3, dtype=dtype), torch.randn(4, 4, 2, 2, 2)]
+    num_groups = {"num_groups": 2} if norm == "group" else {}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = upconv3d.conv_transpose3d_norm_act(*tensors, norm=norm, activation="silu", **num_groups)
+    # On the CPU, whose group_norm returns what it gets, both norms' results are 16 bit.
+    assert y.dtype is torch.bfloat16
+    assert ran == [dtype] and len(asked) == (dtype is torch.float32)
+
+
 def test_kernels_refuse_a_skip_of_other_sizes(kernels):
     call = _call("prelu-skip")
     call.tensors["skip"] = call.tensors["skip"][..., :1]

@@ -241,25 +241,27 @@ def _run_cuda(
     # No plan keeps anything for a backward of these.
     unkept = settings[5] == 0 or tensors[6] is not None
     unkept = unkept or (settings[11] and not reads_returned(tensors, settings))
-    if recording and unkept:
-        plain = False
+    plain = plain and not (recording and unkept)
     if plain and (_has_torch_function(tensors) or (recording and _tracing())):
         pair = public_tail(tensors, settings)
     elif plain and low is None:
         pair = _run_kernels(tensors, settings, recording)
     elif plain:
         cast: tuple[Any, ...] | None = None
-        # A returned convolution has the dtype of autocast's.
-        if not unkept and not settings[11] and computes_in_float32(tensors, low, settings, recording):  # type: ignore[arg-type]
+        castable = not (recording and low is torch.float16)  # see three_calls
+        result_dtype = autocast_result_dtype(low, tensors[0].device.type, norm, settings)  # type: ignore[arg-type]
+        # From 16 bit to 16 bit, float32 would cast both volumes. A returned convolution has autocast's dtype.
+        uncast = not (unkept or settings[11] or (castable and result_dtype is low is tensors[0].dtype))
+        if uncast and computes_in_float32(tensors, low, settings, recording):  # type: ignore[arg-type]
             cast = (tensors[0].float(), *tensors[1:])
             settings = (*settings[:7], "tf32", *settings[8:])
-        elif not (recording and low is torch.float16):  # see three_calls
+        elif castable:
             cast = tuple(None if tensor is None else tensor.to(low) for tensor in tensors)
         if cast is not None:
             with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
                 pair = _run_kernels(cast, settings, recording)
         if pair is not None:
-            pair = pair[0].to(autocast_result_dtype(low, tensors[0].device.type, norm, settings)), pair[1]  # type: ignore[arg-type]
+            pair = pair[0].to(result_dtype), pair[1]
     return composite(tensors, settings, precise) if pair is None else pair
 
 
