@@ -43,7 +43,7 @@ KINDS = ((torch.bfloat16, "ieee"), (torch.float16, "ieee"), (torch.float32, "tf3
 
 def check_doubtful_sums(block):
     """Sums of squares that cancel, and ones of values that overflow once they are rounded."""
-    for mean in (3, 8, 20, 60):
+    for mean in (3, 8, 20):
         check_like_eager(replace(block, bias=block.bias + mean))
     # A channel that ReLU closes throughout, though its bias is large.
     closed = block.weight.clone(memory_format=torch.preserve_format)
@@ -52,7 +52,7 @@ def check_doubtful_sums(block):
         check_like_eager(
             replace(block, input=block.input.abs() * scale, weight=closed, bias=block.bias + 6 * scale)
         )
-    if block.input.dtype is torch.float16:
+    if block.input.dtype is torch.float16 and not block.plan().twice:  # which never rounds them
         weight = block.weight.clone(memory_format=torch.preserve_format)
         weight[:, 3] *= 6e4
         overflowing = replace(block, weight=weight)
