@@ -337,7 +337,7 @@ struct ReluEpilogue {
           // let through. Signed values are 1 or more anyway.
           if constexpr (!IS_SIGNED) in_steps = fmaxf(in_steps, one_if_positive(in_steps));
           v = in_steps + params.stepped_zero;  // beside 2^23 a float's last bit is worth 1
-          // Of what is stored: a backward pass takes it for the activation, whose distances to its mean cancel.
+          // Of what is stored: to a backward pass that is the activation, whose distances to its mean cancel.
           sums.add(j, v - params.stepped_zero);
         }
       }
