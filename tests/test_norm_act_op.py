@@ -412,6 +412,19 @@ def test_kernels_under_autocast(kernels):
     assert kernels.calls == []
 
 
+def test_autocast_casts_parameters_together(kernels, monkeypatch):
+    batches, copy_all = [], torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: batches.append(len(of)) or copy_all(to, of))
+    call = _call("prelu").leaves()
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            y = call.ours()
+        assert batches == [len(call.tensors) - 1] and kernels.calls == ["forward"]
+        torch.testing.assert_close(y, call.eager(), rtol=0.05, atol=0.05)
+        call.ours()
+    assert len(batches) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", ["group", "instance"])
 def test_autocast_of_volumes(kernels, monkeypatch, norm, dtype):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import _C
 from ._autograd import record_block
@@ -143,6 +143,41 @@ def graph_without_casts(tensors: Sequence[Tensor | None], low: torch.dtype, sett
     return computes_in_float32(tensors, low, known, records(tensors), _MOST_FLOAT32_VALUES_OF_GRAPHS)
 
 
+def _is_cast_as_one(tensor: Tensor | None, low: torch.dtype) -> bool:
+    """Whether one launch may cast the tensor with others; of no subclass, fake tensors neither.
+
+    empty_like gives other strides than .to() where a tensor has gaps or is permuted.
+    """
+    return (
+        tensor is not None
+        and (type(tensor) is nn.Parameter or type(tensor) is Tensor)
+        and tensor.dtype is torch.float32
+        and tensor.dtype is not low
+        and (tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last_3d))
+    )
+
+
+def cast_tensors(tensors: Sequence[Tensor | None], low: torch.dtype, recording: bool) -> tuple[Any, ...]:
+    """Every tensor's .to(low), bit by bit and stride by stride.
+
+    Each of those costs the host 10 us and more, the device next to nothing: the parameters are cast by one
+    launch, unless autograd records the casts, or somebody looks on.
+
+    tensors: input, weight, bias, norm_weight and norm_bias; of the family slopes and skip too.
+    """
+    cast = list(tensors)
+    watched = torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+    if not recording and not watched:
+        together = [index for index in range(1, min(len(cast), 6)) if _is_cast_as_one(cast[index], low)]
+        if len(together) > 1:
+            originals: list[Any] = [cast[index] for index in together]
+            results = [torch.empty_like(tensor, dtype=low) for tensor in originals]
+            torch._foreach_copy_(results, originals)
+            for index, result in zip(together, results, strict=True):
+                cast[index] = result
+    return tuple(t if t is None or t.dtype is low else t.to(low) for t in cast)
+
+
 def three_calls(tensors: Sequence[Tensor | None], block: tuple[Any, ...]) -> Tensor:
     """PyTorch's own calls under autocast, where gradients_lose_range."""
     settings = (*block, "act_norm", "relu", 0.0, False)
@@ -175,7 +210,7 @@ def block_under_autocast(
     elif recording and low is not None and casts_cost_gradients(low, input.device.type):
         return three_calls(tensors, block)
     elif low is not None:
-        tensors = [tensor if tensor is None else tensor.to(low) for tensor in tensors]
+        tensors = cast_tensors(tensors, low, recording)
     number = None if watched else settings_number(block)
     y: Tensor
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from . import _C
-from ._autocast import _AUTOCAST_KEYS, autocast_dtype, computes_in_float32
+from ._autocast import _AUTOCAST_KEYS, autocast_dtype, cast_tensors, computes_in_float32
 from ._tail import (
     ACTIVATIONS,
     DEFAULT_PARAMETERS,
@@ -256,7 +256,7 @@ def _run_cuda(
             cast = (tensors[0].float(), *tensors[1:])
             settings = (*settings[:7], "tf32", *settings[8:])
         elif castable:
-            cast = tuple(None if tensor is None else tensor.to(low) for tensor in tensors)
+            cast = cast_tensors(tensors, low, recording)  # type: ignore[arg-type]
         if cast is not None:
             with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
                 pair = _run_kernels(cast, settings, recording)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Autocast's casts of a call's tensors: of the parameters together, and bit by bit what .to() makes."""
+
+import contextlib
+
+import pytest
+import torch
+from oracles import make_block
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from upconv3d._autocast import cast_tensors
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """What was cast together, a list of tensors per launch."""
+    found, copy_all = [], torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: found.append(of) or copy_all(to, of))
+    return found
+
+
+_PERMUTED = torch.randn(6, 4, 3, 2, 2).transpose(0, 1)
+_WEIGHTS = {  # and whether empty_like has the strides that .to() has
+    "NCDHW": (torch.randn(4, 6, 3, 2, 2), True),
+    "NDHWC": (_PERMUTED.contiguous(memory_format=torch.channels_last_3d), True),
+    "permuted": (_PERMUTED, False),
+    "sliced": (torch.randn(4, 6, 3, 2, 4)[..., ::2], False),
+    "sliced and permuted": (torch.randn(6, 4, 3, 2, 4).transpose(0, 1)[..., ::2], False),
+    "expanded": (torch.randn(4, 1, 3, 2, 2).expand_as(_PERMUTED), False),
+    "float64": (torch.randn(4, 6, 3, 2, 2, dtype=torch.float64), False),
+}
+
+
+@pytest.mark.parametrize("looking", ["nobody", "mode", "autograd"])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", _WEIGHTS)
+def test_bits_and_strides_are_those_of_to(name, low, looking, batches):
+    weight, dense = _WEIGHTS[name]
+    bias = torch.tensor([torch.nan, torch.inf, -0.0, 3e38, 1e-40, 1.00390625, 1.01171875, -65520.0])
+    slopes, gamma = torch.nn.Parameter(torch.tensor([0.25])), torch.ones(6, dtype=low)
+    tensors = [torch.randn(1, 4, 3, 3, 3), weight, bias, gamma, None, slopes, torch.randn(1, 6, 5, 4, 4)]
+    mode = Watching() if looking == "mode" else contextlib.nullcontext()
+    with mode, torch.set_grad_enabled(looking == "autograd"):
+        cast = cast_tensors(tensors, low, looking == "autograd")
+    assert cast[3] is gamma and cast[4] is None and cast[5].requires_grad == (looking == "autograd")
+    for result, tensor in zip(cast, tensors, strict=True):
+        if tensor is not None:
+            expected = tensor.detach().to(low)
+            assert result.dtype is low and result.stride() == expected.stride()
+            assert torch.equal(result.view(torch.int16), expected.view(torch.int16))
+    together = [weight, bias, slopes] if dense else [bias, slopes]
+    expected = [list(map(id, together))] if looking == "nobody" else []
+    assert [list(map(id, batch)) for batch in batches] == expected
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_one_by_one(batches):
+    """A single parameter, fake tensors, and what torch.jit.trace records."""
+    alone = [torch.ones(2), torch.ones(3), None]
+    assert cast_tensors(alone, torch.bfloat16, False)[1].dtype is torch.bfloat16
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(torch.ones(2)) for _ in range(3)]
+    assert all(fake.dtype is torch.bfloat16 for fake in cast_tensors(fakes, torch.bfloat16, False))
+    ones = (torch.ones(2),) * 3
+    traced = torch.jit.trace(
+        lambda *tensors: cast_tensors(tensors, torch.bfloat16, False), ones, check_trace=False
+    )
+    assert torch.equal(traced(*(one * 3 for one in ones))[2], torch.full((2,), 3.0).bfloat16())
+    assert not batches
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_the_block(context, batches):
+    block = make_block(2, 8, 8, 4, 3, num_groups=2).requires_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        with context():
+            y = block.ours()
+            assert [len(batch) for batch in batches] == [4]
+            with Watching():
+                assert torch.equal(block.ours(), y)
+        block.ours()
+    assert len(batches) == 1
