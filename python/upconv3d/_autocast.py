@@ -155,8 +155,8 @@ def _is_dense(tensor: Tensor) -> bool:
 def cast_tensors(tensors: Sequence[Tensor | None], low: torch.dtype, recording: bool) -> tuple[Any, ...]:
     """Every tensor's .to(low), bit by bit and stride by stride.
 
-    One after the other, three parameters took an H200's host 55 us of a block's 180, and the device next to
-    nothing: one launch casts them all, unless autograd records the casts, or somebody looks on.
+    One after the other, three parameters took a host 55 us of a block's 180, and the device next to nothing:
+    one launch casts them all, unless autograd records the casts, or somebody looks on.
 
     tensors: input, weight, bias, norm_weight and norm_bias; of the family slopes and skip too.
     """
