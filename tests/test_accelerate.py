@@ -9,13 +9,13 @@ import torch
 import upconv3d
 from accelerated_models import MODELS, Scaled, SegResDecoder, UpTransition, ValueSwitched, cbn, cna
 from torch import nn
-from upconv3d._accelerated import block, chain, swap
+from upconv3d._accelerated import block, remembered, run, swap
 
 
 @pytest.fixture(autouse=True)
 def folding_everywhere(monkeypatch):
     """What runs on a GPU only is to be tested without one."""
-    monkeypatch.setattr(chain, "FOLDING_DEVICES", frozenset({"cpu", "cuda"}))
+    monkeypatch.setattr(run, "FOLDING_DEVICES", frozenset({"cpu", "cuda"}))
 
 
 def _volume(channels=6, dtype=torch.float32, device="cpu", n=2):
@@ -70,16 +70,23 @@ def test_values_and_gradients(name, training, dtype, device):
 
 def _blocks_run(monkeypatch):
     """A list that grows by one entry per block that is run as one call."""
-    calls, run_block = [], chain.run_block
+    calls, run_block = [], run.run_block
 
-    def counted(block, x, options):
-        y = run_block(block, x, options)
+    def counted(block, x, options, told=None):
+        y = run_block(block, x, options, told)
         if y is not None:
             calls.append(block)
         return y
 
-    for module in (chain, swap):
+    run_decided = remembered._Decided.run
+
+    def counted_decided(self, x):
+        calls.append(self)
+        return run_decided(self, x)
+
+    for module in (remembered, run, swap):
         monkeypatch.setattr(module, "run_block", counted)
+    monkeypatch.setattr(remembered._Decided, "run", counted_decided)
     return calls
 
 
@@ -124,7 +131,7 @@ def test_small_blocks_are_pytorchs(recorded, device, monkeypatch, small_blocks_l
     large, x = made(1)[1], torch.randn(1, 64, 13, 13, 13, device=device)
     assert blocks_run(large, x) == (device.type == "cuda")
     monkeypatch.setattr(block, "SMALL_BLOCK_VALUES", 2**17)
-    assert blocks_run(large, x) == 1
+    assert blocks_run(made(1)[1], x) == 1
 
 
 @pytest.mark.parametrize("name", MODELS)

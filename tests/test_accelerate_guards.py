@@ -13,7 +13,7 @@ import upconv3d
 from accelerated_models import MODELS
 from accelerated_models import Up as _Up
 from torch import nn
-from upconv3d._accelerated import block, chain, traced
+from upconv3d._accelerated import block, run, traced
 from upconv3d._accelerated.proof import UnprovableError
 
 
@@ -233,8 +233,8 @@ def test_numbers_that_change_between_calls(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_remembered_settings_compute_the_same(name, autocast, monkeypatch):
     """Nothing is known at the first call; at the second all is."""
-    monkeypatch.setattr(chain, "_checked", set())
-    monkeypatch.setattr(chain, "FOLDING_DEVICES", frozenset({"cpu", "cuda"}))
+    monkeypatch.setattr(run, "_checked", set())
+    monkeypatch.setattr(run, "FOLDING_DEVICES", frozenset({"cpu", "cuda"}))
     model, plain = _accelerated(MODELS[name]().eval())
     x = torch.randn(2, 6, 4, 3, 4, generator=torch.Generator().manual_seed(3))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -242,11 +242,11 @@ def test_remembered_settings_compute_the_same(name, autocast, monkeypatch):
     assert torch.equal(first, second) and second.dtype == expected.dtype
     tolerance = 0.1 if autocast else 1e-4
     torch.testing.assert_close(second, expected, rtol=tolerance, atol=tolerance)
-    number, functions = len(chain._checked), []
-    monkeypatch.setattr(chain, "checked_arguments", lambda *a, **k: functions.append(a))
+    number, functions = len(run._checked), []
+    monkeypatch.setattr(run, "checked_arguments", lambda *a, **k: functions.append(a))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         assert torch.equal(model(x), first)
-    assert not functions and len(chain._checked) == number
+    assert not functions and len(run._checked) == number
 
 
 def test_remembered_settings_still_refuse():
@@ -255,7 +255,7 @@ def test_remembered_settings_still_refuse():
     upconv3d.accelerate(model)
     with torch.no_grad():
         assert model(_volume()).shape == model(_volume()).shape
-        assert any("instance" in settings or 8 in settings for settings in chain._checked)
+        assert any("instance" in settings or 8 in settings for settings in run._checked)
         for refused in (model, nn.Sequential(*model)):
             with pytest.raises(ValueError, match="more than"):
                 refused(torch.ones(2, 6, 1, 1, 1))
@@ -265,15 +265,15 @@ def test_remembered_settings_still_refuse():
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(chain, "_checked", set())
-    monkeypatch.setattr(chain, "_MOST_CHECKED", 3)
+    monkeypatch.setattr(run, "_checked", set())
+    monkeypatch.setattr(run, "_MOST_CHECKED", 3)
     model, _ = _accelerated(_chain(nn.GroupNorm(2, 8), nn.LeakyReLU(0.1)))
     for step in range(8):
         model[2].negative_slope = step / 100
         torch.testing.assert_close(
             model(_volume()), model[2](model[1](model[0](_volume()))), rtol=1e-4, atol=1e-5
         )
-    assert len(chain._checked) == 3
+    assert len(run._checked) == 3
 
 
 def test_neither_report_nor_trace_keeps_modules():
@@ -425,7 +425,7 @@ def test_parametrizations_are_evaluated_once_in_a_forward(
 ):
     """As often as in the plain model: their states, and random numbers, go on as they would there."""
     torch._dynamo.reset()
-    monkeypatch.setattr(chain, "FOLDING_DEVICES", frozenset({"cpu", "cuda"}))
+    monkeypatch.setattr(run, "FOLDING_DEVICES", frozenset({"cpu", "cuda"}))
     if called == "small":
         monkeypatch.setattr(block, "SMALL_BLOCK_VALUES", small_blocks_left)
     model = _EVALUATED[name]().eval()

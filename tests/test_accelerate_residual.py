@@ -28,7 +28,7 @@ from accelerated_residuals import (
     Up,
 )
 from torch import nn
-from upconv3d._accelerated import chain
+from upconv3d._accelerated import run
 
 
 def _volume(dtype=torch.float32, device="cpu"):
@@ -49,7 +49,7 @@ def _pair(make, **options):
 @pytest.fixture
 def calls(monkeypatch):
     """A list that grows by one entry per block that is run as one call."""
-    found, run_block = [], chain.run_block
+    found, run_block = [], run.run_block
 
     def counted(block, x, options):
         result = run_block(block, x, options)
@@ -57,7 +57,7 @@ def calls(monkeypatch):
             found.append(block)
         return result
 
-    monkeypatch.setattr(chain, "run_block", counted)
+    monkeypatch.setattr(run, "run_block", counted)
     return found
 
 

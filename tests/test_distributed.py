@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from upconv3d._accelerated import block, chain
+from upconv3d._accelerated import block, remembered, run
 
 WORLD, BATCH, STEPS = 2, 4, 5
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -105,15 +105,22 @@ WRAPPERS = {"ddp": _replicated, "fsdp2": _sharded}
 
 def _count_blocks_of_accelerate():
     """A list that grows by one per block that a changed forward runs in one call, in this process."""
-    calls, run_block = [], chain.run_block
+    calls, run_block = [], run.run_block
 
-    def counted(found, x, options):
-        y = run_block(found, x, options)
+    def counted(found, x, options, told=None):
+        y = run_block(found, x, options, told)
         if y is not None:
             calls.append(found)
         return y
 
-    chain.run_block = counted
+    run_decided = remembered._Decided.run
+
+    def counted_decided(self, x):
+        calls.append(self)
+        return run_decided(self, x)
+
+    run.run_block = remembered.run_block = counted
+    remembered._Decided.run = counted_decided
     block.SMALL_BLOCK_VALUES = 0  # small as the blocks are
     return calls
 

@@ -12,7 +12,7 @@ import torch
 import upconv3d
 from tails import COMBINATIONS, gradients, make_call, outputs
 from torch._subclasses.fake_tensor import FakeTensorMode
-from upconv3d import _tail, _tail_arguments, _tail_op, norm_act
+from upconv3d import _tail, _tail_arguments, _tail_call, _tail_op
 from upconv3d._geometry import batched
 
 OP = torch.ops.upconv3d.conv_transpose3d_norm_act.default
@@ -283,7 +283,7 @@ class _Kernels:
 def kernels(request, monkeypatch):
     """Calls on the CPU treated as those on CUDA are."""
     stand_in = _Kernels(request.param)
-    for module in (_tail_op, norm_act):
+    for module in (_tail_op, _tail_call):
         monkeypatch.setattr(module, "runs_kernels", lambda input: True)
         monkeypatch.setattr(module, "numbered_tail", stand_in.forward)
     monkeypatch.setattr(_tail_op, "_numbered_tail_for_training", stand_in.for_training)
@@ -439,8 +439,8 @@ def test_autocast_of_volumes(kernels, monkeypatch, norm, dtype):
         ran.append(arguments[0].dtype)
         return _Kernels.forward(kernels, *arguments)
 
-    monkeypatch.setattr(norm_act, "computes_in_float32", in_float32)
-    monkeypatch.setattr(norm_act, "numbered_tail", forward)
+    monkeypatch.setattr(_tail_call, "computes_in_float32", in_float32)
+    monkeypatch.setattr(_tail_call, "numbered_tail", forward)
     tensors = [torch.randn(1, 4, 3, 3, 3, dtype=dtype), torch.randn(4, 4, 2, 2, 2)]
     num_groups = {"num_groups": 2} if norm == "group" else {}
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

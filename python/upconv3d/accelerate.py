@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ._accelerated.block import Block, Options, is_left_to_pytorch, sized_weight
 from ._accelerated.call import call_of
-from ._accelerated.chain import admits, blocks_of, find_block, takes
+from ._accelerated.chain import blocks_of, find_block
 from ._accelerated.proof import UnprovableError
+from ._accelerated.run import admits, takes
 from ._accelerated.swap import (
     Accelerated,
     AcceleratedConvTranspose,

@@ -2,53 +2,27 @@
 """The family around the block: any order of norm and activation, a skip added, the convolution returned."""
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
-from . import _C
-from ._autocast import _AUTOCAST_KEYS, autocast_dtype, cast_tensors, computes_in_float32
-from ._tail import (
-    ACTIVATIONS,
-    DEFAULT_PARAMETERS,
-    NORMS,
-    ORDERS,
-    autocast_result_dtype,
-    composite,
-    reads_returned,
-)
-from ._tail_arguments import facts_of, refuse_empty, runs_kernels
-from ._tail_op import (
-    numbered_tail,
-    public_tail,
-    record_tail,
-    tail_number,
-)
+from ._tail import ACTIVATIONS, DEFAULT_PARAMETERS, NORMS, ORDERS
+from ._tail_call import run_checked
 from .functional import (
     IntOrTriple,
-    _any_requires_grad,
-    _autocast_enabled,
-    _BelowAutograd,
     _check_values_per_group,
-    _dispatch_modes,
     _dynamo_compiling,
-    _grad_enabled,
     _has_torch_function,
-    _profiling,
     _tracing,
-    _transforms_active,
     check_kinds,
     conv_transpose3d_relu_group_norm,
     integer,
     resolve_precision,
     triple,
 )
-
-Pair = tuple[Tensor, Tensor | None]
 
 
 def require_known(order: Any, norm: Any, activation: Any) -> None:
@@ -180,130 +154,6 @@ def checked_arguments(
     numbers = (stride, padding, output_padding, groups, dilation, norm_groups, eps, precision)
     tensors = (input, weight, bias, norm_weight, norm_bias, slopes, skip)
     return tensors, (*numbers, order, activation or "none", parameter, returns_conv)
-
-
-def _refuse_dtype(name: str, tensor: Tensor, expected: torch.dtype) -> NoReturn:
-    raise RuntimeError(
-        f"upconv3d: {name} must have the dtype of what it is applied to, that of input (and skip); got "
-        f"{tensor.dtype} for {expected}. Remedy: {name}.to({expected}), or torch.autocast."
-    )
-
-
-def _require_dtype(expected: torch.dtype, norm_weight: Any, norm_bias: Any, slopes: Any) -> None:
-    """Raises RuntimeError for a vector of another dtype; PyTorch takes some, on some devices."""
-    if norm_weight is not None and norm_weight.dtype is not expected:
-        _refuse_dtype("norm_weight", norm_weight, expected)
-    if norm_bias is not None and norm_bias.dtype is not expected:
-        _refuse_dtype("norm_bias", norm_bias, expected)
-    if slopes is not None and slopes.dtype is not expected:
-        _refuse_dtype("activation_param", slopes, expected)
-
-
-def _require_device(device: torch.device, tensors: Sequence[Any]) -> None:
-    """Raises RuntimeError for a tensor on another device; PyTorch takes some meta tensors."""
-    for tensor in tensors:
-        if tensor is not None and tensor.device != device:
-            raise RuntimeError(
-                f"upconv3d: all tensors must be on one device; got {device} and {tensor.device}. Remedy: "
-                f"move them there."
-            )
-
-
-def _run_kernels(tensors: tuple[Any, ...], settings: tuple[Any, ...], recording: bool) -> Pair | None:
-    """The call on CUDA by upconv3d's kernels, without autocast; None where PyTorch's operators are to run."""
-    if recording:
-        # A mode is to see what PyTorch's calls show it; of other calls the operator itself sees to that.
-        number = None if settings[11] and _dispatch_modes() > 0 else tail_number(settings)
-        return None if number is None else record_tail(tensors, settings, number)
-    # Who watches operators is to see the one that he knows.
-    watched = _tracing() or _profiling() or _dispatch_modes() > 0
-    number = None if watched else tail_number(settings)
-    if number is not None:
-        pair: Pair = numbered_tail(*tensors, number)
-        return pair
-    with _BelowAutograd():
-        return public_tail(tensors, settings)
-
-
-def _run_cuda(
-    tensors: tuple[Any, ...],
-    settings: tuple[Any, ...],
-    low: torch.dtype | None,
-    norm: str | None,
-    precise: bool,
-) -> Pair:
-    """The call on CUDA. low: what autocast casts to; None without it."""
-    pair: Pair | None = None
-    recording = _grad_enabled() and _any_requires_grad(*tensors)
-    # Nobody but autograd knows what to do with operators that are not PyTorch's: transforms of torch.func and
-    # forward-mode AD get PyTorch's.
-    plain = not _transforms_active() and forward_ad._current_level < 0
-    # No plan keeps anything for a backward of these.
-    unkept = settings[5] == 0 or tensors[6] is not None
-    unkept = unkept or (settings[11] and not reads_returned(tensors, settings))
-    plain = plain and not (recording and unkept)
-    if plain and (_has_torch_function(tensors) or (recording and _tracing())):
-        pair = public_tail(tensors, settings)
-    elif plain and low is None:
-        pair = _run_kernels(tensors, settings, recording)
-    elif plain:
-        cast: tuple[Any, ...] | None = None
-        castable = not (recording and low is torch.float16)  # see three_calls
-        result_dtype = autocast_result_dtype(low, tensors[0].device.type, norm, settings)  # type: ignore[arg-type]
-        # From 16 bit to 16 bit, float32 would cast both volumes. A returned convolution has autocast's dtype.
-        uncast = not (unkept or settings[11] or (castable and result_dtype is low is tensors[0].dtype))
-        if uncast and computes_in_float32(tensors, low, settings, recording):  # type: ignore[arg-type]
-            cast = (tensors[0].float(), *tensors[1:])
-            settings = (*settings[:7], "tf32", *settings[8:])
-        elif castable:
-            cast = cast_tensors(tensors, low, recording)  # type: ignore[arg-type]
-        if cast is not None:
-            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-                pair = _run_kernels(cast, settings, recording)
-        if pair is not None:
-            pair = pair[0].to(result_dtype), pair[1]
-    return composite(tensors, settings, precise) if pair is None else pair
-
-
-def _run(tensors: tuple[Any, ...], settings: tuple[Any, ...], norm: str | None, precise: bool) -> Pair:
-    """The call on any device; `precise` as in composite()."""
-    y: Tensor
-    conv: Tensor | None
-    input, skip = tensors[0], tensors[6]
-    low = autocast_dtype(input) if _dynamo_compiling() or _autocast_enabled() else None
-    if low is None and skip is None and runs_kernels(input) and not _dynamo_compiling():
-        return _run_cuda(tensors, settings, None, norm, precise)
-    dtype = input.dtype if low is None else low
-    summed = dtype if skip is None or skip.dtype is dtype else torch.promote_types(dtype, skip.dtype)
-    if runs_kernels(input) and (skip is None or skip.dtype is dtype):
-        if _dynamo_compiling():
-            y, conv = public_tail(tensors, settings)
-        else:
-            y, conv = _run_cuda(tensors, settings, low, norm, precise)
-    else:
-        _require_device(input.device, tensors)
-        if low is None:
-            _require_dtype(summed, *tensors[3:6])
-        y, conv = composite(tensors, settings, precise)
-        if not (_dynamo_compiling() or _tracing()) and y.numel() == 0:
-            refuse_empty(tensors, settings)
-    # instance_norm returns the dtype that it gets; ours is group_norm, which autocast runs in float32.
-    if low is not None and norm == "instance":
-        expected = low if settings[9] == "prelu" else summed
-        y = y if y.dtype is expected else y.to(expected)
-    return y, conv
-
-
-def run_checked(tensors: tuple[Any, ...], settings: tuple[Any, ...], norm: str | None, precise: bool) -> Pair:
-    """What checked_arguments returned, computed; `precise` as in composite(). Raises RuntimeError."""
-    if _dynamo_compiling():
-        return _run(tensors, settings, norm, precise)
-    try:
-        return _run(tensors, settings, norm, precise)
-    except RuntimeError:
-        # PyTorch refused. Where one of our rules is what is broken, that says so with value and remedy.
-        _C.validate(facts_of(tensors, settings))
-        raise
 
 
 def conv_transpose3d_norm_act(

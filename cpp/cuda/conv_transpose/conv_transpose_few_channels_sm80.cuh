@@ -30,6 +30,7 @@
 #include "cuda/conv_transpose/conv_transpose_direct.hpp"
 #include "cuda/conv_transpose/few_channels_epilogue_sm80.cuh"
 #include "cuda/reserved_shared_memory.hpp"
+#include "cuda/resident_blocks.hpp"
 
 namespace upconv3d::cuda {
 
@@ -101,7 +102,7 @@ template <class Traits>
 void launch_few_variant(const FewParams& params, int channel_blocks, int shared_bytes, cudaStream_t stream) {
   const auto kernel = conv_transpose_few_channels_sm80<Traits>;
   const char* const name = "conv_transpose_few_channels_sm80";
-  int device = 0, processors = 0, blocks = 0, most = 0;
+  int device = 0, processors = 0, most = 0;
   check(cudaGetDevice(&device), name);
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), name);
   check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), name);
@@ -109,7 +110,9 @@ void launch_few_variant(const FewParams& params, int channel_blocks, int shared_
   // it for a shape that takes more.
   static ReservedSharedMemory reserved;
   reserved.ensure(name, reinterpret_cast<const void*>(kernel), most);
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kFewThreads, shared_bytes), name);
+  static ResidentBlocks held;
+  const int blocks = held.per_multiprocessor(reinterpret_cast<const void*>(kernel), kFewThreads,
+                                             static_cast<std::size_t>(shared_bytes));
   const int resident = std::max(1, processors * blocks / channel_blocks);
   const dim3 grid(unsigned(std::min(params.items, resident)), unsigned(channel_blocks));
   kernel<<<grid, dim3(kFewThreads), std::size_t(shared_bytes), stream>>>(params);

@@ -13,10 +13,14 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from ..functional import _dynamo_compiling, _tracing
 from .block import Block, Options
-from .chain import run_block, run_chain, runs_forward_of, takes, why_watched
+from .chain import runs_forward_of, why_watched
+from .remembered import remember
+from .run import run_block, run_chain, takes
 
 _OPTIONS = "_upconv3d_options"
+_REMEMBERED = "_upconv3d_remembered"
 _made: dict[tuple[type, type], type] = {}
 _making = threading.Lock()
 
@@ -55,13 +59,24 @@ class AcceleratedSequential(Accelerated):
     Sequentials inside it that nobody watches are run as part of it.
     """
 
+    _upconv3d_volatile = (_REMEMBERED,)
+
     def forward(self, input: Any) -> Any:
         options = self.__dict__.get(_OPTIONS)
         # A slice has none, which nobody asked to accelerate. Hooks of all modules see each by itself.
         if options is None or _has_any_global_hook():  # type: ignore[no-untyped-call]
             base: Any = self._upconv3d_base
             return base.forward(self, input)
-        return run_chain(leaves(self), input, options)
+        if _dynamo_compiling() or _tracing():
+            return run_chain(leaves(self), input, options)
+        remembered = self.__dict__.get(_REMEMBERED)
+        if remembered is None or not remembered.holds(self):
+            containers: list[nn.Module] = [self]
+            chain = leaves(self, containers)
+            remembered = self.__dict__[_REMEMBERED] = remember(containers, chain)
+            if remembered is None:
+                return run_chain(chain, input, options)
+        return remembered.run(input, options)
 
 
 class AcceleratedConvTranspose(Accelerated):
@@ -87,13 +102,18 @@ def is_sequential(module: nn.Module) -> bool:
     )
 
 
-def leaves(sequential: nn.Module) -> list[nn.Module]:
-    """The modules that a Sequential calls, in order, those of Sequentials in it for these."""
+def leaves(sequential: nn.Module, nested: list[nn.Module] | None = None) -> list[nn.Module]:
+    """The modules that a Sequential calls, in order, those of Sequentials in it for these.
+
+    nested: gets those Sequentials.
+    """
     found: list[nn.Module] = []
     for child in sequential._modules.values():
         assert child is not None
         if isinstance(child, nn.Sequential) and is_sequential(child) and why_watched(child) is None:
-            found.extend(leaves(child))
+            found.extend(leaves(child, nested))
+            if nested is not None:
+                nested.append(child)
         else:
             found.append(child)
     return found

@@ -19,10 +19,11 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..functional import _dynamo_compiling, _tracing
 from .block import Block, Options
-from .chain import blocks_of, in_mode, run_chain, run_chain_and_conv, why_watched
+from .chain import blocks_of, in_mode, why_watched
 from .entered import Entered, as_its_base, entered, may_be_entered
 from .functions import activation_of, works_in_place
 from .proof import Guards, UnprovableError, defaults_of, holds, prove
+from .run import run_chain, run_chain_and_conv
 from .swap import _OPTIONS, MIXINS, Accelerated, is_sequential, leaves
 
 _TRACED = "_upconv3d_traced"
@@ -169,7 +170,7 @@ class Traced:
         conv = _at(module, self.unrecorded)
         weight = None if conv is None else conv._parameters.get("weight")
         if weight is not None and weight.is_cuda and weight.dtype is not torch.float64:
-            return False  # see chain._has_backward
+            return False  # see run._has_backward
         return tracing or any(isinstance(x, Tensor) and x.requires_grad for x in (weight, *args))
 
 
