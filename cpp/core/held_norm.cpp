@@ -59,9 +59,10 @@ std::optional<HeldTiles> tiles_of(const Problem& p, std::int64_t rows, HeldTiles
   if (t.columns > kMaxThreads) return std::nullopt;
   const std::int64_t bytes = rows * t.columns * kVectorBytes;  // of a slab
   if (bytes > kAloneBytes) {
-    const std::int64_t tiles = std::min(kWaitingBlocks / (p.n * t.slabs), ceil_div(bytes, kLeastTileBytes));
-    t.tiles = std::max<std::int64_t>(tiles, 1);
-    if (t.tiles > 1 && p.num_groups / t.slabs * t.tiles > kMostPartials) return std::nullopt;
+    const std::int64_t groups = std::max<std::int64_t>(p.num_groups / t.slabs, 1);
+    t.tiles = std::clamp<std::int64_t>(std::min({kWaitingBlocks / (p.n * t.slabs),
+                                                 ceil_div(bytes, kLeastTileBytes), kMostPartials / groups}),
+                                       1, kWaitingBlocks);
   }
   t.rows = ceil_div(rows, t.tiles);
   t.tiles = ceil_div(rows, t.rows);

@@ -15,6 +15,10 @@ namespace upconv3d {
 /// \param sm90 the SM90 plan
 std::string library_advantage(const Problem& problem, const Device& device, const Plan& sm90);
 
+/// The same of blocks that are only near those whose times the estimates were fitted to, by estimates on the
+/// slow side. For where the direct plan has been considered: of few channels it is the quickest.
+std::string near_library_advantage(const Problem& problem, const Device& device, const Plan& sm90);
+
 /// Whether a library plan in NCDHW is expected to be quicker with x and w copied channels last first, and the
 /// result transposed by the launch that normalizes it, than with cuDNN's own copies.
 bool library_copies_operands(const Problem& problem, const Device& device);

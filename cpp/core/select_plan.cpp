@@ -175,6 +175,7 @@ std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, cons
     if (is_slow || disadvantage.empty()) {
       std::string reason = is_slow ? "not the SM90 kernel: " + disadvantage : "";
       if (auto direct = choose_direct(p, device, is_slow ? nullptr : &sm90, reason)) return direct;
+      if (!is_slow) disadvantage = near_library_advantage(p, device, sm90);
     }
   }
   if (disadvantage.empty()) return std::nullopt;

@@ -133,6 +133,9 @@ void test_what_is_held() {
   const auto instance_norm = held_tiles(of_size(2, 320, 512, 320), 90);
   expect(instance_norm && instance_norm->tiles == 1 && instance_norm->slabs == 20,
          "groups of one channel, in slabs whose blocks need not wait");
+  const auto many_groups = held_tiles(of_size(1, 24, 73728, 24), 90);
+  expect(many_groups && many_groups->slabs == 1 && many_groups->tiles == 42,
+         "as many tiles as keep what every block merges within 1024 partial moments");
 }
 
 /// x [1,512,6^3], w [512,512,3^3]: one tile of many k-blocks for the SM90 kernel.
@@ -191,8 +194,7 @@ void test_choice() {
              pointwise.stages.size() == 2,
          "pointwise convolutions of NCDHW need no copies: " + pointwise.reason);
   expect(!is_library([](Problem& p) { p.x_layout = Layout::kNCDHW; }), "x would be copied");
-  expect(!is_library([](Problem& p) { p.c = 516; }), "channels in eights");
-  expect(!is_library([](Problem& p) { p.c = 24; }), "fewer channels than were compared");
+  expect(!is_library([](Problem& p) { p.dilation = {2, 2, 2}, p.padding = {2, 2, 2}; }), "dilation");
   expect(!is_library([](Problem& p) { p.n = 64, p.in = {16, 16, 16}; }), "134 MB");
   expect(!is_library([](Problem& p) {
     p.c = p.k = 64, p.n = 4, p.in = {32, 32, 32}, p.kernel = {5, 5, 5}, p.padding = {2, 2, 2};
@@ -203,6 +205,56 @@ void test_choice() {
          "training keeps relu(conv)");
 }
 
+/// A block that is only near those that were compared.
+struct NearCase {
+  std::int64_t n, c, k;
+  Extent3 in, kernel, stride, padding, output_padding;
+  std::int64_t num_groups;
+  bool is_float;  // "tf32" NCDHW; else bfloat16 channels_last_3d
+  bool library;
+};
+
+/// Which of two plans is quicker was measured of each (perf/results/h200_small_channels.txt).
+void test_near_choices() {
+  const NearCase cases[] = {
+      {4, 8, 24, {4, 4, 4}, {4, 4, 4}, {2, 2, 2}, {1, 1, 1}, {0, 0, 0}, 8, false, true},
+      {4, 8, 24, {4, 4, 4}, {4, 4, 4}, {2, 2, 2}, {1, 1, 1}, {0, 0, 0}, 8, true, true},
+      {4, 512, 8, {6, 6, 6}, {5, 5, 5}, {2, 2, 2}, {2, 2, 2}, {1, 1, 1}, 8, false, true},
+      {4, 512, 8, {6, 6, 6}, {5, 5, 5}, {2, 2, 2}, {2, 2, 2}, {1, 1, 1}, 8, true, true},
+      {2, 32, 8, {12, 12, 12}, {4, 4, 4}, {2, 2, 2}, {1, 1, 1}, {0, 0, 0}, 2, true, true},
+      {8, 100, 3, {28, 28, 28}, {2, 2, 2}, {2, 2, 2}, {0, 0, 0}, {0, 0, 0}, 1, true, true},
+      {8, 100, 3, {28, 28, 28}, {2, 2, 2}, {2, 2, 2}, {0, 0, 0}, {0, 0, 0}, 1, false, false},
+      {1, 48, 32, {7, 14, 14}, {3, 3, 3}, {3, 3, 3}, {0, 0, 0}, {0, 0, 0}, 32, false, true},
+      {8, 512, 64, {4, 8, 8}, {3, 3, 3}, {3, 3, 3}, {0, 0, 0}, {0, 0, 0}, 16, false, false},
+      {1, 256, 32, {8, 8, 8}, {3, 3, 3}, {3, 3, 3}, {0, 0, 0}, {0, 0, 0}, 16, true, false},
+      {1, 8, 256, {14, 14, 14}, {2, 2, 2}, {2, 2, 2}, {0, 0, 0}, {0, 0, 0}, 128, false, false},
+      {4, 8, 8, {24, 24, 24}, {5, 5, 5}, {2, 2, 2}, {2, 2, 2}, {1, 1, 1}, 1, true, false},
+      {1, 20, 32, {28, 28, 28}, {5, 5, 5}, {1, 1, 1}, {2, 2, 2}, {0, 0, 0}, 1, true, false},
+      {1, 512, 6, {14, 14, 14}, {5, 5, 5}, {1, 1, 1}, {2, 2, 2}, {0, 0, 0}, 2, false, true},
+      {4, 20, 20, {20, 20, 20}, {4, 4, 4}, {2, 2, 2}, {1, 1, 1}, {0, 0, 0}, 4, false, false},
+      {1, 128, 20, {5, 10, 11}, {1, 1, 1}, {1, 1, 1}, {0, 0, 0}, {0, 0, 0}, 2, false, true},
+      {2, 8, 128, {24, 24, 24}, {1, 1, 1}, {1, 1, 1}, {0, 0, 0}, {0, 0, 0}, 16, true, true},
+  };
+  for (const NearCase& c : cases) {
+    Problem p = headline(c.is_float ? DType::kFloat32 : DType::kBFloat16,
+                         c.is_float ? Layout::kNCDHW : Layout::kNDHWC);
+    p.precision = c.is_float ? Precision::kTF32 : Precision::kIEEE;
+    p.n = c.n, p.c = c.c, p.k = c.k, p.in = c.in, p.kernel = c.kernel, p.stride = c.stride;
+    p.padding = c.padding, p.output_padding = c.output_padding, p.num_groups = c.num_groups;
+    p.w_channels_last = !c.is_float;
+    const Plan plan = select_plan(p, hopper(), all_compiled());
+    const std::string what = concat(describe(p), ": ", plan.reason);
+    expect((plan.algorithm == Algorithm::kCudaLibrary) == c.library, what);
+    expect(!c.library || plan.instead_of_sm90, "bits that have to repeat: " + what);
+    expect(!c.library || plan.stages.back() == "activation_group_norm_held", "one launch after it: " + what);
+  }
+  // The kernel for few channels is asked first.
+  Problem few = headline();
+  few.n = 4, few.c = 48, few.k = 12, few.in = {20, 20, 20}, few.kernel = few.stride = {2, 2, 2};
+  few.num_groups = 4, few.w_channels_last = true;
+  expect(select_plan(few, hopper(), all_compiled()).algorithm == Algorithm::kCudaDirect, "few channels");
+}
+
 }  // namespace
 }  // namespace upconv3d
 
@@ -211,6 +263,7 @@ int main() {
     upconv3d::test_tiles();
     upconv3d::test_what_is_held();
     upconv3d::test_choice();
+    upconv3d::test_near_choices();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());
   }
