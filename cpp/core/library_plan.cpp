@@ -106,9 +106,13 @@ bool was_compared(const Problem& p) {
 }
 
 /// Whether others are near enough to those for an estimate on the slow side: of any number of channels, and
-/// in 16 bit of longer strides. (Of stride 3, cuDNN's deterministic float32 took 107 us, where any took 42.)
+/// in 16 bit of longer strides. Of float32 only little arithmetic, and pointwise ones: the kernels that cuDNN
+/// is quick with are not deterministic (4, 512 > 8, 6^3, k5 s2 takes 164 us by deterministic ones, 63 by
+/// any).
 bool is_near_compared(const Problem& p) {
+  constexpr double kMostFloatFlops = 0.2e9;
   const bool is_float = p.dtype == DType::kFloat32;
+  if (is_float && !is_pointwise(p) && p.useful_flops() > kMostFloatFlops) return false;
   const bool tensor_cores = !is_float || p.precision == Precision::kTF32;
   const std::int64_t longest = is_float ? 2 : 4;
   return tensor_cores && p.groups == 1 && p.dilation == Extent3{1, 1, 1} && p.x_layout == p.y_layout &&
@@ -151,11 +155,6 @@ double sm90_block(const Problem& p, const Traffic& mb, const Plan& sm90) {
 
 bool library_copies_operands(const Problem& p, const Device& device) {
   if (p.n == 0 || p.tail.returns_conv || p.y_layout != Layout::kNCDHW || !was_compared(p)) return false;
-  // Of 16 outputs and many inputs cuDNN's TF32 convolution of channels last took 80 and 100 us where that of
-  // NCDHW took 42 and 90, in full float32 (2, 320 > 16, 5^3, k5 s2 and 2, 512 > 16, 8x16x17, k3 s1x2x2); of
-  // 64 inputs it did not.
-  constexpr std::int64_t kFewOutputs = 24, kManyInputs = 128;
-  if (p.dtype == DType::kFloat32 && p.k < kFewOutputs && p.c >= kManyInputs) return false;
   if (!held_tiles(p, device.compute_capability)) return false;
   const Traffic mb(p);
   return operand_copies(p, mb) < library_copies(p, mb);
