@@ -111,6 +111,8 @@ CHANGES = {
     "pruning": lambda m: prune.l1_unstructured(_conv(m), "weight", 0.5),
     "training": lambda m: m.train(),
     "double": lambda m: m.double(),
+    "a weight's data": lambda m: setattr(_conv(m).weight, "data", torch.ones(6, 8, 5, 5, 5)),
+    "a norm that counts": lambda m: _exchange(m, "N", nn.InstanceNorm3d(8, track_running_stats=True)),
     "channels last": lambda m: m.to(memory_format=torch.channels_last_3d),
 }
 
@@ -126,6 +128,43 @@ def test_a_changed_model_computes_what_the_plain_one_does(name, left):
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [nn.Dropout, nn.InstanceNorm3d, nn.LeakyReLU])
+def test_a_class_that_is_given_another_forward_runs_it(cls, left, monkeypatch):
+    plain, model = _made()
+    monkeypatch.setattr(cls, "forward", lambda self, x: 2 * x)
+    with torch.no_grad():
+        torch.testing.assert_close(model(_volume()), plain(_volume()), rtol=1e-4, atol=1e-5)
+
+
+def test_attributes_that_are_computed_are_asked_at_every_call(left):
+    class Scheduled(nn.Dropout):
+        rate = 0.0
+        p = property(lambda self: Scheduled.rate, lambda self, value: None)
+
+    plain, model = _made()
+    for one in (plain, model):
+        _exchange(one, "D", Scheduled())
+        one.train()
+    for Scheduled.rate in (0.0, 0.0, 0.5):
+        results = []
+        for one in (plain, model):
+            torch.manual_seed(2)
+            results.append(one(_volume()))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_that_a_norm_keeps_without_saying_so_are_updated(left):
+    norm = nn.InstanceNorm3d(8, track_running_stats=True)
+    norm.track_running_stats = False
+    plain = nn.Sequential(nn.ConvTranspose3d(6, 8, 2, 2), norm, nn.ReLU())
+    model = copy.deepcopy(plain)
+    upconv3d.accelerate(model)
+    for _ in range(2):
+        torch.testing.assert_close(model(_volume()), plain(_volume()), rtol=1e-4, atol=1e-5)
+    assert plain[1].running_mean.abs().sum() > 0
+    torch.testing.assert_close(model[1].running_mean, plain[1].running_mean, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])

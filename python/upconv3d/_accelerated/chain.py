@@ -55,7 +55,8 @@ _KNOWN: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.GELU, "gelu"),
     (nn.ConvTranspose3d, "conv"),
 )
-_KINDS = dict(_KNOWN)
+# With the forward that computes it: a class may be given another one.
+_KINDS = {cls: (kind, cls.forward) for cls, kind in _KNOWN}
 _ACTIVATIONS = frozenset({"relu", "prelu", "leaky_relu", "elu", "silu", "gelu"})
 _VECTORED = frozenset({"group", "instance", "batch", "prelu"})
 
@@ -73,13 +74,19 @@ def _computes_vectors(module: nn.Module) -> bool:
 def kind_of(module: nn.Module) -> str | None:
     """What module computes, as _KNOWN names it; None where it is nothing of that."""
     if not _dynamo_compiling():  # Dynamo is not asked to look up classes
-        kind = _KINDS.get(type(module))
-        if kind is not None:
-            return None if "forward" in module.__dict__ else kind
+        known = _KINDS.get(type(module))
+        if known is not None:
+            kind, forward = known
+            return kind if type(module).forward is forward and "forward" not in module.__dict__ else None
     for cls, name in _KNOWN:
         if runs_forward_of(module, cls):
             return None if name in _VECTORED and _computes_vectors(module) else name
     return None
+
+
+def is_of_known_class(module: nn.Module) -> bool:
+    """Whether module is of one of these very classes, whose attributes are what they seem."""
+    return type(module) in _KINDS
 
 
 def _activation_of(module: nn.Module, kind: str | None) -> tuple[str, Any] | None:
@@ -106,7 +113,8 @@ def _norm_of(conv: Any, module: Any, kind: str | None) -> tuple[str | None, str 
     if kind == "group":
         channels = module.num_channels
     elif kind == "instance":
-        if module.track_running_stats:
+        # Those that there are it updates, whatever the flag says.
+        if module.track_running_stats or module._buffers.get("running_mean") is not None:
             return None, "InstanceNorm3d has running statistics"
         channels = module.num_features
     elif kind == "batch":

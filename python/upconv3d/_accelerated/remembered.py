@@ -3,8 +3,9 @@
 
 In a model, between PyTorch's operators, a host has little of ours in its caches: what is found and decided in
 12 us in a loop takes 50 to 90 there, as long as three operators (perf/NOTES.md). So a Sequential keeps it,
-beside everything that it was found from, and at the next call asks no more than whether all of that is still
-the very same objects. It keeps what was exchanged since until its next call.
+beside what it was found from: the modules' classes and their forwards, attributes, parameters, buffers and
+children, all by identity, and that nobody has hooks; of the tensors in a call their kinds. The next call asks
+whether that is still so. What was exchanged since is kept until then.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ from .._autocast import autocast_dtype
 from .._tail_call import CudaCall, cuda_call, run_checked
 from ..functional import resolve_precision
 from .block import Block, Options
-from .chain import find_block
+from .chain import find_block, is_of_known_class
 from .run import Decision, run_block, run_chain, run_modules, takes
 
 
@@ -34,7 +35,7 @@ def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 class _State:
-    """Modules as they are: their classes, attributes, parameters and children, and that nobody has hooks."""
+    """Modules as they are, and that nobody has hooks on them."""
 
     def __init__(self, containers: Sequence[nn.Module], modules: Sequence[nn.Module]) -> None:
         outer, *nested = containers
@@ -42,10 +43,11 @@ class _State:
         self._children = outer._modules
         self._modules = watched
         self._classes = [type(module) for module in watched]
+        self._forwards = [cls.forward for cls in self._classes]
         self._hooks = [hooks for module in watched for hooks in _hooks_of(module)]
         self._dicts: list[dict[str, Any]] = [container._modules for container in containers]
         for module in watched:
-            self._dicts += [module.__dict__, module._parameters]
+            self._dicts += [module.__dict__, module._parameters, module._buffers]
         self._values = list(self._all_values())
 
     def _all_values(self) -> Iterable[Any]:
@@ -60,7 +62,18 @@ class _State:
             and sum(map(len, self._dicts)) == len(values)
             and all(map(is_, self._all_values(), values))
             and all(map(is_, map(type, self._modules), self._classes))
+            and [cls.forward for cls in self._classes] == self._forwards
         )
+
+
+def _kinds_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """What plans depend on of parameters, which are the same objects when they are given other .data."""
+    return [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+
+
+def _is_capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is captured: replays cost the host nothing, and no block is left to PyTorch."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class _Decided:
@@ -74,7 +87,8 @@ class _Decided:
         self._low = autocast_dtype(x)
         self._precision = resolve_precision(x, options.precision)
         self._parameters = [tensor for tensor in decision.tensors if tensor is not None]
-        self._dtypes = [tensor.dtype for tensor in self._parameters]
+        self._kinds = _kinds_of(self._parameters)
+        self._captured = _is_capturing(x)
         self._call: CudaCall | None = None
         if self.settings is not None and x.is_cuda:
             self._call = cuda_call((x, *self._tensors, None), self.settings, self._low, block.norm, False)
@@ -88,10 +102,8 @@ class _Decided:
             and autocast_dtype(x) is self._low
             and resolve_precision(x, self._options.precision) == self._precision
             and forward_ad._current_level < 0
-            # A parameter that is given other .data, as by model.half(), is the same object.
-            and [tensor.dtype for tensor in self._parameters] == self._dtypes
-            # A captured graph's replays cost the host nothing: there no block is left to PyTorch.
-            and (self.settings is not None or not (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+            and _kinds_of(self._parameters) == self._kinds
+            and _is_capturing(x) is self._captured
         )
 
     def run(self, x: Tensor) -> Tensor:
@@ -153,8 +165,10 @@ def remember(containers: Sequence[nn.Module], chain: Sequence[nn.Module]) -> Rem
     conv_parameters = block.conv._parameters
     if "weight" not in conv_parameters or "bias" not in conv_parameters:
         return None
-    # Whatever else stands in a parameter's place for one call may keep that call's graph alive.
     modules = chain[places[0] : places[0] + block.length]
+    if not all(map(is_of_known_class, modules)):
+        return None
+    # Whatever else stands in a parameter's place for one call may keep that call's graph alive.
     tensors = (tensor for module in modules for tensor in module._parameters.values())
     if not all(tensor is None or type(tensor) is nn.Parameter for tensor in tensors):
         return None
