@@ -4,6 +4,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from upconv3d._accelerated import remembered, run, swap
 
 
 def cna(activation=None):
@@ -179,3 +180,26 @@ MODELS = {
     "functional": FunctionalUp,
     "mednext": MedNeXtUp,
 }
+
+
+def count_blocks_run(replace):
+    """A list that grows by one entry per block that an accelerated model runs as one call.
+
+    replace: setattr, or a fixture's.
+    """
+    calls, run_block, run_decided = [], run.run_block, remembered._Decided.run
+
+    def counted(block, x, options, told=None):
+        y = run_block(block, x, options, told)
+        if y is not None:
+            calls.append(block)
+        return y
+
+    def counted_decided(self, x):
+        calls.append(self)
+        return run_decided(self, x)
+
+    for module in (remembered, run, swap):
+        replace(module, "run_block", counted)
+    replace(remembered._Decided, "run", counted_decided)
+    return calls

@@ -7,9 +7,18 @@ import pickle
 import pytest
 import torch
 import upconv3d
-from accelerated_models import MODELS, Scaled, SegResDecoder, UpTransition, ValueSwitched, cbn, cna
+from accelerated_models import (
+    MODELS,
+    Scaled,
+    SegResDecoder,
+    UpTransition,
+    ValueSwitched,
+    cbn,
+    cna,
+    count_blocks_run,
+)
 from torch import nn
-from upconv3d._accelerated import block, remembered, run, swap
+from upconv3d._accelerated import block, run
 
 
 @pytest.fixture(autouse=True)
@@ -68,33 +77,11 @@ def test_values_and_gradients(name, training, dtype, device):
         torch.testing.assert_close(ours, theirs, msg=key)  # batch norm's running statistics too
 
 
-def _blocks_run(monkeypatch):
-    """A list that grows by one entry per block that is run as one call."""
-    calls, run_block = [], run.run_block
-
-    def counted(block, x, options, told=None):
-        y = run_block(block, x, options, told)
-        if y is not None:
-            calls.append(block)
-        return y
-
-    run_decided = remembered._Decided.run
-
-    def counted_decided(self, x):
-        calls.append(self)
-        return run_decided(self, x)
-
-    for module in (remembered, run, swap):
-        monkeypatch.setattr(module, "run_block", counted)
-    monkeypatch.setattr(remembered._Decided, "run", counted_decided)
-    return calls
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_each_replaced_block_is_one_call(name, monkeypatch):
     model = _made(MODELS[name]).eval()
     report = upconv3d.accelerate(model)
-    calls = _blocks_run(monkeypatch)
+    calls = count_blocks_run(monkeypatch.setattr)
     model(_volume())
     assert len(calls) == len(report.replaced)
 
@@ -105,7 +92,7 @@ def test_small_blocks_are_pytorchs(recorded, device, monkeypatch, small_blocks_l
         pytest.skip("which blocks would be cuDNN's was measured on Hopper")
     torch.backends.cudnn.deterministic = True  # equal bits are asked for below
     monkeypatch.setattr(block, "SMALL_BLOCK_VALUES", small_blocks_left)
-    calls = _blocks_run(monkeypatch)
+    calls = count_blocks_run(monkeypatch.setattr)
 
     def blocks_run(model, x):
         calls.clear()
@@ -162,7 +149,7 @@ def test_copies_and_pickles_are_accelerated(name, copied, monkeypatch):
     report = upconv3d.accelerate(model)
     twin = copied(model)
     x = _volume()
-    calls = _blocks_run(monkeypatch)
+    calls = count_blocks_run(monkeypatch.setattr)
     assert torch.equal(twin(x), model(x)) and len(calls) == 2 * len(report.replaced)
     with torch.no_grad():
         for parameter in twin.parameters():
@@ -188,7 +175,7 @@ def test_compiles_without_graph_breaks(name, training):
 def test_outer_hooks_run_and_inner_hooks_win(monkeypatch):
     model = nn.Sequential(cna(), nn.Conv3d(8, 2, 1))
     upconv3d.accelerate(model)
-    calls, seen = _blocks_run(monkeypatch), []
+    calls, seen = count_blocks_run(monkeypatch.setattr), []
     x = _volume()
     expected = model(x)
     model.register_forward_hook(lambda *_: seen.append("model"))
@@ -253,7 +240,7 @@ def test_parametrized_weights(monkeypatch):
     nn.utils.parametrizations.weight_norm(model[0])
     plain = copy.deepcopy(model)
     upconv3d.accelerate(model)
-    calls = _blocks_run(monkeypatch)
+    calls = count_blocks_run(monkeypatch.setattr)
     x = _volume()
     torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
     model(x).sum().backward()
@@ -341,7 +328,7 @@ def test_dropout_and_batch_norm_are_decided_at_the_call(monkeypatch):
     model = nn.Sequential(cbn(), nn.Sequential(nn.ConvTranspose3d(8, 4, 2), nn.Dropout(0.5), nn.ReLU()))
     report = upconv3d.accelerate(model)
     assert ["in training" in finding.training for finding in report.findings] == [True, True]
-    calls, x = _blocks_run(monkeypatch), _volume()
+    calls, x = count_blocks_run(monkeypatch.setattr), _volume()
     for training, expected in ((True, 0), (False, 2), (True, 2)):
         model.train(training)(x)
         assert len(calls) == expected
@@ -362,7 +349,7 @@ def test_a_forward_that_changed_its_ways_is_followed(monkeypatch):
     model = _made(UpTransition).eval()
     report = upconv3d.accelerate(model)
     assert report.replaced
-    calls, x = _blocks_run(monkeypatch), _volume()
+    calls, x = count_blocks_run(monkeypatch.setattr), _volume()
     expected = model(x)
     model.scale = 2.0
     torch.testing.assert_close(model(x), expected * 2)
@@ -379,7 +366,7 @@ def test_bare_convolutions_on_demand(monkeypatch):
     plain = copy.deepcopy(model)
     (finding,) = upconv3d.accelerate(model, bare=True).findings
     assert finding.replaced and finding.evaluation == "conv" and finding.container == "up"
-    calls, x = _blocks_run(monkeypatch), _volume()
+    calls, x = count_blocks_run(monkeypatch.setattr), _volume()
     assert torch.equal(model(x), plain(x)) and len(calls) == 1
     assert torch.equal(model.up(x, output_size=[8, 6, 8]), plain.up(x, output_size=[8, 6, 8]))
     assert isinstance(pickle.loads(pickle.dumps(model)).up, nn.ConvTranspose3d)

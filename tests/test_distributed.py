@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import upconv3d
+from accelerated_models import count_blocks_run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from upconv3d._accelerated import block, remembered, run
+from upconv3d._accelerated import block
 
 WORLD, BATCH, STEPS = 2, 4, 5
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -104,25 +105,9 @@ WRAPPERS = {"ddp": _replicated, "fsdp2": _sharded}
 
 
 def _count_blocks_of_accelerate():
-    """A list that grows by one per block that a changed forward runs in one call, in this process."""
-    calls, run_block = [], run.run_block
-
-    def counted(found, x, options, told=None):
-        y = run_block(found, x, options, told)
-        if y is not None:
-            calls.append(found)
-        return y
-
-    run_decided = remembered._Decided.run
-
-    def counted_decided(self, x):
-        calls.append(self)
-        return run_decided(self, x)
-
-    run.run_block = remembered.run_block = counted
-    remembered._Decided.run = counted_decided
-    block.SMALL_BLOCK_VALUES = 0  # small as the blocks are
-    return calls
+    """count_blocks_run in this process, where no block is too small."""
+    block.SMALL_BLOCK_VALUES = 0
+    return count_blocks_run(setattr)
 
 
 def _worker(rank, kind, folder):

@@ -12,6 +12,7 @@
 #include "core/direct_tiling.hpp"
 #include "core/few_channels_layout.hpp"
 #include "core/index_math.hpp"
+#include "core/library_plan.hpp"
 #include "core/sm90_plan.hpp"
 #include "core/text.hpp"
 
@@ -89,9 +90,8 @@ double library_convolution_us(const Problem& p, const Work& work) {
     if (p.stride == Extent3{1, 1, 1}) return work.outputs * 1.2 * work.products;
     return work.outputs * (half_width ? 15 + 1.5 * work.products : 10 + 7 * work.products);
   }
-  // Channels fill its tiles as they do ours: few of them take as long as 32.
-  const double positions = work.outputs / static_cast<double>(p.k);
-  const double per_position = !half_width ? 175 : p.x_layout == Layout::kNDHWC ? 85 : 130;
+  const double positions = work.outputs / static_cast<double>(p.k);  // millions
+  const double per_position = library_us_per_million_positions(p);
   const double per_gflop = half_width ? 1.6 : p.precision == Precision::kTF32 ? 3.5 : 20;
   constexpr double kTile = 64;
   return per_position * positions * std::max(1.0, static_cast<double>(p.k) / kTile) +

@@ -119,15 +119,16 @@ bool is_near_compared(const Problem& p) {
          *std::max_element(p.stride.begin(), p.stride.end()) <= longest;
 }
 
-/// The same two of a block near those that were compared, in us: 80 such blocks, of results of up to 22 MB,
-/// in perf/results/h200_small_channels.txt. Positions cost cuDNN something whatever the number of channels,
-/// its float32 kernels of few channels something per tap, stores of long strides are what it waits for, and
-/// channels that are no multiple of 8 cost it more of everything in 16 bit.
+/// cuDNN's convolution and the launch after it, in us, of a block near those that were compared: 80 such, of
+/// results of up to 22 MB, are in perf/results/h200_small_channels.txt. Positions cost cuDNN something
+/// whatever the number of channels, its float32 kernels of few channels something per tap, stores of long
+/// strides are what it waits for, and channels that are no multiple of 8 cost it more of everything in 16
+/// bit.
 double near_library_block(const Problem& p, const Traffic& mb) {
   constexpr double kLaunch = 12, kStoresPerMB = 1.5, kFloatPerTap = 20e-6;
   constexpr double kRagged = 1.6, kRaggedPerPosition = 350e-6;
   const bool in_rows = p.y_layout == Layout::kNDHWC, is_float = p.dtype == DType::kFloat32;
-  const double per_position = is_float ? 175e-6 : in_rows ? 85e-6 : 130e-6;
+  const double per_position = 1e-6 * library_us_per_million_positions(p);
   const double positions = static_cast<double>(p.n * p.positions());
   const double taps = static_cast<double>(volume(p.kernel)) / static_cast<double>(volume(p.stride));
   const double usual =
@@ -152,6 +153,11 @@ double sm90_block(const Problem& p, const Traffic& mb, const Plan& sm90) {
 }
 
 }  // namespace
+
+double library_us_per_million_positions(const Problem& p) {
+  if (size_of(p.dtype) != 2) return 175;
+  return p.x_layout == Layout::kNDHWC ? 85 : 130;
+}
 
 bool library_copies_operands(const Problem& p, const Device& device) {
   if (p.n == 0 || p.tail.returns_conv || p.y_layout != Layout::kNCDHW || !was_compared(p)) return false;

@@ -19,6 +19,10 @@ std::string library_advantage(const Problem& problem, const Device& device, cons
 /// slow side. For where the direct plan has been considered: of few channels it is the quickest.
 std::string near_library_advantage(const Problem& problem, const Device& device, const Plan& sm90);
 
+/// What cuDNN's convolution without groups takes at least for a million positions of its result, in us on an
+/// H200: channels fill its tiles as they do ours, and few of them take as long as 32.
+double library_us_per_million_positions(const Problem& problem);
+
 /// Whether a library plan in NCDHW is expected to be quicker with x and w copied channels last first, and the
 /// result transposed by the launch that normalizes it, than with cuDNN's own copies.
 bool library_copies_operands(const Problem& problem, const Device& device);

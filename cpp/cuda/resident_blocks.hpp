@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// How many blocks of a kernel a device holds at once, which differs from GPU to GPU and with the shared
-/// memory of a block: asked for only where that is not as it was before, since the driver takes the host 3
-/// us.
+/// memory of a block: asked for where that changes alone, since the driver takes the host 3 us.
 #pragma once
 
 #include <cuda_runtime_api.h>
