@@ -83,3 +83,13 @@ def small_blocks_left(monkeypatch):
     limit = block.SMALL_BLOCK_VALUES
     monkeypatch.setattr(block, "SMALL_BLOCK_VALUES", 0)
     return limit
+
+
+@pytest.fixture(params=[True, False], ids=["kept", "nothing-kept"])
+def kernels(request, monkeypatch):
+    """Calls on the CPU treated as those on CUDA are, by kernels that keep something for a backward or not."""
+    from stand_ins import Kernels, install
+
+    stand_in = Kernels(request.param)
+    install(stand_in, monkeypatch)
+    return stand_in

@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.utils import prune
 from upconv3d._accelerated import block, remembered
 
-REMEMBERED = "_upconv3d_remembered"
+REMEMBERED, LEFT = "_upconv3d_remembered", "_upconv3d_left"
 
 
 def _volume(seed=3, size=(2, 6, 3, 4, 3)):
@@ -189,13 +190,19 @@ def test_an_unchanged_model_is_searched_and_decided_about_once(left, searches):
         assert searches == ["find_block", "run_block"]
         model(_volume(size=(1, 6, 4, 4, 4)))
         assert searches == ["find_block", "run_block", "run_block"]
-    model(x)  # with gradients
+        model(x)
+    decided = ["find_block", *["run_block"] * 3]
+    assert searches == decided
+    model(x)  # with gradients, which are no matter where PyTorch computes them
+    decided += ["run_block"] * (not left)
+    assert searches == decided
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(x)
-    assert searches == ["find_block", *["run_block"] * 4]
+    decided += ["run_block"]
+    assert searches == decided
     _leaky(model).negative_slope = 0.3
     model(x)
-    assert searches == ["find_block", *["run_block"] * 4, "find_block", "run_block"]
+    assert searches == [*decided, "find_block", "run_block"]
 
 
 def test_calls_that_differ_are_told_apart(left):
@@ -242,10 +249,13 @@ def test_a_shallow_copy_has_its_own_parameters(left):
 
 def test_copies_and_restored_models_remember_nothing(left):
     _, model = _made()
-    assert REMEMBERED in model.__dict__
-    assert REMEMBERED not in copy.deepcopy(model).__dict__
+    assert REMEMBERED in model.__dict__ and (LEFT in model.__dict__) == left
+    for copied in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not {REMEMBERED, LEFT} & copied.__dict__.keys()
+        with torch.no_grad():
+            assert torch.equal(copied(_volume()), model(_volume()))
     upconv3d.restore(model)
-    assert REMEMBERED not in model.__dict__
+    assert not {REMEMBERED, LEFT} & model.__dict__.keys()
 
 
 def test_temporary_parameters_are_not_kept(left):
@@ -344,6 +354,7 @@ def test_eager_calls_between_compiled_ones_compile_nothing(left):
     with torch.no_grad():
         for _ in range(3):
             torch.testing.assert_close(compiled(_volume()), model(_volume()), rtol=1e-4, atol=1e-5)
-            model.__dict__.pop(REMEMBERED)
+            for name in (REMEMBERED, LEFT):
+                model.__dict__.pop(name, None)
             compiled(_volume())
     assert len(graphs) == 1

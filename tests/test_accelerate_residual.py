@@ -51,10 +51,10 @@ def calls(monkeypatch):
     """A list that grows by one entry per block that is run as one call."""
     found, run_block = [], run.run_block
 
-    def counted(block, x, options):
-        result = run_block(block, x, options)
+    def counted(*arguments):
+        result = run_block(*arguments)
         if result is not None:
-            found.append(block)
+            found.append(arguments[0])
         return result
 
     monkeypatch.setattr(run, "run_block", counted)

@@ -10,6 +10,7 @@ import upconv3d
 from oracles import Block, check_gradients_like_eager, make_block, relative_error
 from test_values import OPINFO_COUNT, SHAPES, opinfo_block, shape_block
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from upconv3d import _autograd
 
 
@@ -330,3 +331,32 @@ def test_empty_tensors_of_the_fused_backward_are_no_gradients(monkeypatch):
     mask = (False, True, True, True, False)
     gradients = _autograd._fused_backward(*tensors, args, mask, empty, False, None)
     assert [gradient is None for gradient in gradients] == [True, False, False, False, True]
+
+
+class _Settings(TorchDispatchMode):
+    """PyTorch's precision of float32 convolutions at every convolution_backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.convolution_backward.default:
+            self.seen.append(torch.backends.cudnn.conv.fp32_precision)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("asked", ["ieee", "tf32"])
+@pytest.mark.parametrize("setting", ["ieee", "tf32", "none"])
+def test_convolution_backward_has_the_precision_that_was_asked_for(asked, setting, monkeypatch):
+    monkeypatch.setattr(_autograd, "_precision_matters", lambda tensor: True)  # as of float32 on CUDA
+    torch.backends.cudnn.conv.fp32_precision = setting
+    before = torch.backends.cudnn.conv.fp32_precision
+    x, weight, grad_c = torch.randn(1, 2, 2, 2, 2), torch.randn(2, 3, 1, 1, 1), torch.randn(1, 3, 2, 2, 2)
+    args = _autograd.BlockArguments([1] * 3, [0] * 3, [0] * 3, 1, [1] * 3, 1, 1e-5, asked)
+    with _Settings() as settings:
+        found = _autograd._convolution_backward(grad_c, x, weight, args, (True, True, False))
+    assert [(seen == "tf32") for seen in settings.seen] == [asked == "tf32"]
+    assert torch.backends.cudnn.conv.fp32_precision == before
+    torch.testing.assert_close(found[0], torch.conv3d(grad_c, weight), rtol=1e-4, atol=1e-5)
+    assert found[2] is None

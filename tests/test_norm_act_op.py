@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The family's operator as PyTorch's compiler, transforms and autograd see it.
 
-Stand-ins for the internal CUDA operators let autograd's node, the numbers and the casts around them run on
-the CPU too.
+Stand-ins for the internal CUDA operators, the fixture `kernels`, let autograd's node, the numbers and the
+casts around them run on the CPU too.
 """
 
 from dataclasses import replace
@@ -12,8 +12,7 @@ import torch
 import upconv3d
 from tails import COMBINATIONS, gradients, make_call, outputs
 from torch._subclasses.fake_tensor import FakeTensorMode
-from upconv3d import _tail, _tail_arguments, _tail_call, _tail_op
-from upconv3d._geometry import batched
+from upconv3d import _tail_arguments, _tail_call, _tail_op
 
 OP = torch.ops.upconv3d.conv_transpose3d_norm_act.default
 BACKWARD = torch.ops.upconv3d.conv_transpose3d_norm_act_backward.default
@@ -240,67 +239,6 @@ def test_export(device):
     torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), module(x))
 
 
-class _Kernels:
-    """The internal operators in PyTorch's, with a count of their calls."""
-
-    def __init__(self, keeps=True):
-        self.keeps, self.calls, self.consumed = keeps, [], []
-
-    def forward(self, *arguments):
-        self.calls.append("forward")
-        *tensors, number = arguments
-        return _tail.composite(tensors, _tail_op._settings[number], precise=True)
-
-    def for_training(self, *arguments):
-        self.calls.append("for_training")
-        self.skip = arguments[6]
-        if not self.keeps:
-            return None, None
-        return self.forward(*arguments)[0], torch.ones(8, dtype=torch.uint8)
-
-    def backward(self, grad_y, *arguments):
-        self.calls.append("backward")
-        *tensors, saved, number, wanted, consume_saved = arguments
-        settings = _tail_op._settings[number]
-        returned = settings[-1]
-        if returned:  # the kernels read what it is, whatever is convolved
-            assert tensors[2] is None and not consume_saved
-            self.skip = saved - _tail._convolution(*tensors[:3], _tail.Settings(*settings).convolution())
-        # The kernels keep the sum.
-        tensors.append(None if self.skip is None else batched(self.skip))
-        assert len(tensors) == 7 and grad_y.dim() == tensors[0].dim() == 5
-        assert saved.dtype == (tensors[0].dtype if returned else torch.uint8)
-        self.consumed.append(consume_saved)
-        mask = [bool(wanted >> i & 1) for i in range(7)]
-        # Weights' gradients and the skip's only: the input's is left to the caller, with grad_c.
-        found = _tail.tail_backward(grad_y, None, tensors, settings, [False, *mask[1:]])
-        everything = [*tensors[:6], torch.zeros_like(grad_y) if tensors[6] is None else tensors[6]]
-        grad_c = _tail.tail_backward(grad_y, None, everything, settings, [False] * 6 + [True])[6]
-        return (*found[:6], grad_c)
-
-
-@pytest.fixture(params=[True, False], ids=["kept", "nothing-kept"])
-def kernels(request, monkeypatch):
-    """Calls on the CPU treated as those on CUDA are."""
-    stand_in = _Kernels(request.param)
-    for module in (_tail_op, _tail_call):
-        monkeypatch.setattr(module, "runs_kernels", lambda input: True)
-        monkeypatch.setattr(module, "numbered_tail", stand_in.forward)
-    monkeypatch.setattr(_tail_op, "_numbered_tail_for_training", stand_in.for_training)
-    monkeypatch.setattr(_tail_op, "_numbered_tail_backward", stand_in.backward)
-    numbers, settings = {}, {}
-
-    def remember(fields):
-        numbers[fields] = len(numbers)
-        settings[numbers[fields]] = fields
-        return numbers[fields]
-
-    monkeypatch.setattr(_tail_op, "_numbers", numbers)
-    monkeypatch.setattr(_tail_op, "_settings", settings)
-    monkeypatch.setattr(_tail_op, "_remember", remember)
-    return stand_in
-
-
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("nothing", "skip-alone")])
 def test_node(kernels, case):
     returned = _call(case).return_conv
@@ -437,7 +375,7 @@ def test_autocast_of_volumes(kernels, monkeypatch, norm, dtype):
 
     def forward(*arguments):
         ran.append(arguments[0].dtype)
-        return _Kernels.forward(kernels, *arguments)
+        return type(kernels).forward(kernels, *arguments)
 
     monkeypatch.setattr(_tail_call, "computes_in_float32", in_float32)
     monkeypatch.setattr(_tail_call, "numbered_tail", forward)

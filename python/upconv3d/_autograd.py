@@ -36,6 +36,10 @@ _recomputed_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_recomputed.
 _training_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_for_training.default
 # Without OpOverload.__call__, a function in Python that passes its arguments on.
 _numbered_backward = torch.ops.upconv3d._numbered_tail_backward.default._op
+_aten_backward = _aten.convolution_backward.default._op
+_fp32_precision = torch._C._get_fp32_precision_getter
+_is_batched = torch._C._functorch.is_batchedtensor
+_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 
 
@@ -53,7 +57,14 @@ class BlockArguments(NamedTuple):
 
 
 def _precision_matters(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.device.type == "cuda"
+    return tensor.is_cuda and tensor.dtype is torch.float32
+
+
+def _setting_agrees(tensor: Tensor, precision: str) -> bool:
+    """Whether PyTorch's convolutions of `tensor` have that precision as its setting is."""
+    if not _precision_matters(tensor):
+        return True
+    return bool((_fp32_precision("cuda", "conv") == "tf32") == (precision == "tf32"))
 
 
 @contextmanager
@@ -64,10 +75,10 @@ def _conv_precision(tensor: Tensor, precision: str) -> Iterator[None]:
     the value that was read is written back. It is one for the process: a convolution that another thread
     starts meanwhile sees it too.
     """
-    before = torch._C._get_fp32_precision_getter("cuda", "conv")
-    if not _precision_matters(tensor) or (before == "tf32") == (precision == "tf32"):
+    if _setting_agrees(tensor, precision):
         yield
         return
+    before = _fp32_precision("cuda", "conv")
     torch._C._set_fp32_precision_setter("cuda", "conv", precision)
     try:
         yield
@@ -93,26 +104,20 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, args: BlockArgu
 
 
 def _convolution_backward(
-    grad_c: Tensor, x: Tensor, weight: Tensor, args: BlockArguments, mask: Sequence[bool]
+    grad_c: Tensor, x: Tensor, weight: Tensor, args: Sequence[Any], mask: Sequence[bool]
 ) -> Sequence[Tensor | None]:
-    """grad_x, grad_w and grad_bias, those that `mask` asks for."""
+    """grad_x, grad_w and grad_bias, those that `mask` asks for. args: begins with BlockArguments' fields."""
     if not any(mask):
         return None, None, None
+    stride, padding, output_padding, groups, dilation = args[:5]
+    lists = (stride, padding, dilation, True, output_padding, groups, mask)
     grads: Sequence[Tensor | None]
-    with _conv_precision(x, args.precision):
-        grads = _aten.convolution_backward.default(
-            grad_c,
-            x,
-            weight,
-            [grad_c.shape[1]],
-            args.stride,
-            args.padding,
-            args.dilation,
-            True,
-            args.output_padding,
-            args.groups,
-            mask,
-        )
+    if not torch.compiler.is_dynamo_compiling() and _setting_agrees(x, args[7]):
+        # A context manager written in Python costs a host as much as the operator's way to its kernel.
+        grads = _aten_backward(grad_c, x, weight, [grad_c.size(1)], *lists)
+        return grads
+    with _conv_precision(x, args[7]):
+        grads = _aten.convolution_backward.default(grad_c, x, weight, [grad_c.shape[1]], *lists)
     return grads
 
 
@@ -225,7 +230,8 @@ def _fused_backward(
     consume_saved: whether `saved` may be overwritten.
     number: settings_number of `args`, or None.
     """
-    bits = sum(1 << i for i, wanted in enumerate(mask) if wanted)
+    a, b, c, d, e = mask  # a generator expression takes longer
+    bits = a | b << 1 | c << 2 | d << 3 | e << 4
     gradients: list[Tensor | None]
     if number is not None:
         *gradients, _, grad_c = _numbered_backward(
@@ -318,11 +324,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _is_transformed(grad_y: Tensor) -> bool:
     """Whether others than kernels see grad_y: is_grads_batched's vmap, and compilers of a backward pass."""
-    return (
-        torch._C._functorch.is_legacy_batchedtensor(grad_y)
-        or torch._C._functorch.is_batchedtensor(grad_y)
-        or is_traced(grad_y)
-    )
+    return _is_legacy_batched(grad_y) or _is_batched(grad_y) or is_traced(grad_y)
 
 
 def _gradients(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import BlockArguments, _convolution, _convolution_backward, _precision_matters
+from ._autograd import BlockArguments, _convolution, _convolution_backward, _is_batched, _precision_matters
 from ._geometry import batched, dense_as, memory_format_of
 
 _aten = torch.ops.aten
@@ -356,23 +356,27 @@ def tail_backward(
     return in_sizes_of(t, gradients, mask)
 
 
-def in_sizes_of(t: Tensors, gradients: Sequence[Any], mask: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients in the sizes, dtype and, of input, weight and skip, memory format of what they belong to."""
-    result: list[Tensor | None] = []
-    for tensor, gradient, wanted in zip(t, gradients, mask, strict=True):
-        if not wanted or tensor is None or gradient is None:
-            result.append(None)
-            continue
-        if gradient.dtype is not tensor.dtype:
-            gradient = gradient.to(tensor.dtype)
-        same = gradient.shape == tensor.shape
-        # Strides first: what else a memory format asks for is questions in Python, for 3 us.
-        # vmap's tensors cannot be asked for a format.
-        batches = torch._C._functorch.is_batchedtensor(gradient)
-        if gradient.dim() == 5 and not batches and not (same and dense_as(gradient, tensor)):
-            gradient = gradient.contiguous(memory_format=memory_format_of(batched(tensor)))
-        result.append(gradient if same else gradient.reshape(tensor.shape))
-    return result
+def in_sizes_of(t: Sequence[Any], gradients: Sequence[Any], mask: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients in the sizes, dtype and, of input, weight and skip, memory format of what they belong to.
+
+    t: the fields of Tensors.
+    """
+    return [
+        _in_size_of(tensor, gradient) if wanted and gradient is not None and tensor is not None else None
+        for tensor, gradient, wanted in zip(t, gradients, mask, strict=True)
+    ]
+
+
+def _in_size_of(tensor: Tensor, gradient: Tensor) -> Tensor:
+    if gradient.dtype is not tensor.dtype:
+        gradient = gradient.to(tensor.dtype)
+    shape = tensor.shape
+    same = gradient.shape == shape
+    # Strides first: what else a memory format asks for is questions in Python, for 3 us.
+    # vmap's tensors cannot be asked for a format.
+    if gradient.dim() == 5 and not _is_batched(gradient) and not (same and dense_as(gradient, tensor)):
+        gradient = gradient.contiguous(memory_format=memory_format_of(batched(tensor)))
+    return gradient if same else gradient.reshape(shape)
 
 
 def differentiable_backward(

@@ -2,7 +2,7 @@
 """A call of the family whose arguments are checked: by upconv3d's kernels, or by PyTorch's operators."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -56,54 +56,68 @@ def _require_device(device: torch.device, tensors: Sequence[Any]) -> None:
             )
 
 
-def _run_kernels(tensors: tuple[Any, ...], settings: tuple[Any, ...], recording: bool) -> Pair | None:
-    """The call on CUDA by upconv3d's kernels, without autocast; None where PyTorch's operators are to run."""
-    if recording:
-        # A mode is to see what PyTorch's calls show it; of other calls the operator itself sees to that.
-        number = None if settings[11] and _dispatch_modes() > 0 else tail_number(settings)
-        return None if number is None else record_tail(tensors, settings, number)
-    # Who watches operators is to see the one that he knows.
-    watched = _tracing() or _profiling() or _dispatch_modes() > 0
-    number = None if watched else tail_number(settings)
-    if number is not None:
-        pair: Pair = numbered_tail(*tensors, number)
-        return pair
-    with _BelowAutograd():
-        return public_tail(tensors, settings)
-
-
 class CudaCall(NamedTuple):
-    """How upconv3d's kernels compute a call.
+    """How a call on CUDA is computed, without torch.func's transforms, forward-mode AD or __torch_function__.
 
     Attributes:
         settings: with the precision that the kernels get.
+        number: tail_number(settings).
         low: what autocast casts to; None without it.
-        uncast: whether the input is made float32 instead, and the parameters stay as they are.
+        casts: what is cast to it or, for "input", to float32; None where PyTorch's operators are to run.
         dtype: of the result under autocast.
+        recording: whether autograd records the call.
     """
 
     settings: tuple[Any, ...]
+    number: int | None
     low: torch.dtype | None
-    uncast: bool
+    casts: Literal["nothing", "input", "all"] | None
     dtype: torch.dtype | None
+    recording: bool
 
-    def run(self, tensors: tuple[Any, ...], recording: bool) -> Pair | None:
+    def run(self, tensors: tuple[Any, ...]) -> Pair | None:
         """None where PyTorch's operators are to run. Raises: RuntimeError."""
-        if self.low is None:
-            return _run_kernels(tensors, self.settings, recording)
-        if self.uncast:
+        casts = self.casts
+        if casts == "nothing":
+            return self._run_kernels(tensors)
+        if casts is None:
+            return None
+        if casts == "input":
             tensors = (tensors[0].float(), *tensors[1:])
         else:
-            tensors = cast_tensors(tensors, self.low, recording)
+            assert self.low is not None
+            tensors = cast_tensors(tensors, self.low, self.recording)
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-            pair = _run_kernels(tensors, self.settings, recording)
-        return None if pair is None else (pair[0].to(self.dtype), pair[1])
+            pair = self._run_kernels(tensors)
+        if pair is None or pair[0].dtype is self.dtype:
+            return pair
+        return pair[0].to(self.dtype), pair[1]
+
+    def _run_kernels(self, tensors: tuple[Any, ...]) -> Pair | None:
+        """The call by upconv3d's kernels, without autocast; None where PyTorch's operators are to run."""
+        number = self.number
+        if self.recording:
+            # A mode is to see what PyTorch's calls show it; of other calls the operator itself sees to that.
+            if number is None or (self.settings[11] and _dispatch_modes() > 0):
+                return None
+            return record_tail(tensors, self.settings, number)
+        # Who watches operators is to see the one that he knows.
+        if number is not None and not (_tracing() or _profiling() or _dispatch_modes() > 0):
+            pair: Pair = numbered_tail(*tensors, number)
+            return pair
+        with _BelowAutograd():
+            return public_tail(tensors, self.settings)
 
 
-def _keeps_nothing(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
+def keeps_nothing(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
     """Whether no plan keeps anything for a backward of the call."""
     returned = settings[11] and not reads_returned(tensors, settings)
     return settings[5] == 0 or tensors[6] is not None or returned
+
+
+def _number_of(settings: tuple[Any, ...]) -> int | None:
+    # What torch.jit.trace records is the operator that its reader knows.
+    return None if _tracing() else tail_number(settings)
 
 
 def cuda_call(
@@ -112,19 +126,23 @@ def cuda_call(
     low: torch.dtype | None,
     norm: str | None,
     recording: bool,
-) -> CudaCall | None:
-    """What is decided about a call; None where PyTorch's operators are to run."""
+) -> CudaCall:
+    """What is decided about a call that has a backward of ours, if autograd records it (see keeps_nothing).
+
+    low: what autocast casts to; None without it.
+    """
     if low is None:
-        return CudaCall(settings, None, False, None)
+        return CudaCall(settings, _number_of(settings), None, "nothing", None, recording)
     castable = not (recording and low is torch.float16)  # see three_calls
     dtype = autocast_result_dtype(low, tensors[0].device.type, norm, settings)
     # From 16 bit to 16 bit, float32 would cast both volumes. A returned convolution has autocast's dtype.
     uncast = not (settings[11] or (castable and dtype is low is tensors[0].dtype))
-    uncast = uncast and not _keeps_nothing(tensors, settings)
+    uncast = uncast and not keeps_nothing(tensors, settings)
     uncast = uncast and computes_in_float32(tensors, low, settings, recording)
     if uncast:
-        return CudaCall((*settings[:7], "tf32", *settings[8:]), low, True, dtype)
-    return CudaCall(settings, low, False, dtype) if castable else None
+        settings = (*settings[:7], "tf32", *settings[8:])
+        return CudaCall(settings, _number_of(settings), low, "input", dtype, recording)
+    return CudaCall(settings, _number_of(settings), low, "all" if castable else None, dtype, recording)
 
 
 def _run_cuda(
@@ -133,7 +151,6 @@ def _run_cuda(
     low: torch.dtype | None,
     norm: str | None,
     precise: bool,
-    known: CudaCall | None,
 ) -> Pair:
     """The call on CUDA. low: what autocast casts to; None without it."""
     pair: Pair | None = None
@@ -141,14 +158,11 @@ def _run_cuda(
     # Nobody but autograd knows what to do with operators that are not PyTorch's: transforms of torch.func and
     # forward-mode AD get PyTorch's.
     plain = not _transforms_active() and forward_ad._current_level < 0
-    plain = plain and not (recording and _keeps_nothing(tensors, settings))
+    plain = plain and not (recording and keeps_nothing(tensors, settings))
     if plain and (_has_torch_function(tensors) or (recording and _tracing())):
         pair = public_tail(tensors, settings)
     elif plain:
-        call = known
-        if call is None or recording or call.low is not low:
-            call = cuda_call(tensors, settings, low, norm, recording)
-        pair = None if call is None else call.run(tensors, recording)
+        pair = cuda_call(tensors, settings, low, norm, recording).run(tensors)
     return composite(tensors, settings, precise) if pair is None else pair
 
 
@@ -157,7 +171,6 @@ def _run(
     settings: tuple[Any, ...],
     norm: str | None,
     precise: bool,
-    known: CudaCall | None,
 ) -> Pair:
     """The call on any device; arguments as of run_checked."""
     y: Tensor
@@ -165,14 +178,14 @@ def _run(
     input, skip = tensors[0], tensors[6]
     low = autocast_dtype(input) if _dynamo_compiling() or _autocast_enabled() else None
     if low is None and skip is None and runs_kernels(input) and not _dynamo_compiling():
-        return _run_cuda(tensors, settings, None, norm, precise, known)
+        return _run_cuda(tensors, settings, None, norm, precise)
     dtype = input.dtype if low is None else low
     summed = dtype if skip is None or skip.dtype is dtype else torch.promote_types(dtype, skip.dtype)
     if runs_kernels(input) and (skip is None or skip.dtype is dtype):
         if _dynamo_compiling():
             y, conv = public_tail(tensors, settings)
         else:
-            y, conv = _run_cuda(tensors, settings, low, norm, precise, known)
+            y, conv = _run_cuda(tensors, settings, low, norm, precise)
     else:
         _require_device(input.device, tensors)
         if low is None:
@@ -192,17 +205,35 @@ def run_checked(
     settings: tuple[Any, ...],
     norm: str | None,
     precise: bool,
-    known: CudaCall | None = None,
 ) -> Pair:
     """What checked_arguments returned, computed; raises RuntimeError.
 
-    precise: as in composite(). known: cuda_call of tensors of these kinds, without gradients recorded.
+    precise: as in composite().
     """
     if _dynamo_compiling():
-        return _run(tensors, settings, norm, precise, None)
+        return _run(tensors, settings, norm, precise)
     try:
-        return _run(tensors, settings, norm, precise, known)
+        return _run(tensors, settings, norm, precise)
     except RuntimeError:
         # PyTorch refused. Where one of our rules is what is broken, that says so with value and remedy.
         _C.validate(facts_of(tensors, settings))
         raise
+
+
+def run_decided(
+    tensors: tuple[Any, ...], settings: tuple[Any, ...], norm: str | None, precise: bool, call: CudaCall
+) -> Tensor:
+    """run_checked's y of a call without a skip, where nothing of all that CudaCall is without is on.
+
+    call: cuda_call of tensors of these kinds.
+    """
+    try:
+        pair = call.run(tensors)
+        if pair is not None:
+            return pair[0]
+        y, _ = composite(tensors, settings, precise)
+    except RuntimeError:
+        _C.validate(facts_of(tensors, settings))  # as in run_checked
+        raise
+    lowered = call.low is not None and norm == "instance" and y.dtype is not call.low  # see _run
+    return y.to(call.low) if lowered else y

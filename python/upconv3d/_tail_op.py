@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._autograd import _convolution_backward, _is_transformed
+from ._autograd import _convolution_backward, _is_transformed, record_block
 from ._facts import Kept, empty_kept, is_concrete, kept_of
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
 from ._graphs import record_operator
+from ._numbered import settings_number
 from ._tail import (
     ACTIVATIONS,
     ORDERS,
@@ -38,6 +39,7 @@ from ._transforms import _slice
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 _ops = torch.ops.upconv3d
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 _NAME = "conv_transpose3d_norm_act"
 _SCHEMA = (
@@ -180,25 +182,32 @@ def _fake_training(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fused_backward(
-    grad_y: Tensor, t: Tensors, number: int, mask: Sequence[bool], saved: Tensor, consume_saved: bool
+    grad_y: Tensor, t: Sequence[Any], number: int, mask: Sequence[bool], saved: Tensor, consume_saved: bool
 ) -> list[Tensor | None]:
     """tail_backward by our kernels, where a forward kept `saved` (as none that adds a skip does today).
 
     Where they cannot compute the convolution's gradients, they end with grad_c.
+
+    t: the fields of Tensors.
     """
-    x = batched(t.input)
-    # Written out: a generator expression over seven values takes twice as long.
+    x, weight, bias, gamma, beta, slopes, _ = t
+    x = batched(x)
+    # Written out, here and below: generator expressions over so few values take twice as long.
     a, b, c, d, e, f, g = mask
     bits = a | b << 1 | c << 2 | d << 3 | e << 4 | f << 5 | g << 6
-    *gradients, grad_c = _numbered_tail_backward(
-        batched(grad_y), x, *t[1:6], saved, number, bits, consume_saved
+    gradients = _numbered_tail_backward(
+        batched(grad_y), x, weight, bias, gamma, beta, slopes, saved, number, bits, consume_saved
     )
+    grad_c = gradients[6]
     if grad_c is not None:
-        left = [wanted and grad is None for wanted, grad in zip(mask[:3], gradients, strict=False)]
-        args = Settings(*_settings[number]).convolution()
-        found = _convolution_backward(grad_c, x, t.weight, args, left)
-        gradients[:3] = [b if wanted else a for a, b, wanted in zip(gradients, found, left, strict=False)]
-    return in_sizes_of(t, [*gradients, grad_c], mask)
+        grad_x, grad_w, grad_bias = gradients[:3]
+        left = (a and grad_x is None, b and grad_w is None, c and grad_bias is None)
+        found = _convolution_backward(grad_c, x, weight, _settings[number], left)
+        grad_x = found[0] if left[0] else grad_x
+        grad_w = found[1] if left[1] else grad_w
+        grad_bias = found[2] if left[2] else grad_bias
+        gradients = (grad_x, grad_w, grad_bias, *gradients[3:])
+    return in_sizes_of(t, gradients, mask)
 
 
 def _backward_from_conv(
@@ -211,22 +220,21 @@ def _backward_from_conv(
     number: int,
 ) -> list[Tensor | None]:
     """tail_backward by our kernels up to the convolution's gradient, from the returned convolution."""
-    t, s = Tensors(*tensors), Settings(*settings)
-    x = batched(t.input)
+    input, weight, _, gamma, beta, slopes, _ = tensors
+    x = batched(input)
     wants_conv = any(mask[:3])
     bits = wants_conv | mask[3] << 3 | mask[4] << 4 | mask[5] << 5
     # conv has the bias in it. Hooks of saved tensors may have laid it out anew.
-    channels = (None, t.norm_weight, t.norm_bias, t.slopes)
-    conv = batched(conv).contiguous(memory_format=memory_format_of(x, t.weight))
+    conv = batched(conv).contiguous(memory_format=memory_format_of(x, weight))
     _, _, _, *norms, grad_c = _numbered_tail_backward(
-        batched(grad_y), x, t.weight, *channels, conv, number, bits, False
+        batched(grad_y), x, weight, None, gamma, beta, slopes, conv, number, bits, False
     )
     grads: Sequence[Tensor | None] = (None, None, None)
     if wants_conv:
         if grad_conv is not None:
             grad_c = grad_c.add_(batched(grad_conv))
-        grads = _convolution_backward(grad_c, x, t.weight, s.convolution(), list(mask[:3]))
-    return in_sizes_of(t, [*grads, *norms, None], mask)
+        grads = _convolution_backward(grad_c, x, weight, settings, list(mask[:3]))
+    return in_sizes_of(tensors, [*grads, *norms, None], mask)
 
 
 def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
@@ -325,7 +333,7 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None = None) -> tuple[Any, ...]:
         *tensors, saved = ctx.saved_tensors
         mask, settings = ctx.needs_input_grad[: len(tensors)], ctx.settings
-        if grad_y is None or grad_conv is None:  # else all are reached
+        if grad_y is None:  # else all are reached
             mask = reachable(mask, grad_y, grad_conv)
         gradients: list[Tensor | None]
         if not any(mask):
@@ -343,13 +351,19 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
             gradients = _backward_from_conv(grad_y, grad_conv, tensors, settings, mask, saved, ctx.number)
         else:
             # Where the graph is not kept, nobody reads `saved` again.
-            consume_saved = not torch._C._autograd._get_current_graph_task_keep_graph()
-            gradients = _fused_backward(grad_y, Tensors(*tensors), ctx.number, mask, saved, consume_saved)
+            consume_saved = not _keeps_graph()
+            gradients = _fused_backward(grad_y, tensors, ctx.number, mask, saved, consume_saved)
         return (*gradients, None, None, None)
 
 
 # Function.apply without what it does for torch.func's transforms, under which this node is not used.
 _record: Callable[..., Any] = super(torch.autograd.Function, ConvTranspose3dNormAct).apply
+
+
+def _is_block(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
+    """Whether the call is conv_transpose3d_relu_group_norm's, whose backward needs nothing kept."""
+    order, activation = settings[8:10]
+    return settings[5] > 0 and tensors[6] is None and order == "act_norm" and activation == "relu"
 
 
 def record_tail(
@@ -368,7 +382,12 @@ def record_tail(
         return y, conv
     with _BelowAutograd():
         computed = _numbered_tail_for_training(*tensors, number)
-    return None if computed[0] is None else (_record(*tensors, computed, settings, number), None)
+    if computed[0] is not None:
+        return _record(*tensors, computed, settings, number), None
+    if _is_block(tensors, settings):
+        numbers = settings[:8]
+        return record_block(*tensors[:5], numbers, settings_number(numbers), False), None
+    return None
 
 
 def batch_tail(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:

@@ -5,12 +5,13 @@ In a model, between PyTorch's operators, a host has little of ours in its caches
 12 us in a loop takes 50 to 90 there, as long as three operators (perf/NOTES.md). So a Sequential keeps it,
 beside what it was found from: the modules' classes and their forwards, attributes, parameters, buffers and
 children, all by identity, and that nobody has hooks; of the tensors in a call their kinds. The next call asks
-whether that is still so. What was exchanged since is kept until then.
+whether that is still so. What was exchanged since is kept until then. Where all its blocks are left to
+PyTorch, the next call asks for its input's kind alone: what the modules have become is PyTorch's affair then.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain as chained
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -18,8 +19,17 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from .._autocast import autocast_dtype
-from .._tail_call import CudaCall, cuda_call, run_checked
-from ..functional import resolve_precision
+from .._tail_arguments import runs_kernels
+from .._tail_call import CudaCall, cuda_call, keeps_nothing, run_checked, run_decided
+from ..functional import (
+    _any_requires_grad,
+    _autocast_enabled,
+    _grad_enabled,
+    _has_torch_function,
+    _torch_conv_precision,
+    _tracing,
+    _transforms_active,
+)
 from .block import Block, Options
 from .chain import find_block, is_of_known_class
 from .run import Decision, run_block, run_chain, run_modules, takes
@@ -34,6 +44,9 @@ def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
+_forward_of = attrgetter("forward")
+
+
 class _State:
     """Modules as they are, and that nobody has hooks on them."""
 
@@ -43,11 +56,13 @@ class _State:
         self._children = outer._modules
         self._modules = watched
         self._classes = [type(module) for module in watched]
-        self._forwards = [cls.forward for cls in self._classes]
+        self._forwards = list(map(_forward_of, self._classes))
         self._hooks = [hooks for module in watched for hooks in _hooks_of(module)]
         self._dicts: list[dict[str, Any]] = [container._modules for container in containers]
-        for module in watched:
-            self._dicts += [module.__dict__, module._parameters, module._buffers]
+        self._dicts += [module.__dict__ for module in watched]
+        # A module of a known class that registers none, as an activation, would not read any either.
+        self._dicts += [module._parameters for module in modules if module._parameters]
+        self._dicts += [module._buffers for module in modules if module._buffers]
         self._values = list(self._all_values())
 
     def _all_values(self) -> Iterable[Any]:
@@ -61,19 +76,44 @@ class _State:
             and not any(self._hooks)
             and sum(map(len, self._dicts)) == len(values)
             and all(map(is_, self._all_values(), values))
-            and all(map(is_, map(type, self._modules), self._classes))
-            and [cls.forward for cls in self._classes] == self._forwards
+            and list(map(type, self._modules)) == self._classes
+            and list(map(_forward_of, self._classes)) == self._forwards
         )
 
 
-def _kinds_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """What plans depend on of parameters, which are the same objects when they are given other .data."""
-    return [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+# Whether a CUDA graph is captured, of calls on CUDA.
+_capturing = torch.cuda.is_current_stream_capturing
+_dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
+
+Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, torch.dtype | None]
 
 
-def _is_capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is captured: replays cost the host nothing, and no block is left to PyTorch."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+def _kind_of(x: Tensor) -> Kind:
+    """What decisions depend on of a tensor, and autocast's dtype for it."""
+    return x.dtype, x.shape, x.stride(), x.device, autocast_dtype(x)
+
+
+def _is_of_kind(x: Any, kind: Kind) -> bool:
+    dtype, shape, stride, device, low = kind
+    return (
+        type(x) is Tensor
+        and x.dtype is dtype
+        and x.shape == shape
+        and x.stride() == stride
+        and x.device == device
+        and (autocast_dtype(x) if _autocast_enabled() else None) is low
+    )
+
+
+def left_kind(x: Any) -> Kind | None:
+    """What calls have in common that is_left() is to find alike; None of no plain tensor."""
+    return _kind_of(x) if type(x) is Tensor else None
+
+
+def is_left(x: Any, kind: Kind) -> bool:
+    """Whether a call with x is of that kind, and blocks may be left to PyTorch in it."""
+    # torch.jit.trace has sizes that are tensors, and warns where they are compared.
+    return not _tracing() and _is_of_kind(x, kind) and not (x.is_cuda and _capturing())
 
 
 class _Decided:
@@ -81,36 +121,53 @@ class _Decided:
 
     def __init__(self, block: Block, x: Tensor, options: Options, decision: Decision) -> None:
         self.settings, self._tensors, self._norm = decision.settings, decision.tensors, block.norm
-        self._options = options
-        self._x = (x.shape, x.stride(), x.dtype, x.device)
-        self._grad = torch.is_grad_enabled()
-        self._low = autocast_dtype(x)
-        self._precision = resolve_precision(x, options.precision)
+        self._kind = _kind_of(x)
+        self._precise = options.precision is not None
         self._parameters = [tensor for tensor in decision.tensors if tensor is not None]
-        self._kinds = _kinds_of(self._parameters)
-        self._captured = _is_capturing(x)
+        self._recording = self._records(x)
+        # Parameters are the same objects when they are given other .data. What is decided of any dtype and
+        # sizes would be wrong of others: of a convolution's bias and a norm's vectors, the operator refuses
+        # sizes that PyTorch does. Of other strides another plan may be the quicker one.
+        self._dtypes = list(map(_dtype_of, self._parameters))
+        weight, slopes = decision.tensors[0], decision.tensors[4]
+        self._shaped = [weight] if slopes is None else [weight, slopes]
+        self._shapes = list(map(_shape_of, self._shaped))
+        self._precision: str | None = None
+        if self.settings is not None and not self._precise and x.is_cuda and x.dtype is torch.float32:
+            self._precision = self.settings[7]
+        # While a CUDA graph is captured no block is left to PyTorch; otherwise, all is decided alike.
+        self._captured: bool | None = None
+        if x.is_cuda and (self.settings is None or _capturing()):
+            self._captured = self.settings is not None
         self._call: CudaCall | None = None
-        if self.settings is not None and x.is_cuda:
-            self._call = cuda_call((x, *self._tensors, None), self.settings, self._low, block.norm, False)
+        if self.settings is not None and runs_kernels(x):
+            tensors = (x, *self._tensors, None)
+            if not (self._recording and keeps_nothing(tensors, self.settings)):
+                self._call = cuda_call(tensors, self.settings, self._kind[4], self._norm, self._recording)
+
+    def _records(self, x: Tensor) -> bool:
+        return _grad_enabled() and _any_requires_grad(x, *self._parameters)
 
     def is_for(self, x: Any) -> bool:
         """Whether run_block would decide so of x, in the state that the modules were in."""
         return (
-            type(x) is Tensor
-            and (x.shape, x.stride(), x.dtype, x.device) == self._x
-            and torch.is_grad_enabled() is self._grad
-            and autocast_dtype(x) is self._low
-            and resolve_precision(x, self._options.precision) == self._precision
+            _is_of_kind(x, self._kind)
+            and self._records(x) is self._recording
             and forward_ad._current_level < 0
-            and _kinds_of(self._parameters) == self._kinds
-            and _is_capturing(x) is self._captured
+            and list(map(_dtype_of, self._parameters)) == self._dtypes
+            and list(map(_shape_of, self._shaped)) == self._shapes
+            and (self._precision is None or _torch_conv_precision() == self._precision)
+            and (self._captured is None or _capturing() is self._captured)
         )
 
     def run(self, x: Tensor) -> Tensor:
         """The block on x by our call, where it is not left to PyTorch. Raises: RuntimeError."""
-        assert self.settings is not None
-        precise = self._options.precision is not None
-        return run_checked((x, *self._tensors, None), self.settings, self._norm, precise, self._call)[0]
+        settings, call = self.settings, self._call
+        assert settings is not None
+        tensors = (x, *self._tensors, None)
+        if call is None or _transforms_active() or _has_torch_function(tensors):
+            return run_checked(tensors, settings, self._norm, self._precise)[0]
+        return run_decided(tensors, settings, self._norm, self._precise, call)
 
 
 class Remembered:
@@ -120,37 +177,37 @@ class Remembered:
         end = at + block.length
         self._block = block
         self._before, self._modules, self._after = chain[:at], chain[at:end], chain[end:]
-        self._state = _State(containers, self._modules)
+        # Whether the chain of a Sequential is still this one.
+        self.holds: Callable[[nn.Module], bool] = _State(containers, self._modules).holds
         self._decided: _Decided | None = None
 
-    def holds(self, container: nn.Module) -> bool:
-        """Whether the chain of that Sequential is still this one."""
-        return self._state.holds(container)
+    def run(self, x: Any, options: Options) -> tuple[Any, bool]:
+        """What run_chain returns of the whole chain, and whether the block was left to PyTorch.
 
-    def run(self, x: Any, options: Options) -> Any:
-        """What run_chain returns of the whole chain. options: always the same."""
+        options: always the same.
+        """
         for module in self._before:
             x = module(x)
         decided = self._decided  # once: another thread may decide about other calls
         if decided is None or not decided.is_for(x):
-            x = self._run_and_decide(x, options)
+            x, decided = self._run_and_decide(x, options)
         elif decided.settings is None:
             x = run_modules(self._block, self._modules, x)
         else:
             x = decided.run(x)
         for module in self._after:
             x = module(x)
-        return x
+        return x, decided is not None and decided.settings is None
 
-    def _run_and_decide(self, x: Any, options: Options) -> Any:
+    def _run_and_decide(self, x: Any, options: Options) -> tuple[Any, _Decided | None]:
         self._decided = None
         if type(x) is not Tensor or not takes(x):
-            return run_chain(self._modules, x, options)
+            return run_chain(self._modules, x, options), None
         told: list[Decision] = []
         y = run_block(self._block, x, options, told)
-        if told:
-            self._decided = _Decided(self._block, x, options, told[0])
-        return run_modules(self._block, self._modules, x) if y is None else y
+        decided = _Decided(self._block, x, options, told[0]) if told else None
+        self._decided = decided
+        return run_modules(self._block, self._modules, x) if y is None else y, decided
 
 
 def remember(containers: Sequence[nn.Module], chain: Sequence[nn.Module]) -> Remembered | None:

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from .._graphs import is_exporting
 from .._in_graphs import block_in_graph
+from .._tail_arguments import runs_kernels
 from .._tail_call import run_checked
 from ..functional import (
     _DTYPES,
@@ -205,7 +206,8 @@ def run_block(block: Block, x: Tensor, options: Options, told: list[Decision] | 
     padding: Any = conv.padding  # nn.ConvTranspose3d's is never one of the names that a convolution's may be
     stride, output_padding, dilation = conv.stride, conv.output_padding, conv.dilation
     geometry = (stride, padding, output_padding, conv.groups, dilation)
-    if activation == "relu" and order == "act_norm" and norm == "group" and not returns_conv:
+    mission = activation == "relu" and order == "act_norm" and norm == "group" and not returns_conv
+    if mission and not runs_kernels(x):  # there its own operator keeps the convolution for a backward
         if not admits(block, x):
             return None
         return conv_transpose3d_relu_group_norm(
@@ -254,10 +256,14 @@ def run_block(block: Block, x: Tensor, options: Options, told: list[Decision] | 
     return pair if returns_conv else pair[0]
 
 
-def run_chain(chain: Sequence[nn.Module], x: Any, options: Options) -> Any:
+def run_chain(
+    chain: Sequence[nn.Module], x: Any, options: Options, told: list[Decision] | None = None
+) -> Any:
     """What calling each module with the result of the one before returns, its blocks in one call each.
 
     Not for where hooks of all modules are: who calls this has asked.
+
+    told: gets the decisions, as from run_block.
     """
     at = 0
     while at < len(chain):
@@ -265,7 +271,7 @@ def run_chain(chain: Sequence[nn.Module], x: Any, options: Options) -> Any:
         if isinstance(module, nn.ConvTranspose3d) and takes(x):
             block = find_block(chain, at)
             if isinstance(block, Block):
-                y = run_block(block, x, options)
+                y = run_block(block, x, options, told)
                 if y is None and not (_dynamo_compiling() or _tracing()):
                     y = run_modules(block, chain[at : at + block.length], x)
                 if y is not None:

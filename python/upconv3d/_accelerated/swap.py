@@ -8,6 +8,7 @@ pickle and copy rebuild the module from its first class.
 import abc
 import functools
 import threading
+import types
 from typing import Any
 
 from torch import nn
@@ -16,11 +17,12 @@ from torch.nn.modules.module import _has_any_global_hook
 from ..functional import _dynamo_compiling, _tracing
 from .block import Block, Options
 from .chain import runs_forward_of, why_watched
-from .remembered import remember
-from .run import run_block, run_chain, takes
+from .remembered import Remembered, is_left, left_kind, remember
+from .run import Decision, run_block, run_chain, takes
 
 _OPTIONS = "_upconv3d_options"
 _REMEMBERED = "_upconv3d_remembered"
+_LEFT = "_upconv3d_left"
 _made: dict[tuple[type, type], type] = {}
 _making = threading.Lock()
 
@@ -59,24 +61,49 @@ class AcceleratedSequential(Accelerated):
     Sequentials inside it that nobody watches are run as part of it.
     """
 
-    _upconv3d_volatile = (_REMEMBERED,)
+    _upconv3d_volatile = (_REMEMBERED, _LEFT)
 
     def forward(self, input: Any) -> Any:
+        base: Any = self._upconv3d_base
+        compiling = _dynamo_compiling()
+        # Where all blocks are left to PyTorch, its own forward is right whatever the modules have become
+        # since, and nothing is asked of them. (Dynamo would guard on what is kept here.)
+        if not compiling:
+            kind = self.__dict__.get(_LEFT)
+            if kind is not None and is_left(input, kind):
+                return base.forward(self, input)
         options = self.__dict__.get(_OPTIONS)
         # A slice has none, which nobody asked to accelerate. Hooks of all modules see each by itself.
         if options is None or _has_any_global_hook():  # type: ignore[no-untyped-call]
-            base: Any = self._upconv3d_base
             return base.forward(self, input)
-        if _dynamo_compiling() or _tracing():
+        if compiling or _tracing():
             return run_chain(leaves(self), input, options)
-        remembered = self.__dict__.get(_REMEMBERED)
-        if remembered is None or not remembered.holds(self):
-            containers: list[nn.Module] = [self]
-            chain = leaves(self, containers)
-            remembered = self.__dict__[_REMEMBERED] = remember(containers, chain)
-            if remembered is None:
-                return run_chain(chain, input, options)
-        return remembered.run(input, options)
+        return _run_and_remember(self, input, options)
+
+
+def _run_and_remember(sequential: nn.Module, input: Any, options: Options) -> Any:
+    """The chain of an accelerated Sequential on input, by what was found and decided at earlier calls."""
+    attributes = sequential.__dict__
+    remembered: Remembered | None = attributes.get(_REMEMBERED)
+    if remembered is not None and remembered.holds(sequential):
+        y, left = remembered.run(input, options)
+    else:
+        containers: list[nn.Module] = [sequential]
+        chain = leaves(sequential, containers)
+        remembered = attributes[_REMEMBERED] = remember(containers, chain)
+        if remembered is not None:
+            y, left = remembered.run(input, options)
+        else:
+            told: list[Decision] = []
+            y = run_chain(chain, input, options, told)
+            convs = sum(isinstance(module, nn.ConvTranspose3d) for module in chain)
+            left = 0 < len(told) == convs and all(decision.settings is None for decision in told)
+    kind = left_kind(input) if left else None
+    if kind is not None:
+        attributes[_LEFT] = kind
+    else:  # what was decided before about other calls is decided anew
+        attributes.pop(_LEFT, None)
+    return y
 
 
 class AcceleratedConvTranspose(Accelerated):
@@ -119,11 +146,10 @@ def leaves(sequential: nn.Module, nested: list[nn.Module] | None = None) -> list
     return found
 
 
-def _calling(forward: Any) -> Any:
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, *args, **kwargs)
-
-    return call
+def _copy_of(forward: Any) -> Any:
+    """The same function with attributes of its own. (One that passes its arguments on costs a frame.)"""
+    code, names = forward.__code__, forward.__globals__
+    return types.FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
 
 
 def accelerated_class(mixin: type[Accelerated], base: type[nn.Module]) -> type[nn.Module]:
@@ -139,7 +165,7 @@ def accelerated_class(mixin: type[Accelerated], base: type[nn.Module]) -> type[n
             }
             made_now: Any = type(base.__name__, (mixin, base), names | {"_upconv3d_base": base})
             # What inspect.signature says of it, and what torch.fx traces of it, are base's.
-            made_now.forward = functools.wraps(base.forward)(_calling(mixin.forward))
+            made_now.forward = functools.wraps(base.forward)(_copy_of(mixin.forward))
             made = _made[mixin, base] = made_now
         return made
 
