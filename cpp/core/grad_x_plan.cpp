@@ -6,6 +6,7 @@
 #include "core/border_slabs.hpp"
 #include "core/channels.hpp"
 #include "core/sm90_plan.hpp"
+#include "core/sm90_schedule.hpp"
 #include "core/text.hpp"
 
 namespace upconv3d {
@@ -46,7 +47,7 @@ std::string grad_x_obstacle(const Problem& block, const Device& device,
   plan->grad_c_pitch = grad_c_pitch(block);
   const std::optional<Cut> in_place = cheapest_cut_in_place(p, *instance, device.sm_count);
   cut_output(*plan, in_place.value_or(cheapest_cut(p, *instance, device.sm_count)));
-  plan->estimated_multiply_ms = estimated_multiply_ms(p, *instance, plan->cut, device.sm_count);
+  plan->estimated_multiply_ms = scheduled_multiply_ms(p, {*instance, plan->cut}, device.sm_count);
   plan->stages = {p.dtype == DType::kFloat32 ? "pack_scaled_operands" : "pack_operands"};
   plan->stages.emplace_back(instance->name);
   if (!plan->in_place) plan->stages.emplace_back("unpack_rows");

@@ -15,7 +15,7 @@
 #include "core/channels.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
-#include "core/sm90_plan.hpp"
+#include "core/sm90_schedule.hpp"
 
 namespace upconv3d {
 

@@ -15,6 +15,11 @@ namespace upconv3d {
 /// \param sm90 the SM90 plan
 std::string library_advantage(const Problem& problem, const Device& device, const Plan& sm90);
 
+/// The same of convolutions of any length that are stride 1, 16 bit and channels_last_3d: where tiles leave
+/// much of the last wave idle, or cuDNN's kernels are at their best. For where the direct plan has been
+/// considered.
+std::string library_advantage_at_length(const Problem& problem, const Device& device, const Plan& sm90);
+
 /// The same of blocks that are only near those whose times the estimates were fitted to, by estimates on the
 /// slow side. For where the direct plan has been considered: of few channels it is the quickest.
 std::string near_library_advantage(const Problem& problem, const Device& device, const Plan& sm90);

@@ -113,14 +113,16 @@ struct Plan {
   bool twice = false;                    // SM90: the convolution is computed for its moments, and once more
   double estimated_stored_ms = 0.0;      // SM90: without packing, before(conv) stored in between; 0 where
                                          // that cannot run
-  double estimated_unshared_ms = 0.0;    // the same, were each load of x for one tap
-  double estimated_twice_ms = 0.0;       // the same, computed twice; 0 where that cannot run
-  bool few_channels = false;             // direct: on tensor cores, not on CUDA cores
-  double estimated_direct_ms = 0.0;      // direct: all launches
-  std::int64_t tiles = 0;                // partial moments per sample and channel (SM90: and granule of them)
-  std::string channels;                  // how channels are padded or grouped, "" where they lie as they are
-  std::vector<std::string> stages;       // kernels in launch order, by name
-  std::int64_t workspace_bytes = 0;      // scratch beside y
+  double scheduled_multiply_ms = 0.0;    // SM90: the convolution alone, stored (sm90_schedule.hpp)
+  std::optional<ConvInstance> compared_instance;  // SM90: by whose estimate plans are compared
+  double compared_stored_ms = 0.0;                // that estimate (sm90_compared.hpp), of before(conv) stored
+  double estimated_twice_ms = 0.0;                // the same, computed twice; 0 where that cannot run
+  bool few_channels = false;                      // direct: on tensor cores, not on CUDA cores
+  double estimated_direct_ms = 0.0;               // direct: all launches
+  std::int64_t tiles = 0;            // partial moments per sample and channel (SM90: and granule of them)
+  std::string channels;              // how channels are padded or grouped, "" where they lie as they are
+  std::vector<std::string> stages;   // kernels in launch order, by name
+  std::int64_t workspace_bytes = 0;  // scratch beside y
 };
 
 /// Chooses the plan. A pure function of its arguments.
@@ -142,10 +144,9 @@ inline bool stores_steps(const Plan& plan) {
   return plan.instance && plan.instance->stored_bits < 8 * size_of(plan.instance->output);
 }
 
-/// The estimate by which an SM90 plan is compared with others. Loads of x that serve several taps are left
-/// out: what plans take of their estimates was measured without them.
+/// The estimate by which an SM90 plan is compared with others.
 inline double compared_ms(const Plan& sm90) {
-  return sm90.twice ? sm90.estimated_twice_ms : sm90.estimated_unshared_ms;
+  return sm90.twice ? sm90.estimated_twice_ms : sm90.compared_stored_ms;
 }
 
 /// Several lines for people: algorithm, reason, kernel, stages, workspace.

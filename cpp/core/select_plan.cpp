@@ -175,7 +175,8 @@ std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, cons
     if (is_slow || disadvantage.empty()) {
       std::string reason = is_slow ? "not the SM90 kernel: " + disadvantage : "";
       if (auto direct = choose_direct(p, device, is_slow ? nullptr : &sm90, reason)) return direct;
-      if (!is_slow) disadvantage = near_library_advantage(p, device, sm90);
+      if (!is_slow) disadvantage = library_advantage_at_length(p, device, sm90);
+      if (disadvantage.empty()) disadvantage = near_library_advantage(p, device, sm90);
     }
   }
   if (disadvantage.empty()) return std::nullopt;
@@ -194,7 +195,7 @@ std::optional<Plan> sm90_choice(const Problem& problem, const Device& device,
   std::optional<ConvInstance> instance;
   obstacle = sm90_obstacle(problem, device, instances, instance);
   if (!instance) return std::nullopt;
-  Plan plan = sm90_plan(problem, device, *instance);
+  Plan plan = sm90_plan(problem, device, *instance, instances);
   const bool has_backward = problem.tail.norm && !problem.tail.returns_conv;
   // Who asks for the plan gets it, to compare.
   const bool trains = plan.launches == 1 || !forced.empty();

@@ -14,6 +14,8 @@
 #include "core/leaving_blocks.hpp"
 #include "core/pack_stages.hpp"
 #include "core/slab_launches.hpp"
+#include "core/sm90_compared.hpp"
+#include "core/sm90_schedule.hpp"
 #include "core/text.hpp"
 #include "core/tile_order.hpp"
 #include "core/twice_layout.hpp"
@@ -111,130 +113,12 @@ std::string sm90_shape_obstacle(const Problem& p) {
   return "";
 }
 
-std::int64_t tile_count(const Problem& p, const ConvInstance& instance) {
-  return saturating_product(p.n, ceil_div(p.positions(), instance.block_positions),
-                            channel_tiles(p, instance.block_channels));
-}
-
-/// Estimated cycles of one of a slab's tiles: the slowest of the tensor cores, shared memory and TMA.
-double tile_cycles(const Problem& p, const ConvInstance& instance, const Slab& slab, bool share_taps) {
-  const double block_inputs = instance.block_inputs;
-  constexpr double kMacsPerCycle = 2048;  // 16-bit tensor-core multiply-adds of one SM
-  // Shared-memory bandwidth of one SM: 128 bytes a cycle, of which 0.92 were seen (one product, 128 x 256).
-  constexpr double kSharedBytesPerCycle = 118;
-  // Of TMA for a row of either operand: half k-blocks of 64 x 256 took 600. Whole ones have longer to wait.
-  constexpr double kRowCycles = 1.9;
-  // Filling the pipeline, and handing the accumulators over.
-  constexpr double kTileCycles = 1500;
-  // Tiles of few k-blocks took this long, in either width, 256 positions 12000 and 128 positions 13500: they
-  // wait for the tile before to be stored and its moments to be taken. A little less for the smaller ones, so
-  // that they win where either makes one wave.
-  const double least = instance.block_positions < 256 ? 11000 : 12000;
-  const double bc = instance.block_channels, bp = instance.block_positions;
-  const double copies = instance.products == 1 ? 1 : 2;  // hi, or hi and lo
-  const std::int64_t blocks_of_tap = ceil_div(group_inputs(p), instance.block_inputs);
-  const double k_blocks = static_cast<double>(slab.tap_count() * blocks_of_tap);
-  const double multiply = k_blocks * bc * bp * block_inputs * instance.products / kMacsPerCycle;
-  // TMA writes a k-block once, or x once for all taps that share it; each of the two warpgroups reads its 64
-  // channels and its positions per product.
-  const double row_bytes = block_inputs * 2;
-  double x_rows = bp;
-  if (share_taps) {
-    const SharedLoads shared = shared_loads(p, slab);
-    const double taps = static_cast<double>(shared.taps);
-    x_rows = (bp + (taps - 1) * static_cast<double>(shared.rows)) / taps;
-  }
-  const double written = (bc + x_rows) * row_bytes * copies;
-  const double read =
-      2 * (64 + static_cast<double>(warpgroup_positions(instance))) * row_bytes * instance.products;
-  const double staged = 3 * bc * bp * instance.stored_bits / 8;  // to be stored and for its moments
-  const double shared = (k_blocks * (written + read) + staged) / kSharedBytesPerCycle;
-  const double cycles =
-      kTileCycles + std::max({multiply, shared, k_blocks * (bc + x_rows) * copies * kRowCycles});
-  return p.operation == Operation::kConvTranspose ? std::max(cycles, least) : cycles;
-}
-
-/// Estimated cycles of the convolution: those of block 0, which takes the first and costliest tile of every
-/// wave, of each launch.
-double estimated_cycles(const Problem& p, const ConvInstance& instance, const std::vector<Slab>& slabs,
-                        bool share_taps, int sm_count) {
-  const std::int64_t blocks = std::max(sm_count, 1);
-  const std::int64_t k_tiles = channel_tiles(p, instance.block_channels);
-  constexpr double kLaunchCycles = 7000;  // 4 us between launches
-  const int launches = slab_launches(slabs.size());
-  double cycles = (launches - 1) * kLaunchCycles;
-  for (int launch = 0; launch < launches; ++launch) {
-    std::int64_t begin = 0;
-    for (const Slab& slab : slabs_of_launch(slabs, launch, launches)) {
-      const std::int64_t tiles =
-          saturating_product(p.n, ceil_div(slab.positions(), instance.block_positions), k_tiles);
-      if (tiles > kMaxSm90Tiles - begin) return std::numeric_limits<double>::infinity();
-      // Those that begin in this slab.
-      const std::int64_t waves = ceil_div(begin + tiles, blocks) - ceil_div(begin, blocks);
-      cycles += static_cast<double>(waves) * tile_cycles(p, instance, slab, share_taps);
-      begin += tiles;
-    }
-  }
-  return cycles;
-}
-
-}  // namespace
-
-bool stores_in_place(const Problem& p, const Cut& cut) {
-  if (p.y_layout == Layout::kNDHWC) return p.k % kChannelUnit == 0;
-  const Extent3 out = p.out();
-  const std::int64_t chunk = 16 / size_of(p.dtype);
-  const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
-  return p.positions() % chunk == 0 && std::all_of(slabs.begin(), slabs.end(), [&](const Slab& slab) {
-           return slab.step == Extent3{1, 1, 1} && slab.extent[1] == out[1] && slab.extent[2] == out[2] &&
-                  slab.origin[0] * out[1] * out[2] % chunk == 0;
-         });
-}
-
-std::optional<Cut> cheapest_cut_in_place(const Problem& p, const ConvInstance& instance, int sm_count) {
-  const Cut cheapest = cheapest_cut(p, instance, sm_count);
-  if (stores_in_place(p, cheapest)) return cheapest;
-  const Cut own_loads = cheapest.share_taps ? cheapest_cut(p, instance, sm_count, false) : cheapest;
-  for (const Cut& cut : {own_loads, Cut{std::min(own_loads.split_axes, 1), false}, Cut{}}) {
-    if (stores_in_place(p, cut)) return cut;
-  }
-  return std::nullopt;
-}
-
-Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count, bool may_share) {
-  // Descriptors of many slabs cost host time and launch parameters: a gain within the estimate's error, or a
-  // convolution that takes less than about 30 us, is not worth them.
-  constexpr double kWorthwhileGain = 0.97;
-  constexpr double kWorthwhileCycles = 50e3;
-  Cut best;
-  double best_cycles = estimated_cycles(p, instance, border_slabs(p, 0), false, sm_count);
-  if (best_cycles < kWorthwhileCycles) return best;
-  best_cycles *= kWorthwhileGain;
-  const auto consider = [&](const Cut& cut, const std::vector<Slab>& slabs) {
-    if (slabs.size() == 1 && !cut.share_taps) return;
-    if (slabs.size() > static_cast<std::size_t>(kMaxSlabs)) return;
-    if (!within_im2col(p, slabs, cut.share_taps)) return;
-    const double cycles = estimated_cycles(p, instance, slabs, cut.share_taps, sm_count);
-    if (cycles < best_cycles) {
-      best = cut;
-      best_cycles = cycles;
-    }
-  };
-  for (int axes = 1; axes <= 3; ++axes) consider({axes, false}, border_slabs(p, axes));
-  // With three products, two loads of that many rows leave no room for w.
-  if (may_share && p.dilation == Extent3{1, 1, 1} && instance.products == 1)
-    consider({0, true}, tap_sharing_slabs(p));
-  return best;
-}
-
-namespace {
-
-/// The compiled variant of the problem's family with the least estimated time; the first listed wins a tie.
-std::optional<ConvInstance> cheapest_instance(const Problem& p, const Device& device,
+/// The compiled variant of the problem's family by which the plan is compared with others, that with the
+/// least estimated time; the first listed wins a tie.
+std::optional<ConvInstance> compared_instance(const Problem& p, const Device& device,
                                               const std::vector<ConvInstance>& instances) {
   const Family family = family_of(p);
   std::optional<ConvInstance> best;
-  const std::vector<Slab> whole = border_slabs(p, 0);
   double best_cycles = std::numeric_limits<double>::infinity();
   for (const ConvInstance& instance : instances) {
     if (!instance.compiled || instance.arch != kHopper || instance.twice ||
@@ -244,7 +128,7 @@ std::optional<ConvInstance> cheapest_instance(const Problem& p, const Device& de
         tile_count(p, instance) > kMaxSm90Tiles) {
       continue;
     }
-    const double cycles = estimated_cycles(p, instance, whole, false, device.sm_count);
+    const double cycles = compared_cycles(p, instance, device.sm_count);
     if (cycles < best_cycles) {
       best = instance;
       best_cycles = cycles;
@@ -272,24 +156,12 @@ std::string channels_text(const Problem& p, bool stored_in_place) {
   return text;
 }
 
-// An H200 under the power limit of long multiplications, and its copy bandwidth; an H100 differs in the
-// second alone, which favours computing twice.
-constexpr double kCyclesPerMs = 1.65e6;
+// An H200's copy bandwidth; an H100's, which differs, favours computing twice.
 constexpr double kBytesPerMs = 4.2e9;
 
-}  // namespace
-
-double estimated_multiply_ms(const Problem& p, const ConvInstance& instance, const Cut& cut, int sm_count) {
-  const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
-  return estimated_cycles(p, instance, slabs, cut.share_taps, sm_count) / kCyclesPerMs;
-}
-
-namespace {
-
-/// Estimated time of a stored plan: x is read and before(conv) written beside the multiplication;
-/// then, where there is a normalization, before(conv) is read and y written.
-double estimated_stored_ms(const Problem& p, const ConvInstance& instance, const Cut& cut, int sm_count) {
-  const double multiply = estimated_multiply_ms(p, instance, cut, sm_count);
+/// Estimated time of a stored plan whose multiplication takes that long: x is read and before(conv) written
+/// beside it; then, where there is a normalization, before(conv) is read and y written.
+double estimated_stored_ms(const Problem& p, const ConvInstance& instance, double multiply) {
   const double positions = static_cast<double>(p.positions());
   const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(instance.operand));
   const double stored = tensor_ms(p, p.k, positions, instance.stored_bits / 8);
@@ -399,14 +271,17 @@ std::string sm90_obstacle(const Problem& p, const Device& device, const std::vec
     return concat("channels fill ", 100 * channel_share(p), "% of the tiles, and cuDNN is quicker below ",
                   100 * least_channel_share(p), "%");
   }
-  instance = cheapest_instance(p, device, instances);
+  instance = compared_instance(p, device, instances);
   if (!instance)
     return concat("this build has no kernel for ", family_text(family_of(p)),
                   " on arch 90a that can count this block's tiles");
   return "";
 }
 
-Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& instance) {
+Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& compared,
+               const std::vector<ConvInstance>& instances) {
+  const Schedule schedule = cheapest_schedule(p, compared, instances, device.sm_count);
+  const ConvInstance& instance = schedule.instance;
   Plan plan;
   plan.algorithm = Algorithm::kSm90ImplicitGemm;
   plan.reason = concat("Hopper: ", family_text(family_of(p)));
@@ -423,7 +298,7 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
       p.tail.norm && normalizes_in_place(p) && is_piecewise_linear(p.tail.after()) && plan.launches == 1;
   plan.activation_in_y = plan.normalizes && !p.tail.returns_conv;
   plan.tile_positions = moment_positions(instance);
-  Cut cut = cheapest_cut(p, instance, device.sm_count);
+  Cut cut = schedule.cut;
   if (plan.linear) {
     const std::optional<Cut> in_place = cheapest_cut_in_place(p, instance, device.sm_count);
     plan.activation_in_y = in_place.has_value();
@@ -436,17 +311,18 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& insta
   const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
   const bool has_phases = p.stride != Extent3{1, 1, 1};
   if (cut.split_axes == 0 && has_phases) plan.window_tiles = window_tiles(p, slabs, instance);
+  const double multiply = scheduled_multiply_ms(p, {instance, cut}, device.sm_count);
   if (!plan.linear && !plan.normalizes && plan.launches == 1 && !p.tail.returns_conv) {
-    plan.leaving_blocks =
-        leaving_blocks(estimated_multiply_ms(p, instance, cut, device.sm_count), normalize_ms(p, instance),
-                       stores_steps(plan), tile_count(p, instance), p.n, device.sm_count);
+    plan.leaving_blocks = leaving_blocks(compared_multiply_ms(p, Schedule{instance, cut}, device.sm_count),
+                                         normalize_ms(p, instance), stores_steps(plan),
+                                         tile_count(p, instance), p.n, device.sm_count);
   }
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
-  plan.estimated_stored_ms = estimated_stored_ms(p, instance, cut, device.sm_count);
-  plan.estimated_unshared_ms =
-      cut.share_taps ? estimated_stored_ms(p, instance, cheapest_cut(p, instance, device.sm_count, false),
-                                           device.sm_count)
-                     : plan.estimated_stored_ms;
+  plan.scheduled_multiply_ms = multiply;
+  plan.estimated_stored_ms = estimated_stored_ms(p, instance, multiply);
+  plan.compared_instance = compared;
+  plan.compared_stored_ms =
+      estimated_stored_ms(p, compared, compared_multiply_ms(p, compared, device.sm_count));
   plan.w_in_place = reads_w_in_place(p);
   if (plan.pack_x || !plan.w_in_place) plan.stages = pack_stages(p);
   plan.stages.insert(plan.stages.end(), static_cast<std::size_t>(plan.launches), instance.name);
@@ -473,10 +349,17 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
       p.y_layout == Layout::kNDHWC && reads_w_in_place(p) && twice_reads_w_in_place(layout);
   // One that the stored plan does without.
   const double packing = !w_in_place && plan.w_in_place && !plan.pack_x ? kPackingLaunchMs : 0;
-  // Where stored takes several launches, channels_last_3d was measured computed twice alone.
+  // Stored in several launches, channels_last_3d was measured computed twice alone; but few tiles per set of
+  // weights, of 64 phases and a sample of 8^3, took 8 times the estimate, and stored 1.5 times.
+  constexpr std::int64_t kFewTiles = 4;
+  constexpr double kSeenOfFew = 0.82;
+  std::int64_t tiles_of_set = 0;
+  for (const TwiceClass& from : layout.classes)
+    tiles_of_set = std::max(tiles_of_set, p.n * ceil_div(from.window.positions(), kTwicePositions));
+  const bool launches = plan.launches > 1 && p.y_layout == Layout::kNDHWC, few = tiles_of_set <= kFewTiles;
+  const double seen = launches && few ? kSeenOfFew : seen_of_stored(*plan.compared_instance);
   const bool quicker =
-      (plan.launches > 1 && p.y_layout == Layout::kNDHWC) ||
-      plan.estimated_twice_ms + packing < seen_of_stored(*plan.instance) * plan.estimated_unshared_ms;
+      (launches && !few) || plan.estimated_twice_ms + packing < seen * plan.compared_stored_ms;
   if (device.forced_plan == "stored" || (device.forced_plan != "twice" && !quicker)) return "";
   plan.twice = true;
   plan.instance = instance;

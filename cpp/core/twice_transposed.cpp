@@ -15,7 +15,7 @@ std::optional<Plan> twice_transposed_plan(const Problem& p, const Device& device
   if (device.forced_plan == "stored") return std::nullopt;
   Problem rows = p;
   rows.y_layout = Layout::kNDHWC;
-  Plan plan = sm90_plan(rows, device, *stored.instance);
+  Plan plan = sm90_plan(rows, device, *stored.compared_instance, instances);
   if (!consider_twice(rows, device, instances, plan).empty() || !plan.twice) return std::nullopt;
   // Of 32 and 64 phases, computing took 1.1 to 2 times the estimate, and storing in several launches 0.8 to
   // 1.1 (perf/NOTES.md, "64 phases in several launches"). Transposing reaches some 0.85 of the copy
@@ -26,7 +26,7 @@ std::optional<Plan> twice_transposed_plan(const Problem& p, const Device& device
       tensor_ms(p, p.k, positions, 2 * size_of(p.dtype)) / kTransposedShare + kLaunchMs;
   const double computing = kSeen * plan.estimated_twice_ms;
   const double storing =
-      std::min(seen_of_stored(*stored.instance), kSeenOfStored) * stored.estimated_unshared_ms;
+      std::min(seen_of_stored(*stored.compared_instance), kSeenOfStored) * stored.compared_stored_ms;
   if (device.forced_plan != "twice" && computing + transposing >= storing) return std::nullopt;
   plan.estimated_twice_ms += transposing;
   plan.activation_in_y = false;

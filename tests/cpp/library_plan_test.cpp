@@ -255,6 +255,29 @@ void test_near_choices() {
   expect(select_plan(few, hopper(), all_compiled()).algorithm == Algorithm::kCudaDirect, "few channels");
 }
 
+/// Convolutions of any length: where tiles leave most of the last wave idle, and cuDNN's kernels are quick.
+void test_long_choices() {
+  const auto plan_of = [](const std::function<void(Problem&)>& change) {
+    Problem p = headline();
+    p.n = 2, p.c = 384, p.in = {28, 28, 28}, p.padding = {1, 1, 1};
+    p.w_channels_last = true;
+    change(p);
+    return select_plan(p, hopper(), all_compiled());
+  };
+  const Plan chosen = plan_of([](Problem&) {});
+  expect(chosen.algorithm == Algorithm::kCudaLibrary && chosen.instead_of_sm90, "1.3 waves of tiles");
+  expect(has_part(chosen.reason, "cuDNN's convolution is expected to take"), "its reason");
+  const auto sm90 = [&](const std::function<void(Problem&)>& change, const std::string& what) {
+    expect(plan_of(change).algorithm == Algorithm::kSm90ImplicitGemm, what);
+  };
+  sm90([](Problem& p) { p = headline(); }, "the headline");
+  sm90([](Problem& p) { p.kernel = {5, 5, 5}, p.padding = {2, 2, 2}; },
+       "kernels that cuDNN has no quick one for");
+  sm90([](Problem& p) { p.n = 16; }, "more than one launch can hold");
+  sm90([](Problem& p) { p.dtype = DType::kFloat32, p.precision = Precision::kTF32; }, "float32");
+  sm90([](Problem& p) { p.x_layout = p.y_layout = Layout::kNCDHW; }, "NCDHW");
+}
+
 }  // namespace
 }  // namespace upconv3d
 
@@ -264,6 +287,7 @@ int main() {
     upconv3d::test_what_is_held();
     upconv3d::test_choice();
     upconv3d::test_near_choices();
+    upconv3d::test_long_choices();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());
   }

@@ -15,6 +15,7 @@
 #include "core/errors.hpp"
 #include "core/plan.hpp"
 #include "core/sm90_plan.hpp"
+#include "core/sm90_schedule.hpp"
 #include "core_cases.hpp"
 
 namespace upconv3d {

@@ -19,6 +19,7 @@
 
 #include "core/border_slabs.hpp"
 #include "core/plan.hpp"
+#include "core/ring_shape.hpp"
 #include "cuda/activation.hpp"
 #include "cuda/conv_transpose/ring_sm90.cuh"
 #include "cuda/conv_transpose/tensor_maps_sm90.hpp"
@@ -136,34 +137,15 @@ struct ConvTransposeTraitsSm90 {
                 "else the launch waits for registers forever");
 };
 
-/// How shared memory is divided between the rings of x and w. A unit is one operand tile of one split.
-struct RingShape {
-  int x_units;
-  int x_unit_bytes;
-  int w_units;
-};
-
-inline constexpr int kMaxXUnits = 8;
-inline constexpr int kMaxWUnits = 12;
-
 /// \param shared_rows rows that the longest load of x has beyond BLK_POS; 0 where each load serves one tap
 template <class Traits>
 RingShape ring_shape(int shared_rows) {
-  // Units of w, behind those of x, have to begin on 1024 bytes.
-  constexpr int kAlignment = 1024;
-  const int row_bytes = (Traits::BLK_POS + shared_rows) * Traits::ROW_BYTES;
-  const int x_bytes = (row_bytes + kAlignment - 1) / kAlignment * kAlignment;
-  const auto w_units = [&](int x_stages) {
-    return (Traits::RING_BYTES - x_stages * Traits::SPLITS * x_bytes) / Traits::W_BYTES;
-  };
-  // Two loads of x that serve several taps each last long enough, or as many bytes; else as many stages of x
-  // as of w.
-  int x_stages = 2 * int(kBlockInputs) / Traits::BLK_C;
-  while (shared_rows == 0 && (x_stages + 1) * Traits::SPLITS <= kMaxXUnits &&
-         w_units(x_stages + 1) >= (x_stages + 1) * Traits::SPLITS) {
-    ++x_stages;
-  }
-  return {x_stages * Traits::SPLITS, x_bytes, std::min(w_units(x_stages), kMaxWUnits)};
+  return ring_shape({.bytes = Traits::RING_BYTES,
+                     .x_rows = Traits::BLK_POS + shared_rows,
+                     .shares_taps = shared_rows > 0,
+                     .row_bytes = Traits::ROW_BYTES,
+                     .w_bytes = Traits::W_BYTES,
+                     .splits = Traits::SPLITS});
 }
 
 /// A tile's place.

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// The estimate of the SM90 kernel that stores the convolution by which that plan is compared with others:
+/// what those comparisons were fitted with (perf/NOTES.md, "Small blocks" and "Stored or computed twice").
+/// How the kernel is run is chosen by sm90_schedule.hpp, which is nearer to what it takes.
+#pragma once
+
+#include <cstdint>
+
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+#include "core/sm90_schedule.hpp"
+
+namespace upconv3d {
+
+/// An H200 under the power limit of long multiplications.
+inline constexpr double kCyclesPerMs = 1.65e6;
+
+/// Estimated cycles of the convolution with its borders left on, each load of x for one tap.
+double compared_cycles(const Problem& problem, const ConvInstance& instance, int sm_count);
+
+/// Estimated time of the convolution with its borders cut off where that gains, each load of x for one tap.
+double compared_multiply_ms(const Problem& problem, const ConvInstance& instance, int sm_count);
+
+/// The same of a schedule, as leaving_blocks.hpp was fitted with it.
+double compared_multiply_ms(const Problem& problem, const Schedule& schedule, int sm_count);
+
+}  // namespace upconv3d

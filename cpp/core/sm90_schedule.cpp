@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/sm90_schedule.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <queue>
+#include <vector>
+
+#include "core/border_slabs.hpp"
+#include "core/channels.hpp"
+#include "core/im2col_limits.hpp"
+#include "core/index_math.hpp"
+#include "core/ring_shape.hpp"
+#include "core/slab_launches.hpp"
+
+namespace upconv3d {
+namespace {
+
+// Times in ns and rates of an H200, fitted to 170 blocks of bfloat16 channels_last_3d, each on the three
+// tiles and with every cut: perf/NOTES.md, "Tiles and cuts".
+
+/// Of tiles that all have the same taps.
+struct TileRun {
+  std::int64_t tiles;  // of a sample
+  double ns;           // of one
+};
+
+/// Loads of x that may be on their way at once.
+/// \param shared_rows positions of the longest load beyond a tile's; 0 where each serves one tap
+double loads_in_flight(const ConvInstance& instance, std::int64_t shared_rows) {
+  constexpr int kShared = (227 - 3) * 1024;  // bytes, without the kernel's barriers and small exchanges
+  const int tile = instance.block_channels * instance.block_positions * instance.stored_bits / 8;
+  const int staged =
+      tile / stage_rounds(instance.block_channels, instance.block_positions, instance.stored_bits);
+  const int items = 2 * staged / 8;  // two, of an eighth
+  const int row_bytes = 2 * instance.block_inputs, splits = instance.products == 1 ? 1 : 2;
+  const RingShape rings = ring_shape({.bytes = kShared - staged - items,
+                                      .x_rows = instance.block_positions + static_cast<int>(shared_rows),
+                                      .shares_taps = shared_rows > 0,
+                                      .row_bytes = row_bytes,
+                                      .w_bytes = instance.block_channels * row_bytes,
+                                      .splits = splits});
+  return rings.x_units / splits;
+}
+
+/// Estimated time of one of a slab's tiles: k-blocks take what the slowest of the tensor cores, shared
+/// memory, L2 and the wait for a load takes.
+///
+/// \param in_flight loads of x, of all slabs of a launch
+/// \param active blocks that load at the same time
+double tile_ns(const Problem& p, const ConvInstance& instance, const Slab& slab, const SharedLoads& loads,
+               double in_flight, double active) {
+  constexpr double kTile = 2570;             // filling the pipeline, and handing the accumulators over
+  constexpr double kLeast = 3600;            // of the epilogue of the tile before, which a tile waits for
+  constexpr double kMacsPerNs = 3500;        // of 16 bit, of one SM
+  constexpr double kSharedBytesPerNs = 173;  // of one SM
+  constexpr double kL2BytesPerNs = 8600, kL2BytesPerNsOfSM = 90;
+  // Of w, which all blocks read at about the same time, a part.
+  constexpr double kShareOfW = 0.4;
+  constexpr double kLoad = 1360;  // from asking for x until it is there, beside others that do
+  constexpr double kRow = 1.15;   // of TMA, for a row of either operand
+  const double bc = instance.block_channels, bp = instance.block_positions;
+  const double row_bytes = instance.block_inputs * 2.0;
+  const double copies = instance.products == 1 ? 1 : 2, taps = static_cast<double>(loads.taps);
+  const double k_blocks =
+      static_cast<double>(slab.tap_count() * ceil_div(group_inputs(p), instance.block_inputs));
+  const double x_rows = (bp + (taps - 1) * static_cast<double>(loads.rows)) / taps;
+  const double multiply = bc * bp * instance.block_inputs * instance.products / kMacsPerNs;
+  const double read = 2 * (64 + static_cast<double>(warpgroup_positions(instance))) * instance.products;
+  const double shared = ((bc + x_rows) * copies + read) * row_bytes / kSharedBytesPerNs;
+  const double loaded = (kShareOfW * bc + x_rows) * row_bytes * copies;
+  const double l2 = loaded * std::max(1 / kL2BytesPerNsOfSM, active / kL2BytesPerNs);
+  const double wait = kLoad / (in_flight * taps);
+  const double rows = (bc + x_rows) * copies * kRow;
+  const double ns = kTile + k_blocks * std::max({multiply, shared, l2, wait, rows});
+  return p.operation == Operation::kConvTranspose ? std::max(ns, kLeast) : ns;
+}
+
+/// When the last of the tiles is done that `blocks` take in this order, each as soon as it is free.
+double makespan(const std::vector<TileRun>& runs, std::int64_t samples, std::int64_t blocks) {
+  // Of more tiles, the order decides about less of the whole than the estimate is off.
+  constexpr std::int64_t kMostHandedOut = 2048;
+  std::int64_t tiles = 0;
+  double sum = 0, longest = 0;
+  for (const TileRun& run : runs) {
+    tiles += run.tiles;
+    sum += static_cast<double>(run.tiles) * run.ns;
+    if (run.tiles > 0) longest = std::max(longest, run.ns);
+  }
+  tiles = saturating_product(tiles, samples);
+  if (tiles <= blocks) return longest;
+  if (tiles > kMostHandedOut)
+    return sum * static_cast<double>(samples) / static_cast<double>(blocks) + longest / 2;
+  std::priority_queue<double, std::vector<double>, std::greater<>> free_at(
+      std::greater<>{}, std::vector<double>(static_cast<std::size_t>(blocks), 0.0));
+  double end = 0;
+  for (std::int64_t sample = 0; sample < samples; ++sample) {
+    for (const TileRun& run : runs) {
+      for (std::int64_t tile = 0; tile < run.tiles; ++tile) {
+        const double done = free_at.top() + run.ns;
+        free_at.pop();
+        free_at.push(done);
+        end = std::max(end, done);
+      }
+    }
+  }
+  return end;
+}
+
+/// Estimated time of the convolution's launches.
+double scheduled_ns(const Problem& p, const ConvInstance& instance, const std::vector<Slab>& slabs,
+                    bool share_taps, int sm_count) {
+  constexpr double kLaunch = 4000;  // between two
+  const std::int64_t blocks = std::max(sm_count, 1);
+  const std::int64_t k_tiles = channel_tiles(p, instance.block_channels);
+  const int launches = slab_launches(slabs.size());
+  double ns = (launches - 1) * kLaunch;
+  for (int launch = 0; launch < launches; ++launch) {
+    const std::vector<Slab> own = slabs_of_launch(slabs, launch, launches);
+    const auto loads_of = [&](const Slab& slab) {
+      return share_taps ? shared_loads(p, slab) : SharedLoads{};
+    };
+    std::int64_t shared_rows = 0, sharing = 0;
+    for (const Slab& slab : own) {
+      const SharedLoads loads = loads_of(slab);
+      shared_rows = std::max(shared_rows, (loads.taps - 1) * loads.rows);
+      sharing += loads.taps > 1 ? 1 : 0;
+    }
+    const double in_flight = loads_in_flight(instance, shared_rows);
+    const std::int64_t tiles = saturating_product(p.n, slab_tiles(own, instance.block_positions), k_tiles);
+    if (tiles > kMaxSm90Tiles) return std::numeric_limits<double>::infinity();
+    const auto active = static_cast<double>(std::min(tiles, blocks));
+    std::vector<TileRun> runs;
+    for (const Slab& slab : own) {
+      runs.push_back({ceil_div(slab.positions(), instance.block_positions) * k_tiles,
+                      tile_ns(p, instance, slab, loads_of(slab), in_flight, active)});
+    }
+    // What such blocks took of their estimates: tiles of 64 channels less, those of 128 x 128, and launches
+    // some of whose tiles share loads, more.
+    constexpr double kNarrow = 0.92, kSquare = 1.05, kMixed = 1.04;
+    const double seen = instance.block_channels == 64     ? kNarrow
+                        : instance.block_positions == 128 ? kSquare
+                                                          : 1;
+    const bool mixed = sharing > 0 && sharing < static_cast<std::int64_t>(own.size());
+    ns += makespan(runs, p.n, blocks) * seen * (mixed ? kMixed : 1);
+  }
+  return ns;
+}
+
+}  // namespace
+
+double scheduled_multiply_ms(const Problem& p, const Schedule& schedule, int sm_count) {
+  const std::vector<Slab> slabs = plan_slabs(p, schedule.cut.split_axes, schedule.cut.share_taps);
+  return scheduled_ns(p, schedule.instance, slabs, schedule.cut.share_taps, sm_count) * 1e-6;
+}
+
+Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count, bool may_share) {
+  // Descriptors of many slabs cost host time and launch parameters: a gain within the estimate's error, or a
+  // convolution that takes little, is not worth them.
+  constexpr double kWorthwhileGain = 0.98;
+  constexpr double kWorthwhileNs = 20e3;
+  Cut best;
+  double least = scheduled_ns(p, instance, border_slabs(p, 0), false, sm_count);
+  if (least < kWorthwhileNs) return best;
+  least *= kWorthwhileGain;
+  const auto consider = [&](const Cut& cut, const std::vector<Slab>& slabs) {
+    if (slabs.size() == 1 && !cut.share_taps) return;
+    if (slabs.size() > std::size_t{kMaxSlabs}) return;
+    if (!within_im2col(p, slabs, cut.share_taps)) return;
+    const double ns = scheduled_ns(p, instance, slabs, cut.share_taps, sm_count);
+    if (ns < least) best = cut, least = ns;
+  };
+  for (int axes = 1; axes <= 3; ++axes) consider({axes, false}, border_slabs(p, axes));
+  // With three products, two loads of that many rows leave no room for w.
+  if (may_share && p.dilation == Extent3{1, 1, 1} && instance.products == 1)
+    consider({0, true}, tap_sharing_slabs(p));
+  return best;
+}
+
+bool stores_in_place(const Problem& p, const Cut& cut) {
+  if (p.y_layout == Layout::kNDHWC) return p.k % kChannelUnit == 0;
+  const Extent3 out = p.out();
+  const std::int64_t chunk = 16 / size_of(p.dtype);
+  const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
+  return p.positions() % chunk == 0 && std::all_of(slabs.begin(), slabs.end(), [&](const Slab& slab) {
+           return slab.step == Extent3{1, 1, 1} && slab.extent[1] == out[1] && slab.extent[2] == out[2] &&
+                  slab.origin[0] * out[1] * out[2] % chunk == 0;
+         });
+}
+
+std::optional<Cut> cheapest_cut_in_place(const Problem& p, const ConvInstance& instance, int sm_count) {
+  const Cut cheapest = cheapest_cut(p, instance, sm_count);
+  if (stores_in_place(p, cheapest)) return cheapest;
+  const Cut own_loads = cheapest.share_taps ? cheapest_cut(p, instance, sm_count, false) : cheapest;
+  for (const Cut& cut : {own_loads, Cut{std::min(own_loads.split_axes, 1), false}, Cut{}}) {
+    if (stores_in_place(p, cut)) return cut;
+  }
+  return std::nullopt;
+}
+
+Schedule cheapest_schedule(const Problem& p, const ConvInstance& base,
+                           const std::vector<ConvInstance>& instances, int sm_count) {
+  Schedule best{base, cheapest_cut(p, base, sm_count)};
+  if (base.products != 1 || base.block_inputs != kBlockInputs) return best;
+  double least = scheduled_multiply_ms(p, best, sm_count);
+  for (const ConvInstance& instance : instances) {
+    if (!instance.compiled || instance.arch != base.arch || instance.twice ||
+        instance.operand != base.operand || instance.products != base.products ||
+        instance.output != base.output || instance.stored_bits != base.stored_bits ||
+        instance.block_inputs != base.block_inputs) {
+      continue;
+    }
+    const Schedule other{instance, cheapest_cut(p, instance, sm_count)};
+    const double ms = scheduled_multiply_ms(p, other, sm_count);
+    if (ms < least) best = other, least = ms;
+  }
+  return best;
+}
+
+}  // namespace upconv3d

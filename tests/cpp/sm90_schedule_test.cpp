@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// core/sm90_schedule.hpp: on which tiles the SM90 kernel runs, and how the output is cut. Without torch or
+/// CUDA.
+
+#include "core/sm90_schedule.hpp"
+
+#include <cstdint>
+#include <exception>
+#include <iostream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/border_slabs.hpp"
+#include "core/channels.hpp"
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+#include "core/text.hpp"
+#include "core_cases.hpp"
+
+namespace upconv3d {
+namespace {
+
+constexpr int kSms = 132;
+
+/// Stride 1 in bfloat16 channels_last_3d, a cube.
+Problem cube(std::int64_t n, std::int64_t c, std::int64_t k, std::int64_t extent, std::int64_t kernel,
+             std::int64_t padding) {
+  Problem p;
+  p.n = n, p.c = c, p.k = k;
+  p.in = {extent, extent, extent}, p.kernel = {kernel, kernel, kernel};
+  p.padding = {padding, padding, padding};
+  p.dtype = DType::kBFloat16;
+  p.x_layout = p.y_layout = Layout::kNDHWC;
+  return p;
+}
+
+ConvInstance variant(int channels, int positions, const std::string& name = "bf16x1_bf16_") {
+  for (const ConvInstance& instance : all_compiled()) {
+    if (instance.arch == 90 && !instance.twice && instance.block_inputs == kBlockInputs &&
+        instance.block_channels == channels && instance.block_positions == positions &&
+        std::string(instance.name).find(name) != std::string::npos) {
+      return instance;
+    }
+  }
+  throw std::logic_error(concat("instances.cmake has no such variant: ", channels, " x ", positions));
+}
+
+Schedule chosen(const Problem& p) {
+  return cheapest_schedule(p, variant(128, 256), all_compiled(), kSms);
+}
+
+/// A cut that leaves tiles as they are gains nothing where all tiles run at once.
+void test_one_wave() {
+  const Problem p = cube(2, 320, 64, 24, 4, 2);
+  const Schedule found = chosen(p);
+  expect(tile_count(p, found.instance) <= kSms, "one wave: tiles");
+  expect(!found.cut.share_taps && found.cut.split_axes == 0, "one wave: no cut");
+  expect(chosen(headline()).cut.share_taps, "many waves: loads are shared");
+}
+
+/// Tiles of 64 channels where those of 128 would be half empty.
+void test_channels_fill_tiles() {
+  expect(chosen(cube(2, 128, 192, 48, 3, 1)).instance.block_channels == 64, "192 channels: three tiles");
+  expect(chosen(cube(4, 64, 256, 48, 3, 0)).instance.block_channels == 128, "256 channels: two tiles");
+  expect(chosen(cube(2, 128, 64, 32, 3, 1)).instance.block_channels == 64, "64 channels: one tile");
+}
+
+/// The choice takes no longer, by its own estimate, than the variant it began with or any other.
+void test_choice_is_the_least() {
+  const std::int64_t sizes[][6] = {{2, 128, 192, 40, 3, 1}, {1, 256, 128, 24, 5, 1}, {8, 64, 96, 20, 3, 0},
+                                   {16, 64, 128, 32, 3, 0}, {1, 32, 512, 9, 2, 0},   {3, 100, 72, 17, 3, 2}};
+  for (const auto& [n, c, k, extent, kernel, padding] : sizes) {
+    const Problem p = cube(n, c, k, extent, kernel, padding);
+    const double least = scheduled_multiply_ms(p, chosen(p), kSms);
+    for (const auto& [channels, positions] : {std::pair{128, 256}, {128, 128}, {64, 256}}) {
+      const ConvInstance instance = variant(channels, positions);
+      const Schedule other{instance, cheapest_cut(p, instance, kSms)};
+      expect(least <= scheduled_multiply_ms(p, other, kSms), concat("least of ", describe(p)));
+    }
+    expect(least > 0, concat("takes time: ", describe(p)));
+  }
+}
+
+/// Where the handing out of tiles is replaced by its average, the estimate does not jump.
+void test_many_tiles_are_averaged() {
+  double before = 0;
+  for (std::int64_t n = 1; n <= 64; ++n) {
+    const Problem p = cube(n, 64, 128, 24, 3, 0);
+    const double ms = scheduled_multiply_ms(p, {variant(128, 256), {}}, kSms);
+    expect(ms >= before, concat("a sample more takes no less: ", n));
+    const double tiles = static_cast<double>(tile_count(p, variant(128, 256)));
+    if (tiles > 8 * kSms) expect(ms < 1.15 * before, concat("nor much more: ", n));
+    before = ms;
+  }
+}
+
+/// What was not compared keeps the variant that it began with.
+void test_uncompared_families() {
+  Problem exact = cube(2, 128, 192, 40, 3, 1);
+  exact.dtype = DType::kFloat32, exact.precision = Precision::kIEEE;
+  const ConvInstance three = variant(128, 128, "f16x3_f32_");
+  expect(cheapest_schedule(exact, three, all_compiled(), kSms).instance.name == three.name, "three products");
+  Problem few = cube(2, 32, 192, 40, 3, 1);
+  for (const ConvInstance& instance : all_compiled()) {
+    if (instance.arch != 90 || instance.twice || instance.block_inputs == kBlockInputs) continue;
+    expect(cheapest_schedule(few, instance, all_compiled(), kSms).instance.name == instance.name,
+           concat("half k-blocks: ", instance.name));
+  }
+}
+
+}  // namespace
+}  // namespace upconv3d
+
+int main() {
+  try {
+    upconv3d::test_one_wave();
+    upconv3d::test_channels_fill_tiles();
+    upconv3d::test_choice_is_the_least();
+    upconv3d::test_many_tiles_are_averaged();
+    upconv3d::test_uncompared_families();
+  } catch (const std::exception& error) {
+    upconv3d::expect(false, error.what());
+  }
+  if (upconv3d::failures == 0) std::cout << "sm90_schedule: all passed\n";
+  return upconv3d::failures == 0 ? 0 : 1;
+}
