@@ -111,14 +111,13 @@ struct Plan {
   int launches = 1;                      // SM90: of a stored convolution, among which its slabs are divided
   std::int64_t window_tiles = 0;         // SM90: position tiles of a window of the launch order, 0: none
   bool twice = false;                    // SM90: the convolution is computed for its moments, and once more
-  double estimated_stored_ms = 0.0;      // SM90: without packing, before(conv) stored in between; 0 where
-                                         // that cannot run
   double scheduled_multiply_ms = 0.0;    // SM90: the convolution alone, stored (sm90_schedule.hpp)
   std::optional<ConvInstance> compared_instance;  // SM90: by whose estimate plans are compared
-  double compared_stored_ms = 0.0;                // that estimate (sm90_compared.hpp), of before(conv) stored
-  double estimated_twice_ms = 0.0;                // the same, computed twice; 0 where that cannot run
-  bool few_channels = false;                      // direct: on tensor cores, not on CUDA cores
-  double estimated_direct_ms = 0.0;               // direct: all launches
+  double estimated_stored_ms = 0.0;  // SM90: that estimate (sm90_compared.hpp), without packing, before(conv)
+                                     // stored in between; 0 where that cannot run
+  double estimated_twice_ms = 0.0;   // the same, computed twice; 0 where that cannot run
+  bool few_channels = false;         // direct: on tensor cores, not on CUDA cores
+  double estimated_direct_ms = 0.0;  // direct: all launches
   std::int64_t tiles = 0;            // partial moments per sample and channel (SM90: and granule of them)
   std::string channels;              // how channels are padded or grouped, "" where they lie as they are
   std::vector<std::string> stages;   // kernels in launch order, by name
@@ -146,7 +145,7 @@ inline bool stores_steps(const Plan& plan) {
 
 /// The estimate by which an SM90 plan is compared with others.
 inline double compared_ms(const Plan& sm90) {
-  return sm90.twice ? sm90.estimated_twice_ms : sm90.compared_stored_ms;
+  return sm90.twice ? sm90.estimated_twice_ms : sm90.estimated_stored_ms;
 }
 
 /// Several lines for people: algorithm, reason, kernel, stages, workspace.

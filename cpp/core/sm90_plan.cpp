@@ -311,17 +311,15 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& compa
   const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
   const bool has_phases = p.stride != Extent3{1, 1, 1};
   if (cut.split_axes == 0 && has_phases) plan.window_tiles = window_tiles(p, slabs, instance);
-  const double multiply = scheduled_multiply_ms(p, {instance, cut}, device.sm_count);
   if (!plan.linear && !plan.normalizes && plan.launches == 1 && !p.tail.returns_conv) {
     plan.leaving_blocks = leaving_blocks(compared_multiply_ms(p, Schedule{instance, cut}, device.sm_count),
                                          normalize_ms(p, instance), stores_steps(plan),
                                          tile_count(p, instance), p.n, device.sm_count);
   }
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
-  plan.scheduled_multiply_ms = multiply;
-  plan.estimated_stored_ms = estimated_stored_ms(p, instance, multiply);
+  plan.scheduled_multiply_ms = scheduled_multiply_ms(p, {instance, cut}, device.sm_count);
   plan.compared_instance = compared;
-  plan.compared_stored_ms =
+  plan.estimated_stored_ms =
       estimated_stored_ms(p, compared, compared_multiply_ms(p, compared, device.sm_count));
   plan.w_in_place = reads_w_in_place(p);
   if (plan.pack_x || !plan.w_in_place) plan.stages = pack_stages(p);
@@ -359,7 +357,7 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
   const bool launches = plan.launches > 1 && p.y_layout == Layout::kNDHWC, few = tiles_of_set <= kFewTiles;
   const double seen = launches && few ? kSeenOfFew : seen_of_stored(*plan.compared_instance);
   const bool quicker =
-      (launches && !few) || plan.estimated_twice_ms + packing < seen * plan.compared_stored_ms;
+      (launches && !few) || plan.estimated_twice_ms + packing < seen * plan.estimated_stored_ms;
   if (device.forced_plan == "stored" || (device.forced_plan != "twice" && !quicker)) return "";
   plan.twice = true;
   plan.instance = instance;

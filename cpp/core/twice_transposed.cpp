@@ -26,7 +26,7 @@ std::optional<Plan> twice_transposed_plan(const Problem& p, const Device& device
       tensor_ms(p, p.k, positions, 2 * size_of(p.dtype)) / kTransposedShare + kLaunchMs;
   const double computing = kSeen * plan.estimated_twice_ms;
   const double storing =
-      std::min(seen_of_stored(*stored.compared_instance), kSeenOfStored) * stored.compared_stored_ms;
+      std::min(seen_of_stored(*stored.compared_instance), kSeenOfStored) * stored.estimated_stored_ms;
   if (device.forced_plan != "twice" && computing + transposing >= storing) return std::nullopt;
   plan.estimated_twice_ms += transposing;
   plan.activation_in_y = false;
