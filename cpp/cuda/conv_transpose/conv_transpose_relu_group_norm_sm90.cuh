@@ -307,7 +307,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
                            " tiles; got " + std::to_string(tiles * problem.n) + " tiles for " +
                            describe(problem) + ". select_plan must choose another plan.");
   }
-  to.rings = ring_shape<Traits>(shared_rows);
+  to.rings = ring_shape_of<Traits>(shared_rows);
   to.k_tiles = cutlass::FastDivmod(static_cast<int>(k_tiles));
   to.group_k_tiles = cutlass::FastDivmod(static_cast<int>(k_tiles / problem.groups));
   to.tiles_per_sample = cutlass::FastDivmod(static_cast<int>(tiles));

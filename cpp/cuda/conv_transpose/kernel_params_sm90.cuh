@@ -139,7 +139,7 @@ struct ConvTransposeTraitsSm90 {
 
 /// \param shared_rows rows that the longest load of x has beyond BLK_POS; 0 where each load serves one tap
 template <class Traits>
-RingShape ring_shape(int shared_rows) {
+RingShape ring_shape_of(int shared_rows) {
   return ring_shape({.bytes = Traits::RING_BYTES,
                      .x_rows = Traits::BLK_POS + shared_rows,
                      .shares_taps = shared_rows > 0,
