@@ -45,9 +45,9 @@ std::string grad_x_obstacle(const Problem& block, const Device& device,
   plan->problem = p;
   plan->instance = *instance;
   plan->grad_c_pitch = grad_c_pitch(block);
-  const std::optional<Cut> in_place = cheapest_cut_in_place(p, *instance, device.sm_count);
-  cut_output(*plan, in_place.value_or(cheapest_cut(p, *instance, device.sm_count)));
-  plan->estimated_multiply_ms = scheduled_multiply_ms(p, {*instance, plan->cut}, device.sm_count);
+  const Schedule schedule = cheapest_cut_in_place(p, *instance, device.sm_count);
+  cut_output(*plan, schedule.cut);
+  plan->estimated_multiply_ms = schedule.multiply_ms;
   plan->stages = {p.dtype == DType::kFloat32 ? "pack_scaled_operands" : "pack_operands"};
   plan->stages.emplace_back(instance->name);
   if (!plan->in_place) plan->stages.emplace_back("unpack_rows");

@@ -298,12 +298,10 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& compa
       p.tail.norm && normalizes_in_place(p) && is_piecewise_linear(p.tail.after()) && plan.launches == 1;
   plan.activation_in_y = plan.normalizes && !p.tail.returns_conv;
   plan.tile_positions = moment_positions(instance);
-  Cut cut = schedule.cut;
+  const Cut cut = schedule.cut;
   if (plan.linear) {
-    const std::optional<Cut> in_place = cheapest_cut_in_place(p, instance, device.sm_count);
-    plan.activation_in_y = in_place.has_value();
-    if (in_place) plan.conv_layout = p.y_layout;
-    cut = in_place.value_or(cut);
+    plan.activation_in_y = stores_in_place(p, cut);
+    if (plan.activation_in_y) plan.conv_layout = p.y_layout;
   }
   plan.channels = channels_text(p, plan.activation_in_y);
   plan.split_axes = cut.split_axes;
@@ -312,12 +310,12 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& compa
   const bool has_phases = p.stride != Extent3{1, 1, 1};
   if (cut.split_axes == 0 && has_phases) plan.window_tiles = window_tiles(p, slabs, instance);
   if (!plan.linear && !plan.normalizes && plan.launches == 1 && !p.tail.returns_conv) {
-    plan.leaving_blocks = leaving_blocks(compared_multiply_ms(p, Schedule{instance, cut}, device.sm_count),
-                                         normalize_ms(p, instance), stores_steps(plan),
-                                         tile_count(p, instance), p.n, device.sm_count);
+    plan.leaving_blocks =
+        leaving_blocks(compared_multiply_ms(p, schedule, device.sm_count), normalize_ms(p, instance),
+                       stores_steps(plan), tile_count(p, instance), p.n, device.sm_count);
   }
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
-  plan.scheduled_multiply_ms = scheduled_multiply_ms(p, {instance, cut}, device.sm_count);
+  plan.scheduled_multiply_ms = schedule.multiply_ms;
   plan.compared_instance = compared;
   plan.estimated_stored_ms =
       estimated_stored_ms(p, compared, compared_multiply_ms(p, compared, device.sm_count));
@@ -347,17 +345,16 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
       p.y_layout == Layout::kNDHWC && reads_w_in_place(p) && twice_reads_w_in_place(layout);
   // One that the stored plan does without.
   const double packing = !w_in_place && plan.w_in_place && !plan.pack_x ? kPackingLaunchMs : 0;
-  // Stored in several launches, channels_last_3d was measured computed twice alone; but few tiles per set of
-  // weights, of 64 phases and a sample of 8^3, took 8 times the estimate, and stored 1.5 times.
+  // Of more phases than a launch stores, channels_last_3d was measured computed twice alone; but with few
+  // tiles per set of weights, 1, 256 > 320, 8^3, k4 s4, 280 us and stored 59 (2, 512 > 192, 3x6x6: 65, 62).
   constexpr std::int64_t kFewTiles = 4;
-  constexpr double kSeenOfFew = 0.82;
   std::int64_t tiles_of_set = 0;
   for (const TwiceClass& from : layout.classes)
     tiles_of_set = std::max(tiles_of_set, p.n * ceil_div(from.window.positions(), kTwicePositions));
-  const bool launches = plan.launches > 1 && p.y_layout == Layout::kNDHWC, few = tiles_of_set <= kFewTiles;
-  const double seen = launches && few ? kSeenOfFew : seen_of_stored(*plan.compared_instance);
-  const bool quicker =
-      (launches && !few) || plan.estimated_twice_ms + packing < seen * plan.estimated_stored_ms;
+  const double stored = seen_of_stored(*plan.compared_instance) * plan.estimated_stored_ms;
+  const bool quicker = plan.launches > 1 && p.y_layout == Layout::kNDHWC
+                           ? tiles_of_set > kFewTiles
+                           : plan.estimated_twice_ms + packing < stored;
   if (device.forced_plan == "stored" || (device.forced_plan != "twice" && !quicker)) return "";
   plan.twice = true;
   plan.instance = instance;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// The part of select_plan that knows the SM90 kernels: what they can run, on which variant, cut how, stored
-/// or computed twice.
+/// The part of select_plan that knows the SM90 kernels: what they can run, stored or computed twice. On which
+/// tiles, and cut how, sm90_schedule.hpp says.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ Plan sm90_plan(const Problem& problem, const Device& device, const ConvInstance&
 
 /// Why the convolution cannot be computed twice, or "". In that case `plan`, which stores before(conv), gets
 /// the estimate, and becomes one that computes twice where that is quicker, or device.forced_plan asks for
-/// it, or y is NDHWC and the stored plan takes several launches.
+/// it, or y is NDHWC, the stored plan takes several launches and the tiles are many.
 std::string consider_twice(const Problem& problem, const Device& device,
                            const std::vector<ConvInstance>& instances, Plan& plan);
 

@@ -7,6 +7,7 @@
 #include <functional>
 #include <limits>
 #include <queue>
+#include <utility>
 #include <vector>
 
 #include "core/border_slabs.hpp"
@@ -150,62 +151,94 @@ double scheduled_ns(const Problem& p, const ConvInstance& instance, const std::v
   return ns;
 }
 
-}  // namespace
+/// A cut that the kernel can run, and its slabs.
+struct CutSlabs {
+  Cut cut;
+  std::vector<Slab> slabs;
+};
 
-double scheduled_multiply_ms(const Problem& p, const Schedule& schedule, int sm_count) {
-  const std::vector<Slab> slabs = plan_slabs(p, schedule.cut.split_axes, schedule.cut.share_taps);
-  return scheduled_ns(p, schedule.instance, slabs, schedule.cut.share_taps, sm_count) * 1e-6;
+/// The output as it is, then every cut of it.
+std::vector<CutSlabs> possible_cuts(const Problem& p) {
+  std::vector<CutSlabs> cuts = {{Cut{}, border_slabs(p, 0)}};
+  // Phases that take several launches are not cut.
+  if (cuts.front().slabs.size() > std::size_t{kMaxSlabs}) return cuts;
+  const auto add = [&](const Cut& cut, std::vector<Slab> slabs) {
+    const bool cuts_any = slabs.size() > 1 || cut.share_taps;
+    if (cuts_any && slabs.size() <= std::size_t{kMaxSlabs} && within_im2col(p, slabs, cut.share_taps))
+      cuts.push_back({cut, std::move(slabs)});
+  };
+  for (int axes = 1; axes <= 3; ++axes) add({axes, false}, border_slabs(p, axes));
+  if (p.dilation == Extent3{1, 1, 1}) add({0, true}, tap_sharing_slabs(p));
+  return cuts;
 }
 
-Cut cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count, bool may_share) {
+/// Of cuts, the first of which is taken unless another gains, that with the least estimated time.
+Schedule cheapest_of(const Problem& p, const ConvInstance& instance, const std::vector<CutSlabs>& cuts,
+                     int sm_count) {
   // Descriptors of many slabs cost host time and launch parameters: a gain within the estimate's error, or a
   // convolution that takes little, is not worth them.
   constexpr double kWorthwhileGain = 0.98;
   constexpr double kWorthwhileNs = 20e3;
   Cut best;
-  double least = scheduled_ns(p, instance, border_slabs(p, 0), false, sm_count);
-  if (least < kWorthwhileNs) return best;
-  least *= kWorthwhileGain;
-  const auto consider = [&](const Cut& cut, const std::vector<Slab>& slabs) {
-    if (slabs.size() == 1 && !cut.share_taps) return;
-    if (slabs.size() > std::size_t{kMaxSlabs}) return;
-    if (!within_im2col(p, slabs, cut.share_taps)) return;
-    const double ns = scheduled_ns(p, instance, slabs, cut.share_taps, sm_count);
-    if (ns < least) best = cut, least = ns;
-  };
-  for (int axes = 1; axes <= 3; ++axes) consider({axes, false}, border_slabs(p, axes));
-  // With three products, two loads of that many rows leave no room for w.
-  if (may_share && p.dilation == Extent3{1, 1, 1} && instance.products == 1)
-    consider({0, true}, tap_sharing_slabs(p));
-  return best;
+  double ns = std::numeric_limits<double>::infinity(), least = ns;
+  for (const CutSlabs& candidate : cuts) {
+    const bool is_first = &candidate == &cuts.front();
+    // With three products, two loads of that many rows leave no room for w.
+    if (!is_first && (ns < kWorthwhileNs || (candidate.cut.share_taps && instance.products != 1))) continue;
+    const double found = scheduled_ns(p, instance, candidate.slabs, candidate.cut.share_taps, sm_count);
+    if (!is_first && found >= least) continue;
+    best = candidate.cut;
+    ns = found;
+    least = is_first ? kWorthwhileGain * found : found;
+  }
+  return {instance, best, ns * 1e-6};
 }
 
-bool stores_in_place(const Problem& p, const Cut& cut) {
+bool slabs_lie_in_place(const Problem& p, const std::vector<Slab>& slabs) {
   if (p.y_layout == Layout::kNDHWC) return p.k % kChannelUnit == 0;
   const Extent3 out = p.out();
   const std::int64_t chunk = 16 / size_of(p.dtype);
-  const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
   return p.positions() % chunk == 0 && std::all_of(slabs.begin(), slabs.end(), [&](const Slab& slab) {
            return slab.step == Extent3{1, 1, 1} && slab.extent[1] == out[1] && slab.extent[2] == out[2] &&
                   slab.origin[0] * out[1] * out[2] % chunk == 0;
          });
 }
 
-std::optional<Cut> cheapest_cut_in_place(const Problem& p, const ConvInstance& instance, int sm_count) {
-  const Cut cheapest = cheapest_cut(p, instance, sm_count);
-  if (stores_in_place(p, cheapest)) return cheapest;
-  const Cut own_loads = cheapest.share_taps ? cheapest_cut(p, instance, sm_count, false) : cheapest;
-  for (const Cut& cut : {own_loads, Cut{std::min(own_loads.split_axes, 1), false}, Cut{}}) {
-    if (stores_in_place(p, cut)) return cut;
-  }
-  return std::nullopt;
+/// Those of the cuts that store in place: none, or the output as it is and others.
+std::vector<CutSlabs> cuts_in_place(const Problem& p, std::vector<CutSlabs> cuts) {
+  std::erase_if(cuts, [&](const CutSlabs& cut) { return !slabs_lie_in_place(p, cut.slabs); });
+  return cuts;
+}
+
+}  // namespace
+
+double scheduled_multiply_ms(const Problem& p, const ConvInstance& instance, const Cut& cut, int sm_count) {
+  const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
+  return scheduled_ns(p, instance, slabs, cut.share_taps, sm_count) * 1e-6;
+}
+
+Schedule cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count) {
+  return cheapest_of(p, instance, possible_cuts(p), sm_count);
+}
+
+bool stores_in_place(const Problem& p, const Cut& cut) {
+  return slabs_lie_in_place(p, plan_slabs(p, cut.split_axes, cut.share_taps));
+}
+
+Schedule cheapest_cut_in_place(const Problem& p, const ConvInstance& instance, int sm_count) {
+  const std::vector<CutSlabs> cuts = possible_cuts(p), in_place = cuts_in_place(p, cuts);
+  return cheapest_of(p, instance, in_place.empty() ? cuts : in_place, sm_count);
 }
 
 Schedule cheapest_schedule(const Problem& p, const ConvInstance& base,
                            const std::vector<ConvInstance>& instances, int sm_count) {
-  Schedule best{base, cheapest_cut(p, base, sm_count)};
+  std::vector<CutSlabs> cuts = possible_cuts(p);
+  if (!p.tail.norm) {
+    std::vector<CutSlabs> in_place = cuts_in_place(p, cuts);
+    if (!in_place.empty()) cuts = std::move(in_place);
+  }
+  Schedule best = cheapest_of(p, base, cuts, sm_count);
   if (base.products != 1 || base.block_inputs != kBlockInputs) return best;
-  double least = scheduled_multiply_ms(p, best, sm_count);
   for (const ConvInstance& instance : instances) {
     if (!instance.compiled || instance.arch != base.arch || instance.twice ||
         instance.operand != base.operand || instance.products != base.products ||
@@ -213,9 +246,9 @@ Schedule cheapest_schedule(const Problem& p, const ConvInstance& base,
         instance.block_inputs != base.block_inputs) {
       continue;
     }
-    const Schedule other{instance, cheapest_cut(p, instance, sm_count)};
-    const double ms = scheduled_multiply_ms(p, other, sm_count);
-    if (ms < least) best = other, least = ms;
+    // One that counts more tiles than the kernel can takes forever.
+    const Schedule other = cheapest_of(p, instance, cuts, sm_count);
+    if (other.multiply_ms < best.multiply_ms) best = other;
   }
   return best;
 }

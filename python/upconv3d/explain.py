@@ -41,7 +41,8 @@ class Plan:
         channels: how channels are padded or kept apart by convolution group; "" where they lie as they are.
         twice: whether the convolution is computed for its moments and then once more instead of being stored.
         estimated_stored_ms, estimated_twice_ms: what that choice rests on (with what such blocks were seen to
-            take of the former), without packing; 0 where a plan cannot run.
+            take of the former), without packing; 0 where a plan cannot run. The former is of the tiles that
+            plans are compared by, which need not be those that run.
         estimated_direct_ms: of the direct plan, what it is expected to take; else 0.
         tile_positions, tiles: positions that one partial moment covers, and how many there are per sample and
             channel.
