@@ -21,7 +21,7 @@
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 #include "core/slab_launches.hpp"
-#include "core/sm90_plan.hpp"
+#include "core/sm90_schedule.hpp"
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/group_norm/finalize_slabs.hpp"
