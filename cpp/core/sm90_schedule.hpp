@@ -2,9 +2,9 @@
 /// \file
 /// How the SM90 kernel that stores the convolution is run: on which tiles, and how the output is cut.
 ///
-/// Blocks take tiles as they finish others, sample by sample, slab by slab (or window by window of phases,
-/// which is not modelled). A launch of one or two waves is as long as its last tiles, and a cut that makes
-/// some tiles cheaper gains nothing where others remain; so tiles are handed out here as the kernel does it.
+/// Blocks take tiles as they finish others, sample by sample, slab by slab. A launch of one or two waves is
+/// as long as its last tiles, and a cut that makes some tiles cheaper gains nothing where others remain; so
+/// tiles are handed out here, too. Not modelled: blocks ask a tile ahead, and phases may go window by window.
 #pragma once
 
 #include <cstdint>
