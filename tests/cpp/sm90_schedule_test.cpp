@@ -17,6 +17,7 @@
 #include "core/channels.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
+#include "core/ring_shape.hpp"
 #include "core/text.hpp"
 #include "core_cases.hpp"
 
@@ -109,6 +110,35 @@ void test_linear() {
   }
 }
 
+/// The rings of every variant, whatever the rows that a load of x has beyond a tile: in the memory that there
+/// is, on 1024 bytes, as many units as the kernel has barriers for, and enough for a consumer that holds one
+/// of each while it waits for the next.
+void test_rings() {
+  for (const ConvInstance& instance : all_compiled()) {
+    if (instance.arch != 90 || instance.twice) continue;
+    const int staged = instance.block_channels * instance.block_positions * instance.stored_bits / 8 /
+                       stage_rounds(instance.block_channels, instance.block_positions, instance.stored_bits);
+    const int splits = instance.products == 1 ? 1 : 2, row_bytes = 2 * instance.block_inputs;
+    // Three products share no loads.
+    for (int rows = 0; rows <= (splits == 1 ? static_cast<int>(kMaxSharedRows) : 0); ++rows) {
+      const RingNeeds needs = {.bytes = 224 * 1024 - staged - 2 * staged / 8,
+                               .x_rows = instance.block_positions + rows,
+                               .shares_taps = rows > 0,
+                               .row_bytes = row_bytes,
+                               .w_bytes = instance.block_channels * row_bytes,
+                               .splits = splits};
+      const RingShape rings = ring_shape(needs);
+      const std::string what = concat(instance.name, " with ", rows, " rows more: ");
+      expect(rings.x_units * rings.x_unit_bytes + rings.w_units * needs.w_bytes <= needs.bytes,
+             what + "bytes");
+      expect(rings.x_unit_bytes % 1024 == 0 && rings.x_unit_bytes >= needs.x_rows * row_bytes, what + "unit");
+      expect(rings.x_units <= kMaxXUnits && rings.w_units <= kMaxWUnits, what + "barriers");
+      expect(rings.x_units >= 2 * splits && rings.w_units >= 2 * splits, what + "two of each");
+      expect(rows == 0 || rings.x_units <= 4 * kBlockInputs / instance.block_inputs, what + "at most four");
+    }
+  }
+}
+
 /// What was not compared keeps the variant that it began with.
 void test_uncompared_families() {
   Problem exact = cube(2, 128, 192, 40, 3, 1);
@@ -133,6 +163,7 @@ int main() {
     upconv3d::test_choice_is_the_least();
     upconv3d::test_many_tiles_are_averaged();
     upconv3d::test_linear();
+    upconv3d::test_rings();
     upconv3d::test_uncompared_families();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());
