@@ -180,7 +180,8 @@ double library_convolution_at_length(const Problem& p, const Traffic& mb, int sm
          kTensorPerMB * (mb.x + mb.y);
 }
 
-/// The SM90 plan that stores the convolution, from packed operands on, in us, as its schedule has it.
+/// The SM90 plan that stores the convolution, from packed operands on, in us, as its schedule has it: what
+/// such blocks took beside it was fitted with it.
 double scheduled_block(const Plan& sm90, const Traffic& mb) {
   constexpr double kLaunches = 21, kPerMB = 0.44;
   return kLaunches + 1e3 * sm90.scheduled_multiply_ms + kPerMB * mb.y;

@@ -8,8 +8,18 @@
 #include <cstdint>
 
 #include "core/channels.hpp"
+#include "core/plan.hpp"
 
 namespace upconv3d {
+
+/// Of a block's shared memory, what is left for both rings beside the tile that is staged, two items of an
+/// eighth of it that are normalized, and barriers and small exchanges.
+constexpr int ring_bytes(int block_channels, int block_positions, int stored_bits) {
+  constexpr int kBlockBytes = 227 * 1024, kControlBytes = 3 * 1024;
+  const int staged = block_channels * block_positions * stored_bits / 8 /
+                     stage_rounds(block_channels, block_positions, stored_bits);
+  return kBlockBytes - kControlBytes - staged - 2 * (staged / 8);
+}
 
 struct RingShape {
   int x_units;
@@ -37,8 +47,9 @@ inline RingShape ring_shape(const RingNeeds& of) {
   const auto w_units = [&](int stages) { return (of.bytes - stages * of.splits * x_bytes) / of.w_bytes; };
   // At least two loads of x of a whole k-block, or as many bytes.
   int stages = 2 * static_cast<int>(kBlockInputs) * 2 / of.row_bytes;
-  // Loads that serve several taps last long; but of four, tiles of 64 channels that share none take a fifth
-  // less, where six units of w remain. Else as many stages of x as of w.
+  // Loads that serve several taps last long, but tiles of the same launch that share none wait for them: with
+  // up to four on their way, blocks on tiles of 64 channels took up to a fifth less, where six units of w
+  // remain (perf/NOTES.md, "Tiles and cuts"). Else as many stages of x as of w.
   constexpr int kMostShared = 4, kLeastW = 6;
   const auto fits = [&](int more) {
     if (of.shares_taps) return more <= kMostShared && w_units(more) >= kLeastW;

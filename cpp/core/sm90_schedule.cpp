@@ -32,18 +32,14 @@ struct TileRun {
 /// Loads of x that may be on their way at once.
 /// \param shared_rows positions of the longest load beyond a tile's; 0 where each serves one tap
 double loads_in_flight(const ConvInstance& instance, std::int64_t shared_rows) {
-  constexpr int kShared = (227 - 3) * 1024;  // bytes, without the kernel's barriers and small exchanges
-  const int tile = instance.block_channels * instance.block_positions * instance.stored_bits / 8;
-  const int staged =
-      tile / stage_rounds(instance.block_channels, instance.block_positions, instance.stored_bits);
-  const int items = 2 * staged / 8;  // two, of an eighth
   const int row_bytes = 2 * instance.block_inputs, splits = instance.products == 1 ? 1 : 2;
-  const RingShape rings = ring_shape({.bytes = kShared - staged - items,
-                                      .x_rows = instance.block_positions + static_cast<int>(shared_rows),
-                                      .shares_taps = shared_rows > 0,
-                                      .row_bytes = row_bytes,
-                                      .w_bytes = instance.block_channels * row_bytes,
-                                      .splits = splits});
+  const RingShape rings = ring_shape(
+      {.bytes = ring_bytes(instance.block_channels, instance.block_positions, instance.stored_bits),
+       .x_rows = instance.block_positions + static_cast<int>(shared_rows),
+       .shares_taps = shared_rows > 0,
+       .row_bytes = row_bytes,
+       .w_bytes = instance.block_channels * row_bytes,
+       .splits = splits});
   return rings.x_units / splits;
 }
 
@@ -179,19 +175,18 @@ Schedule cheapest_of(const Problem& p, const ConvInstance& instance, const std::
   // convolution that takes little, is not worth them.
   constexpr double kWorthwhileGain = 0.98;
   constexpr double kWorthwhileNs = 20e3;
-  Cut best;
-  double ns = std::numeric_limits<double>::infinity(), least = ns;
-  for (const CutSlabs& candidate : cuts) {
-    const bool is_first = &candidate == &cuts.front();
+  const CutSlabs& first = cuts.front();
+  Schedule best{instance, first.cut};
+  const double uncut = scheduled_ns(p, instance, first.slabs, first.cut.share_taps, sm_count);
+  double ns = uncut, least = kWorthwhileGain * uncut;
+  for (auto other = cuts.begin() + 1; other != cuts.end() && uncut >= kWorthwhileNs; ++other) {
     // With three products, two loads of that many rows leave no room for w.
-    if (!is_first && (ns < kWorthwhileNs || (candidate.cut.share_taps && instance.products != 1))) continue;
-    const double found = scheduled_ns(p, instance, candidate.slabs, candidate.cut.share_taps, sm_count);
-    if (!is_first && found >= least) continue;
-    best = candidate.cut;
-    ns = found;
-    least = is_first ? kWorthwhileGain * found : found;
+    if (other->cut.share_taps && instance.products != 1) continue;
+    const double found = scheduled_ns(p, instance, other->slabs, other->cut.share_taps, sm_count);
+    if (found < least) best.cut = other->cut, ns = least = found;
   }
-  return {instance, best, ns * 1e-6};
+  best.multiply_ms = ns * 1e-6;
+  return best;
 }
 
 bool slabs_lie_in_place(const Problem& p, const std::vector<Slab>& slabs) {

@@ -116,17 +116,16 @@ void test_linear() {
 void test_rings() {
   for (const ConvInstance& instance : all_compiled()) {
     if (instance.arch != 90 || instance.twice) continue;
-    const int staged = instance.block_channels * instance.block_positions * instance.stored_bits / 8 /
-                       stage_rounds(instance.block_channels, instance.block_positions, instance.stored_bits);
     const int splits = instance.products == 1 ? 1 : 2, row_bytes = 2 * instance.block_inputs;
     // Three products share no loads.
     for (int rows = 0; rows <= (splits == 1 ? static_cast<int>(kMaxSharedRows) : 0); ++rows) {
-      const RingNeeds needs = {.bytes = 224 * 1024 - staged - 2 * staged / 8,
-                               .x_rows = instance.block_positions + rows,
-                               .shares_taps = rows > 0,
-                               .row_bytes = row_bytes,
-                               .w_bytes = instance.block_channels * row_bytes,
-                               .splits = splits};
+      const RingNeeds needs = {
+          .bytes = ring_bytes(instance.block_channels, instance.block_positions, instance.stored_bits),
+          .x_rows = instance.block_positions + rows,
+          .shares_taps = rows > 0,
+          .row_bytes = row_bytes,
+          .w_bytes = instance.block_channels * row_bytes,
+          .splits = splits};
       const RingShape rings = ring_shape(needs);
       const std::string what = concat(instance.name, " with ", rows, " rows more: ");
       expect(rings.x_units * rings.x_unit_bytes + rings.w_units * needs.w_bytes <= needs.bytes,

@@ -127,6 +127,8 @@ struct ConvTransposeTraitsSm90 {
   /// What is left for the rings of x and w.
   static constexpr int RING_BYTES =
       kSharedMemoryBytes - kControlBytes - STAGING_BYTES - ITEM_BUFFERS * ITEM_BYTES;
+  static_assert(RING_BYTES == ring_bytes(BLK_K, BLK_POS, 8 * int(sizeof(Stored))),
+                "the planner counts loads in flight by it");
 
   static constexpr int THREADS = 3 * 128;  // one warpgroup of helpers, two consumer warpgroups
   // A launch takes 168 registers for each of 384 threads, and what helpers give back consumers may take: they
