@@ -63,9 +63,7 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
     if (!more) break;
     // A few blocks leave, for group_norm_normalize, as soon as there is a sample to normalize.
     bool const last = int(blockIdx.x) >= params.tile_blocks && coord.n > 0;
-    // Asked for now, used after this tile's loads.
-    int const next_tile = last ? params.order_size : int(gridDim.x) + atomicAdd(params.next_tile, 1);
-
+    int next_tile = params.order_size;
     KernelSlab<Traits> const& slab = params.slabs[coord.slab];
     int const group = group_of(params, coord.channel);
     int const x_channel = params.x_groups > 1 ? 0 : group * params.group_c;
@@ -78,6 +76,11 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
     int const x_bytes = (Traits::BLK_POS + (slab.shared_taps - 1) * slab.shared_rows) * Traits::ROW_BYTES;
     for (int t_begin = 0; t_begin < slab.taps[0]; t_begin += slab.shared[0]) {
       for (int r_begin = 0; r_begin < slab.taps[1]; r_begin += slab.shared[1]) {
+        // Asked for while the last loads are made, which hide the answer's way. Who asked before them would
+        // keep a tile waiting that a block which is done could begin: a launch of few waves ends the later.
+        if (!last && t_begin + slab.shared[0] >= slab.taps[0] && r_begin + slab.shared[1] >= slab.taps[1]) {
+          next_tile = int(gridDim.x) + atomicAdd(params.next_tile, 1);
+        }
         for (int s = 0; s < slab.taps[2]; ++s) {
           for (int c_block = slab.c_begin; c_block < slab.c_end; ++c_block) {
             int const c = c_block * Traits::BLK_C;
