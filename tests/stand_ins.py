@@ -12,11 +12,21 @@ class Kernels:
 
     def __init__(self, keeps=True):
         self.keeps, self.calls, self.consumed = keeps, [], []
+        self.given = None  # the tensors of the last forward
 
     def forward(self, *arguments):
         self.calls.append("forward")
         *tensors, number = arguments
-        return _tail.composite(tensors, _tail_op._settings[number], precise=True)
+        self.given = tensors
+        return _tail.composite(self._cast(tensors, number), _tail_op._settings[number], precise=True)
+
+    @staticmethod
+    def _cast(tensors, number):
+        """The tensors in one dtype; in several only where the number says so."""
+        cast = _tail_op._in_one_dtype(tensors)
+        keys = {number: key for key, number in _tail_op._numbers.items()}
+        assert keys[number][13:] == (True,) or all(map(lambda a, b: a is b, cast, tensors))
+        return cast
 
     def for_training(self, *arguments):
         self.calls.append("for_training")
@@ -29,6 +39,7 @@ class Kernels:
         self.calls.append("backward")
         *tensors, saved, number, wanted, consume_saved = arguments
         settings = _tail_op._settings[number]
+        tensors = list(self._cast(tensors, number))
         returned = settings[-1]
         if returned:  # the kernels read what it is, whatever is convolved
             assert tensors[2] is None and not consume_saved
@@ -56,10 +67,10 @@ def install(kernels, monkeypatch):
     monkeypatch.setattr(_tail_op, "_numbered_tail_backward", kernels.backward)
     numbers, settings = {}, {}
 
-    def remember(fields):
-        numbers[fields] = len(numbers)
-        settings[numbers[fields]] = fields
-        return numbers[fields]
+    def remember(key):
+        numbers[key] = len(numbers)
+        settings[numbers[key]] = key[: len(_tail.Settings._fields)]
+        return numbers[key]
 
     monkeypatch.setattr(_tail_op, "_numbers", numbers)
     monkeypatch.setattr(_tail_op, "_settings", settings)

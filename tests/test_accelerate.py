@@ -102,11 +102,13 @@ def test_small_blocks_are_pytorchs(recorded, device, monkeypatch, small_blocks_l
 
     def made(num_groups, **options):
         chain_of = [nn.ConvTranspose3d(64, 64, 2, 2), nn.ReLU(), nn.GroupNorm(num_groups, 64)]
-        model = nn.Sequential(*chain_of).to(device)
+        model = nn.Sequential(*chain_of).to(device, dtype)
         plain = copy.deepcopy(model)
         return plain, model, upconv3d.accelerate(model, **options)
 
-    x = _volume(64, device=device)
+    # On a GPU, those of which no kernel of ours could compute the convolution.
+    dtype = torch.float64 if device.type == "cuda" else torch.float32
+    x = _volume(64, dtype, device)
     plain, model, report = made(4, sample=(x,))
     assert "small: PyTorch's calls" in str(report) and report.replaced
     assert blocks_run(model, x) == 0
@@ -115,10 +117,49 @@ def test_small_blocks_are_pytorchs(recorded, device, monkeypatch, small_blocks_l
     _, told, report = made(4, precision="ieee", sample=(x,))
     assert "small" not in str(report) and blocks_run(told, x) == 1
     # Few large norm groups are what PyTorch's norm is slow at, on a GPU; large blocks are ours anywhere.
-    large, x = made(1)[1], torch.randn(1, 64, 13, 13, 13, device=device)
+    large, x = made(1)[1], torch.randn(1, 64, 13, 13, 13, device=device, dtype=dtype)
     assert blocks_run(large, x) == (device.type == "cuda")
     monkeypatch.setattr(block, "SMALL_BLOCK_VALUES", 2**17)
     assert blocks_run(made(1)[1], x) == 1
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", ["group", "instance"])
+def test_small_blocks_spare_the_host(norm, low, hopper, monkeypatch, small_blocks_left):
+    """By the SM90 kernel, where the planner would take cuDNN's convolution for the device's sake."""
+    monkeypatch.setattr(block, "SMALL_BLOCK_VALUES", small_blocks_left)
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+
+    def made():
+        after = {
+            "group": (nn.ReLU(), nn.GroupNorm(4, 64)),
+            "instance": (nn.InstanceNorm3d(64, affine=True), nn.PReLU()),
+        }
+        return nn.Sequential(nn.ConvTranspose3d(64, 64, 3, 2, 1, 1), *after[norm])
+
+    plain, x = _made(made, device=hopper), _volume(64, device=hopper)
+    model = copy.deepcopy(plain)
+    report = upconv3d.accelerate(model, sample=(x,))
+    assert "sm90_implicit_gemm" in str(report)
+    weight = model[0].weight.detach()
+    geometry = {"stride": 2, "padding": 1, "output_padding": 1, "norm": "group", "num_groups": 4}
+    plans = [upconv3d.explain_norm_act(x, weight, **geometry, spares_host=spares) for spares in (False, True)]
+    assert [plan.algorithm for plan in plans] == ["cuda_library", "sm90_implicit_gemm"]
+
+    with torch.autocast("cuda", low, enabled=low is not None):
+        with torch.no_grad():
+            first = model(x)  # checked; the next ones are decided, then remembered
+            others = [model(x) for _ in range(3)]
+            with torch.profiler.profile():
+                others.append(model(x))
+        assert all(torch.equal(first, y) for y in others)
+        (y, ours), (expected, theirs) = _gradients(model, x), _gradients(plain, x)
+    assert y.dtype is expected.dtype is first.dtype
+    _, exact = _gradients(copy.deepcopy(plain).double(), x.double())
+    for mine, other, right in zip(ours, theirs, exact, strict=True):
+        assert mine.dtype is other.dtype
+        bar = 2 * (other.double() - right).norm() + 1e-3 * max(right.norm(), exact[0].norm())
+        assert (mine.double() - right).norm() <= bar
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -5,6 +5,7 @@ import contextlib
 
 import pytest
 import torch
+import upconv3d
 from oracles import make_block
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,3 +86,51 @@ def test_the_block(context, batches):
                 assert torch.equal(block.ours(), y)
         block.ours()
     assert len(batches) == 1
+
+
+_CHANNELS_LAST = {"memory_format": torch.channels_last_3d}
+_WEIGHTS_OF_A_CALL = {
+    "NCDHW": lambda w: w.contiguous(),
+    "NDHWC": lambda w: w.contiguous(**_CHANNELS_LAST),
+    "permuted": lambda w: w.transpose(0, 1).contiguous().transpose(0, 1),
+    "sliced": lambda w: w.repeat_interleave(2, -1)[..., ::2],
+    "unaligned": lambda w: torch.cat([w.new_zeros(1), w.flatten()])[1:].view_as(w),
+}
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", _WEIGHTS_OF_A_CALL)
+def test_the_operators_casts(name, low, cuda):
+    """The same bits as of parameters that are cast before, without gradients and with."""
+    generator = torch.Generator().manual_seed(11)
+
+    def draw(*sizes):
+        return torch.randn(sizes, generator=generator).to(cuda)
+
+    x = draw(2, 24, 5, 6, 7).to(low)
+    vectors = {"bias": draw(40), "norm_weight": draw(41)[1:], "norm_bias": draw(80)[::2]}
+    parameters = {"weight": _WEIGHTS_OF_A_CALL[name](draw(24, 40, 3, 3, 3)), **vectors}
+    slopes = draw(40)
+
+    def run(parameters, slopes):
+        block = upconv3d.conv_transpose3d_norm_act
+        # instance_norm's result has x's dtype: nothing is computed in float32 instead.
+        return block(x, **parameters, stride=2, norm="instance", activation="prelu", activation_param=slopes)
+
+    expected = run({key: value.to(low) for key, value in parameters.items()}, slopes.to(low))
+    with torch.autocast("cuda", low), torch.no_grad():
+        y = run(parameters, slopes)
+        assert y.dtype is low and torch.equal(y, expected)
+    if low is torch.float16:  # with gradients, PyTorch's operators
+        return
+    leaves = [value.detach().clone().requires_grad_() for value in (*parameters.values(), slopes)]
+    lows = [leaf.detach().to(low).requires_grad_() for leaf in leaves]
+    with torch.autocast("cuda", low):
+        y = run(dict(zip(parameters, leaves, strict=False)), leaves[-1])
+    z = run(dict(zip(parameters, lows, strict=False)), lows[-1])
+    assert torch.equal(y, z)
+    grad = draw(*z.shape).to(low)
+    ours = torch.autograd.grad(y, leaves, grad)
+    theirs = torch.autograd.grad(z, lows, grad)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype is torch.float32 and torch.equal(mine, other.float())

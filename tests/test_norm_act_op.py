@@ -350,17 +350,39 @@ def test_kernels_under_autocast(kernels):
     assert kernels.calls == []
 
 
-def test_autocast_casts_parameters_together(kernels, monkeypatch):
-    batches, copy_all = [], torch._foreach_copy_
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: batches.append(len(of)) or copy_all(to, of))
-    call = _call("prelu").leaves()
-    with torch.autocast("cpu", torch.bfloat16):
-        with torch.no_grad():
-            y = call.ours()
-        assert batches == [len(call.tensors) - 1] and kernels.calls == ["forward"]
-        torch.testing.assert_close(y, call.eager(), rtol=0.05, atol=0.05)
-        call.ours()
-    assert len(batches) == 1
+def _dtypes(tensors):
+    return {tensor.dtype for tensor in tensors if tensor is not None}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_autocast_leaves_parameters_to_the_operator(kernels, recorded):
+    call = _call("prelu")
+    call = call.leaves() if recorded else call
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(recorded):
+        torch.testing.assert_close(call.ours(), call.eager(), rtol=0.05, atol=0.05)
+        if kernels.keeps or not recorded:
+            input, *others = kernels.given
+            assert input.dtype is torch.bfloat16 and _dtypes(others) == {torch.float32}
+        if recorded:
+            _check_like_eager(call, type(call).ours, 0.1)
+            assert kernels.calls.count("backward") == kernels.keeps
+        # Who watches sees PyTorch's casts.
+        kernels.given = None
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            call.ours()
+        assert kernels.given is None or _dtypes(kernels.given) == {torch.bfloat16}
+
+
+def test_autocast_of_a_parameter_that_is_low_already(kernels):
+    call = _call("prelu")
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = call.eager()
+        call.tensors["norm_weight"] = call.tensors["norm_weight"].bfloat16()
+        torch.testing.assert_close(call.ours(), expected, rtol=0.05, atol=0.05)
+        assert _dtypes(kernels.given[1:]) == {torch.float32, torch.bfloat16}
+        call.tensors["norm_weight"] = call.tensors["norm_weight"].half()  # the operator casts float32 alone
+        torch.testing.assert_close(call.ours(), expected, rtol=0.05, atol=0.05)
+    assert _dtypes(kernels.given) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "bindings/parameter_casts.hpp"
 #include "bindings/plan_query.hpp"
 #include "core/arguments.hpp"
 #include "core/errors.hpp"
@@ -249,12 +250,14 @@ Tensor run_prepared(const PreparedCall& call, const OpArguments& a, CallExtras& 
       if (call.problem.tail.returns_conv) extras.conv = empty();
       return empty();
     }
+    Parameters given = {a.weight, a.bias, a.norm_weight, a.norm_bias, a.slopes};
+    if (a.casts_parameters) given = cast_parameters(a.input, given);
     const BlockTensors tensors = {batched(a.input),
-                                  a.weight,
-                                  contiguous_vector(a.bias),
-                                  contiguous_vector(a.norm_weight),
-                                  contiguous_vector(a.norm_bias),
-                                  contiguous_vector(a.slopes),
+                                  given.w,
+                                  contiguous_vector(given.bias),
+                                  contiguous_vector(given.gamma),
+                                  contiguous_vector(given.beta),
+                                  contiguous_vector(given.slopes),
                                   a.skip ? std::optional(batched(*a.skip)) : std::nullopt};
     return run_plan(call, tensors, a.for_training, extras);
   };

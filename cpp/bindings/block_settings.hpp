@@ -26,7 +26,9 @@ struct BlockSettings {
   std::int64_t num_groups;
   double eps;  // activation units squared
   std::string precision;
-  Tail tail = {};  // but for what tensors say: slopes and has_skip
+  Tail tail = {};                 // but for what tensors say: slopes and has_skip
+  bool spares_host = false;       // as Device's
+  bool casts_parameters = false;  // of float32, to the input's dtype (parameter_casts.hpp)
 };
 
 /// Remembers `settings` for the life of the process, unchanged. Returns their number, or nothing where as

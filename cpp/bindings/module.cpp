@@ -88,6 +88,7 @@ py::dict explain(const py::dict& dict) {
   } else {
     device = query_device(arguments.input.device);
   }
+  device.spares_host = dict.contains("spares_host") && dict["spares_host"].cast<bool>();
   const bool for_training = dict.contains("training") && dict["training"].cast<bool>();
   // A call that returns the convolution runs as without gradients, and its backward reads what it returned.
   const bool reads_returned = for_training && problem.tail.returns_conv;
@@ -128,21 +129,26 @@ using Ints = std::vector<std::int64_t>;
 
 /// \param settings (stride, padding, output_padding, groups, dilation, num_groups, eps, precision), and for
 /// another tail than relu before a group norm also (order, activation, activation_param, return_conv);
-/// num_groups is then 0 where there is no normalization.
+/// num_groups is then 0 where there is no normalization. Then, or not, spares_host and casts_parameters.
 std::optional<std::int64_t> remember(const py::tuple& settings) {
-  constexpr std::size_t kBlock = 8, kWithTail = 12;
-  if (settings.size() != kBlock && settings.size() != kWithTail) {
-    throw py::value_error(concat("upconv3d: settings must be ", kBlock, " or ", kWithTail, " values; got ",
-                                 settings.size(), "."));
+  constexpr std::size_t kBlock = 8, kWithTail = 12, kWithAll = 14;
+  const std::size_t count = settings.size();
+  if (count != kBlock && count != kWithTail && count != kWithAll) {
+    throw py::value_error(concat("upconv3d: settings must be ", kBlock, ", ", kWithTail, " or ", kWithAll,
+                                 " values; got ", count, "."));
   }
   BlockSettings s = {settings[0].cast<Ints>(),   settings[1].cast<Ints>(),
                      settings[2].cast<Ints>(),   settings[3].cast<std::int64_t>(),
                      settings[4].cast<Ints>(),   settings[5].cast<std::int64_t>(),
                      settings[6].cast<double>(), settings[7].cast<std::string>()};
-  if (settings.size() == kWithTail) {
+  if (count >= kWithTail) {
     s.tail = make_tail(settings[8].cast<std::string>(), s.num_groups != 0, settings[9].cast<std::string>(),
                        settings[10].cast<double>(), settings[11].cast<bool>());
     if (!s.tail.norm) s.num_groups = 1;
+  }
+  if (count == kWithAll) {
+    s.spares_host = settings[12].cast<bool>();
+    s.casts_parameters = settings[13].cast<bool>();
   }
   return remember_settings(std::move(s));
 }
@@ -153,9 +159,12 @@ py::tuple remembered(std::int64_t number) {
   const py::tuple block =
       py::make_tuple(triple(s.stride), triple(s.padding), triple(s.output_padding), s.groups,
                      triple(s.dilation), s.tail.norm ? s.num_groups : 0, s.eps, s.precision);
-  if (s.tail.is_relu_group_norm()) return block;
-  return block +
-         py::make_tuple(name(s.tail.order), name(s.tail.activation), s.tail.parameter, s.tail.returns_conv);
+  const bool is_tail_alone = !s.spares_host && !s.casts_parameters;
+  if (s.tail.is_relu_group_norm() && is_tail_alone) return block;
+  const py::tuple whole = block + py::make_tuple(name(s.tail.order), name(s.tail.activation),
+                                                 s.tail.parameter, s.tail.returns_conv);
+  if (is_tail_alone) return whole;
+  return whole + py::make_tuple(s.spares_host, s.casts_parameters);
 }
 
 /// What pybind11 does not translate by itself.
@@ -184,10 +193,12 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "validate", [](const py::dict& args) { upconv3d::make_problem(parse_arguments(args)); },
       py::arg("args"), "Checks every rule of the block on `args`; raises as explain does.");
-  module.def("remember_settings", &remember, py::arg("settings"),
-             "A number for (stride, padding, output_padding, groups, dilation, num_groups, eps, precision), "
-             "which torch.ops.upconv3d._numbered_block takes, or for these and (order, activation, "
-             "activation_param, return_conv), which _numbered_tail takes; None where too many are remembered "
-             "already.");
+  module.def(
+      "remember_settings", &remember, py::arg("settings"),
+      "A number for (stride, padding, output_padding, groups, dilation, num_groups, eps, precision), "
+      "which torch.ops.upconv3d._numbered_block takes, or for these and (order, activation, "
+      "activation_param, return_conv) and, or not, (spares_host, casts_parameters), which _numbered_tail "
+      "takes: whether a small block is to take the host least, and whether float32 parameters of a "
+      "16-bit input are cast to its dtype; None where too many are remembered already.");
   module.def("remembered_settings", &remembered, py::arg("number"), "What remember_settings was given.");
 }

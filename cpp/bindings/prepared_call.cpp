@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "bindings/parameter_casts.hpp"
 #include "bindings/plan_query.hpp"
 #include "core/arguments.hpp"
 #if UPCONV3D_WITH_CUDA
@@ -101,6 +102,7 @@ std::optional<CallKey> key_of(const OpArguments& a) {
   key.append(std::bit_cast<std::int64_t>(a.eps));
   key.append((a.precision == "tf32" ? 1 : 0) + (a.for_training ? 2 : 0) + (a.tail.norm ? 4 : 0) +
              (a.tail.order == Order::kNormAct ? 8 : 0) + (a.tail.returns_conv ? 16 : 0) +
+             (a.spares_host ? 32 : 0) + (a.casts_parameters ? 64 : 0) +
              (static_cast<std::int64_t>(a.tail.activation) << 8));
   key.append(std::bit_cast<std::int64_t>(a.tail.parameter));
   // Of what a plan reads of its device, only the host's threads can change while the process runs.
@@ -114,25 +116,33 @@ std::optional<TensorDesc> describe_optional(const std::optional<Tensor>& tensor)
 }
 
 std::shared_ptr<const PreparedCall> checked_and_planned(const OpArguments& a) {
-  const Arguments arguments = {describe_tensor(a.input),
-                               describe_tensor(a.weight),
-                               describe_optional(a.bias),
-                               describe_optional(a.norm_weight),
-                               describe_optional(a.norm_bias),
-                               describe_optional(a.slopes),
-                               describe_optional(a.skip),
-                               a.stride,
-                               a.padding,
-                               a.output_padding,
-                               a.dilation,
-                               a.groups,
-                               a.num_groups,
-                               a.eps,
-                               a.precision,
-                               a.tail};
+  Arguments arguments = {describe_tensor(a.input),
+                         describe_tensor(a.weight),
+                         describe_optional(a.bias),
+                         describe_optional(a.norm_weight),
+                         describe_optional(a.norm_bias),
+                         describe_optional(a.slopes),
+                         describe_optional(a.skip),
+                         a.stride,
+                         a.padding,
+                         a.output_padding,
+                         a.dilation,
+                         a.groups,
+                         a.num_groups,
+                         a.eps,
+                         a.precision,
+                         a.tail};
+  if (a.casts_parameters) {
+    arguments.weight = *cast_desc(arguments.weight, arguments.input);
+    for (auto* const vector :
+         {&arguments.bias, &arguments.norm_weight, &arguments.norm_bias, &arguments.slopes}) {
+      *vector = cast_desc(*vector, arguments.input);
+    }
+  }
   auto call = std::make_shared<PreparedCall>();
   call->problem = make_problem(arguments);
   call->device = query_device(arguments.input.device);
+  call->device.spares_host = a.spares_host;
   call->plan = make_plan(call->problem, call->device, conv_instances(), a.for_training);
   // PyTorch's convolution was taken for its speed alone, here or against what training runs: the promise of
   // the same bits stays.

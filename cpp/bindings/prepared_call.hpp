@@ -43,6 +43,8 @@ struct OpArguments {
   const std::optional<Tensor>& slopes = kNoTensor;  // [1] or [K] dtype
   const std::optional<Tensor>& skip = kNoTensor;    // as the result
   const Tail& tail = kReluGroupNorm;                // but for what slopes and skip say
+  bool spares_host = false;                         // as Device's
+  bool casts_parameters = false;                    // of float32, to input's dtype (parameter_casts.hpp)
 };
 
 /// How some gradients of one call are computed.

@@ -200,11 +200,12 @@ void DeviceScratch::Free::operator()(void* memory) const noexcept {
 }
 
 Tensor reinterpret(const Tensor& tensor, const std::vector<std::int64_t>& sizes,
-                   const std::vector<std::int64_t>& strides) {
+                   const std::vector<std::int64_t>& strides, std::int64_t offset) {
   AtenTensorHandle handle = nullptr;
-  check_torch(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<std::int64_t>(sizes.size()),
-                                             sizes.data(), strides.data(), tensor.storage_offset(), &handle),
-              [&] { return concat("viewing a tensor as ", list_text(sizes)); });
+  check_torch(
+      aoti_torch__reinterpret_tensor(tensor.get(), static_cast<std::int64_t>(sizes.size()), sizes.data(),
+                                     strides.data(), tensor.storage_offset() + offset, &handle),
+      [&] { return concat("viewing a tensor as ", list_text(sizes)); });
   return Tensor(handle);
 }
 

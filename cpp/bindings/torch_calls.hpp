@@ -78,9 +78,10 @@ class OnDevice {
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 
-/// The same memory under other sizes and strides; no view relation, as for memory that the op owns.
+/// The same memory, from element `offset` on, under other sizes and strides; no view relation, as for memory
+/// that the op owns.
 Tensor reinterpret(const Tensor& tensor, const std::vector<std::int64_t>& sizes,
-                   const std::vector<std::int64_t>& strides);
+                   const std::vector<std::int64_t>& strides, std::int64_t offset = 0);
 
 /// Whether a [N,C,D,H,W] tensor lies dense in the order `layout`.
 bool is_dense_in(const Tensor& tensor, Layout layout);

@@ -30,9 +30,25 @@ OpArguments tail_arguments(const Tensor& input, const Tensor& weight, const std:
                            const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
                            const std::optional<Tensor>& slopes, const std::optional<Tensor>& skip,
                            const BlockSettings& s, bool for_training) {
-  return {input,       weight,           bias,       norm_weight, norm_bias,    s.stride,
-          s.padding,   s.output_padding, s.dilation, s.groups,    s.num_groups, s.eps,
-          s.precision, for_training,     slopes,     skip,        s.tail};
+  return {input,
+          weight,
+          bias,
+          norm_weight,
+          norm_bias,
+          s.stride,
+          s.padding,
+          s.output_padding,
+          s.dilation,
+          s.groups,
+          s.num_groups,
+          s.eps,
+          s.precision,
+          for_training,
+          slopes,
+          skip,
+          s.tail,
+          s.spares_host,
+          s.casts_parameters};
 }
 
 /// y, and the convolution where the settings say that it is returned.

@@ -232,6 +232,12 @@ std::string library_advantage_at_length(const Problem& p, const Device& device, 
                 normalization, " us, the SM90 kernel ", ours, " us");
 }
 
+bool sm90_spares_host(const Problem& p, const Plan& sm90) {
+  // In models, between PyTorch's operators: the library plan 90 us, PyTorch's three calls 90 to 150.
+  constexpr double kHostOfLibrary = 90;
+  return p.n > 0 && sm90_block(p, Traffic(p), sm90) <= kHostOfLibrary;
+}
+
 std::string near_library_advantage(const Problem& p, const Device& device, const Plan& sm90) {
   if (p.n == 0 || p.tail.returns_conv || was_compared(p) || !is_near_compared(p)) return "";
   if (!held_cut(p, p.y_layout, device.compute_capability)) return "";

@@ -24,6 +24,10 @@ std::string library_advantage_at_length(const Problem& problem, const Device& de
 /// slow side. For where the direct plan has been considered: of few channels it is the quickest.
 std::string near_library_advantage(const Problem& problem, const Device& device, const Plan& sm90);
 
+/// Whether the SM90 plan is expected to take the device no longer than PyTorch's convolution, with what goes
+/// before and after it, takes the host: who waits for the host is no slower with it, however quick cuDNN is.
+bool sm90_spares_host(const Problem& problem, const Plan& sm90);
+
 /// What cuDNN's convolution without groups takes at least for a million positions of its result, in us on an
 /// H200: channels fill its tiles as they do ours, and few of them take as long as 32.
 double library_us_per_million_positions(const Problem& problem);

@@ -85,6 +85,9 @@ struct Device {
   // On CUDA, a plan that must run: "sm80", "sm90", one of the latter's two kernels "stored" or "twice",
   // "direct" or "library"; "" leaves the choice to select_plan.
   std::string forced_plan = "";
+  // Whether a small block is to spare the host rather than the device, as where an eager model waits for the
+  // host: the SM90 plan launches two kernels where PyTorch's convolution runs through all of PyTorch.
+  bool spares_host = false;
 };
 
 struct Plan {

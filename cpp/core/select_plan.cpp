@@ -171,12 +171,13 @@ std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, cons
   const bool is_slow = !disadvantage.empty();
   // A backward pass reads what the SM90 plan keeps, or PyTorch's convolution.
   if (!keeps_activation) {
-    if (!is_slow) disadvantage = library_advantage(p, device, sm90);
+    const bool compares = !is_slow && !(device.spares_host && sm90_spares_host(p, sm90));
+    if (compares) disadvantage = library_advantage(p, device, sm90);
     if (is_slow || disadvantage.empty()) {
       std::string reason = is_slow ? "not the SM90 kernel: " + disadvantage : "";
       if (auto direct = choose_direct(p, device, is_slow ? nullptr : &sm90, reason)) return direct;
-      if (!is_slow) disadvantage = library_advantage_at_length(p, device, sm90);
-      if (disadvantage.empty()) disadvantage = near_library_advantage(p, device, sm90);
+      if (compares) disadvantage = library_advantage_at_length(p, device, sm90);
+      if (compares && disadvantage.empty()) disadvantage = near_library_advantage(p, device, sm90);
     }
   }
   if (disadvantage.empty()) return std::nullopt;

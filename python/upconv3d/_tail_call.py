@@ -61,19 +61,22 @@ class CudaCall(NamedTuple):
 
     Attributes:
         settings: with the precision that the kernels get.
-        number: tail_number(settings).
+        number: tail_number of settings.
         low: what autocast casts to; None without it.
-        casts: what is cast to it or, for "input", to float32; None where PyTorch's operators are to run.
+        casts: what is cast to it or, for "input", to float32; for "parameters" input, and the others by the
+            operator; None where PyTorch's operators are to run.
         dtype: of the result under autocast.
         recording: whether autograd records the call.
+        spares_host: as of tail_number.
     """
 
     settings: tuple[Any, ...]
     number: int | None
     low: torch.dtype | None
-    casts: Literal["nothing", "input", "all"] | None
+    casts: Literal["nothing", "input", "parameters", "all"] | None
     dtype: torch.dtype | None
     recording: bool
+    spares_host: bool
 
     def run(self, tensors: tuple[Any, ...]) -> Pair | None:
         """None where PyTorch's operators are to run. Raises: RuntimeError."""
@@ -82,16 +85,23 @@ class CudaCall(NamedTuple):
             return self._run_kernels(tensors)
         if casts is None:
             return None
+        assert self.low is not None
         if casts == "input":
             tensors = (tensors[0].float(), *tensors[1:])
+        elif casts == "parameters" and not self._is_watched():
+            tensors = (tensors[0].to(self.low), *tensors[1:])
         else:
-            assert self.low is not None
             tensors = cast_tensors(tensors, self.low, self.recording)
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
             pair = self._run_kernels(tensors)
         if pair is None or pair[0].dtype is self.dtype:
             return pair
         return pair[0].to(self.dtype), pair[1]
+
+    def _is_watched(self) -> bool:
+        """Whether somebody watches operators, and is to see the one that he knows. Of a small block, whose
+        plan that one would choose otherwise, a profile shows the one that runs."""
+        return _tracing() or _dispatch_modes() > 0 or (_profiling() and not self.spares_host)
 
     def _run_kernels(self, tensors: tuple[Any, ...]) -> Pair | None:
         """The call by upconv3d's kernels, without autocast; None where PyTorch's operators are to run."""
@@ -101,8 +111,7 @@ class CudaCall(NamedTuple):
             if number is None or (self.settings[11] and _dispatch_modes() > 0):
                 return None
             return record_tail(tensors, self.settings, number)
-        # Who watches operators is to see the one that he knows.
-        if number is not None and not (_tracing() or _profiling() or _dispatch_modes() > 0):
+        if number is not None and not self._is_watched():
             pair: Pair = numbered_tail(*tensors, number)
             return pair
         with _BelowAutograd():
@@ -115,9 +124,12 @@ def keeps_nothing(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
     return settings[5] == 0 or tensors[6] is not None or returned
 
 
-def _number_of(settings: tuple[Any, ...]) -> int | None:
-    # What torch.jit.trace records is the operator that its reader knows.
-    return None if _tracing() else tail_number(settings)
+def _casts_parameters(tensors: tuple[Any, ...], low: torch.dtype) -> bool:
+    """Whether the operator can cast all that is to be cast to `low` but the input."""
+    for tensor in tensors[1:6]:
+        if tensor is not None and tensor.dtype is not torch.float32 and tensor.dtype is not low:
+            return False
+    return tensors[6] is None or tensors[6].dtype is low
 
 
 def cuda_call(
@@ -126,23 +138,30 @@ def cuda_call(
     low: torch.dtype | None,
     norm: str | None,
     recording: bool,
+    spares_host: bool,
 ) -> CudaCall:
     """What is decided about a call that has a backward of ours, if autograd records it (see keeps_nothing).
 
-    low: what autocast casts to; None without it.
+    low: what autocast casts to; None without it. spares_host: as of tail_number.
     """
-    if low is None:
-        return CudaCall(settings, _number_of(settings), None, "nothing", None, recording)
-    castable = not (recording and low is torch.float16)  # see three_calls
-    dtype = autocast_result_dtype(low, tensors[0].device.type, norm, settings)
-    # From 16 bit to 16 bit, float32 would cast both volumes. A returned convolution has autocast's dtype.
-    uncast = not (settings[11] or (castable and dtype is low is tensors[0].dtype))
-    uncast = uncast and not keeps_nothing(tensors, settings)
-    uncast = uncast and computes_in_float32(tensors, low, settings, recording)
-    if uncast:
-        settings = (*settings[:7], "tf32", *settings[8:])
-        return CudaCall(settings, _number_of(settings), low, "input", dtype, recording)
-    return CudaCall(settings, _number_of(settings), low, "all" if castable else None, dtype, recording)
+    casts: Literal["nothing", "input", "parameters", "all"] | None = "nothing"
+    dtype: torch.dtype | None = None
+    if low is not None:
+        castable = not (recording and low is torch.float16)  # see three_calls
+        dtype = autocast_result_dtype(low, tensors[0].device.type, norm, settings)
+        # From 16 bit to 16 bit, float32 would cast both volumes. A returned convolution has autocast's dtype.
+        uncast = not (settings[11] or (castable and dtype is low is tensors[0].dtype))
+        uncast = uncast and not keeps_nothing(tensors, settings)
+        if uncast and computes_in_float32(tensors, low, settings, recording):
+            settings = (*settings[:7], "tf32", *settings[8:])
+            casts = "input"
+        elif castable:
+            casts = "parameters" if _casts_parameters(tensors, low) else "all"
+        else:
+            casts = None
+    # What torch.jit.trace records is the operator that its reader knows.
+    number = None if _tracing() else tail_number(settings, spares_host, casts == "parameters")
+    return CudaCall(settings, number, low, casts, dtype, recording, spares_host)
 
 
 def _run_cuda(
@@ -151,6 +170,7 @@ def _run_cuda(
     low: torch.dtype | None,
     norm: str | None,
     precise: bool,
+    spares_host: bool,
 ) -> Pair:
     """The call on CUDA. low: what autocast casts to; None without it."""
     pair: Pair | None = None
@@ -162,7 +182,7 @@ def _run_cuda(
     if plain and (_has_torch_function(tensors) or (recording and _tracing())):
         pair = public_tail(tensors, settings)
     elif plain:
-        pair = cuda_call(tensors, settings, low, norm, recording).run(tensors)
+        pair = cuda_call(tensors, settings, low, norm, recording, spares_host).run(tensors)
     return composite(tensors, settings, precise) if pair is None else pair
 
 
@@ -171,6 +191,7 @@ def _run(
     settings: tuple[Any, ...],
     norm: str | None,
     precise: bool,
+    spares_host: bool,
 ) -> Pair:
     """The call on any device; arguments as of run_checked."""
     y: Tensor
@@ -178,14 +199,14 @@ def _run(
     input, skip = tensors[0], tensors[6]
     low = autocast_dtype(input) if _dynamo_compiling() or _autocast_enabled() else None
     if low is None and skip is None and runs_kernels(input) and not _dynamo_compiling():
-        return _run_cuda(tensors, settings, None, norm, precise)
+        return _run_cuda(tensors, settings, None, norm, precise, spares_host)
     dtype = input.dtype if low is None else low
     summed = dtype if skip is None or skip.dtype is dtype else torch.promote_types(dtype, skip.dtype)
     if runs_kernels(input) and (skip is None or skip.dtype is dtype):
         if _dynamo_compiling():
             y, conv = public_tail(tensors, settings)
         else:
-            y, conv = _run_cuda(tensors, settings, low, norm, precise)
+            y, conv = _run_cuda(tensors, settings, low, norm, precise, spares_host)
     else:
         _require_device(input.device, tensors)
         if low is None:
@@ -205,15 +226,16 @@ def run_checked(
     settings: tuple[Any, ...],
     norm: str | None,
     precise: bool,
+    spares_host: bool = False,
 ) -> Pair:
     """What checked_arguments returned, computed; raises RuntimeError.
 
-    precise: as in composite().
+    precise: as in composite(); spares_host: as of tail_number.
     """
     if _dynamo_compiling():
-        return _run(tensors, settings, norm, precise)
+        return _run(tensors, settings, norm, precise, spares_host)
     try:
-        return _run(tensors, settings, norm, precise)
+        return _run(tensors, settings, norm, precise, spares_host)
     except RuntimeError:
         # PyTorch refused. Where one of our rules is what is broken, that says so with value and remedy.
         _C.validate(facts_of(tensors, settings))

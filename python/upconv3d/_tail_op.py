@@ -63,27 +63,40 @@ _numbers: dict[tuple[Any, ...], int] = {}
 _settings: dict[int, tuple[Any, ...]] = {}
 
 
-def tail_number(settings: tuple[Any, ...]) -> int | None:
+def tail_number(
+    settings: tuple[Any, ...], spares_host: bool = False, casts_parameters: bool = False
+) -> int | None:
     """The number under which the compiled module remembers the fields of Settings.
 
     None where too many are remembered already, or one is no plain number.
+
+    spares_host: whether a small block's plan is to be the one that takes the host least.
+    casts_parameters: whether the operator casts what is float32 and no volume to the dtype of a 16-bit input.
     """
+    key = (*settings, spares_host, casts_parameters) if spares_host or casts_parameters else settings
     try:
-        number = _numbers.get(settings)
+        number = _numbers.get(key)
     except TypeError:  # a symbolic number, which has no hash
         return None
-    return _remember(settings) if number is None else number
+    return _remember(key) if number is None else number
 
 
-def _remember(settings: tuple[Any, ...]) -> int | None:
+def _remember(key: tuple[Any, ...]) -> int | None:
     # A tensor as eps or parameter is equal to itself whatever its value.
-    if not isinstance(settings[6], (int, float)) or not isinstance(settings[10], (int, float)):
+    if not isinstance(key[6], (int, float)) or not isinstance(key[10], (int, float)):
         return None
-    number: int | None = _C.remember_settings(settings)
+    number: int | None = _C.remember_settings(key)
     if number is not None:
-        _numbers[settings] = number
-        _settings[number] = settings
+        _numbers[key] = number
+        _settings[number] = key[: len(Settings._fields)]
     return number
+
+
+def _in_one_dtype(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """Tensors as an operator has them that casts no parameters: in the input's dtype."""
+    dtype = tensors[0].dtype
+    parameters = (t if t is None or t.dtype is dtype else t.to(dtype) for t in tensors[1:6])
+    return (tensors[0], *parameters, *tensors[6:])
 
 
 def public_tail(tensors: Sequence[Any], settings: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -202,7 +215,7 @@ def _fused_backward(
     if grad_c is not None:
         grad_x, grad_w, grad_bias = gradients[:3]
         left = (a and grad_x is None, b and grad_w is None, c and grad_bias is None)
-        found = _convolution_backward(grad_c, x, weight, _settings[number], left)
+        found = _convolution_backward(grad_c, x, weight.to(x.dtype), _settings[number], left)
         grad_x = found[0] if left[0] else grad_x
         grad_w = found[1] if left[1] else grad_w
         grad_bias = found[2] if left[2] else grad_bias
@@ -233,7 +246,7 @@ def _backward_from_conv(
     if wants_conv:
         if grad_conv is not None:
             grad_c = grad_c.add_(batched(grad_conv))
-        grads = _convolution_backward(grad_c, x, weight, settings, list(mask[:3]))
+        grads = _convolution_backward(grad_c, x, weight.to(x.dtype), settings, list(mask[:3]))
     return in_sizes_of(tensors, [*grads, *norms, None], mask)
 
 
@@ -339,6 +352,7 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         if not any(mask):
             gradients = [None] * len(tensors)
         elif torch.is_grad_enabled():
+            tensors = _in_one_dtype(tensors)
             gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)
         elif (
             grad_y is None
@@ -346,13 +360,14 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
             or (grad_conv is not None and _is_transformed(grad_conv))
             or (settings[-1] and saved.numel() == 0)
         ):
-            gradients = tail_backward(grad_y, grad_conv, tensors, settings, mask)
+            gradients = tail_backward(grad_y, grad_conv, _in_one_dtype(tensors), settings, mask)
         elif settings[-1]:
             gradients = _backward_from_conv(grad_y, grad_conv, tensors, settings, mask, saved, ctx.number)
         else:
             # Where the graph is not kept, nobody reads `saved` again.
             consume_saved = not _keeps_graph()
             gradients = _fused_backward(grad_y, tensors, ctx.number, mask, saved, consume_saved)
+        # Of a parameter that the operator casts, a gradient has the input's dtype: autograd casts it.
         return (*gradients, None, None, None)
 
 
@@ -386,7 +401,7 @@ def record_tail(
         return _record(*tensors, computed, settings, number), None
     if _is_block(tensors, settings):
         numbers = settings[:8]
-        return record_block(*tensors[:5], numbers, settings_number(numbers), False), None
+        return record_block(*_in_one_dtype(tensors)[:5], numbers, settings_number(numbers), False), None
     return None
 
 
@@ -400,7 +415,7 @@ def batch_tail(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[An
 def _numbered_elsewhere(*arguments: Any) -> tuple[Tensor, Tensor]:
     """_numbered_tail where others than a kernel are to see it: modes, subclasses, autocast."""
     *tensors, number = arguments
-    return public_tail(tensors, _settings[number])
+    return public_tail(_in_one_dtype(tensors), _settings[number])
 
 
 def _nothing_kept(*arguments: Any) -> tuple[None, None]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._accelerated.block import Block, Options, is_left_to_pytorch, sized_weight
+from ._accelerated.block import Block, Options, Way, sized_weight, way_of
 from ._accelerated.call import call_of
 from ._accelerated.chain import blocks_of, find_block
 from ._accelerated.proof import UnprovableError
@@ -211,10 +211,11 @@ def _plan(block: Block | str, meta: Tensor | None, options: Options) -> str | No
     if not takes(x) or not admits(block, x):
         return None
     weight = sized_weight(conv, x, device)
-    if options.precision is None and is_left_to_pytorch(block, x, weight):
+    way = Way.PLANNED if options.precision is not None else way_of(block, x, weight)
+    if way is Way.MODULES:
         return "small: PyTorch's calls"
     positional, named = call_of(block, x, options, weight)
-    return explain_norm_act(*positional, **named).algorithm
+    return explain_norm_act(*positional, **named, spares_host=way is Way.SPARING).algorithm
 
 
 def _finding(planner: _Planner, key: int, sizes: dict[int, Tensor], options: Options) -> Finding:

@@ -188,11 +188,13 @@ def explain_norm_act(
     return_conv: bool = False,
     precision: str | None = None,
     training: bool = False,
+    spares_host: bool = False,
 ) -> Plan:
     """The plan that conv_transpose3d_norm_act would run for the same arguments; computes nothing.
 
     Args and Raises: those of conv_transpose3d_norm_act; `training` as in explain. On the CPU PyTorch's
-    operators run whatever follows, but for ReLU before a group norm.
+    operators run whatever follows, but for ReLU before a group norm. spares_host: whether a small block is
+    to take the host least, as accelerate() has it in eager mode.
     """
     require_known(order, norm, activation)
     tensors, settings = checked_arguments(
@@ -200,7 +202,8 @@ def explain_norm_act(
         *(order, norm, num_groups, norm_weight, norm_bias, eps),
         *(activation, activation_param, skip, return_conv, precision),
     )
-    return plan_from_dict(_C.explain(facts_of(tensors, settings) | {"training": training}))
+    asked = {"training": training, "spares_host": spares_host}
+    return plan_from_dict(_C.explain(facts_of(tensors, settings) | asked))
 
 
 def build_config() -> dict[str, Any]:

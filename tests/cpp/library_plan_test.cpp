@@ -278,6 +278,39 @@ void test_long_choices() {
   sm90([](Problem& p) { p.x_layout = p.y_layout = Layout::kNCDHW; }, "NCDHW");
 }
 
+/// Small blocks that are to spare the host: the SM90 plan, as long as it takes the device no longer than
+/// PyTorch's convolution takes the host.
+void test_spared_hosts() {
+  const auto algorithm = [](Problem p, bool spares_host) {
+    Device device = hopper();
+    device.spares_host = spares_host;
+    return select_plan(p, device, all_compiled()).algorithm;
+  };
+  Problem small = headline();  // a level of MONAI's UNet
+  small.n = 2, small.c = 384, small.k = 64, small.in = {6, 6, 6}, small.stride = {2, 2, 2};
+  small.padding = small.output_padding = {1, 1, 1};
+  small.num_groups = 2;
+  for (const Layout layout : {Layout::kNCDHW, Layout::kNDHWC}) {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+      small.dtype = dtype, small.precision = Precision::kTF32;
+      small.x_layout = small.y_layout = layout;
+      expect(algorithm(small, false) == Algorithm::kCudaLibrary, "cuDNN is the quicker one");
+      expect(algorithm(small, true) == Algorithm::kSm90ImplicitGemm, "and PyTorch's host the slower one");
+    }
+  }
+  Problem empty_tiles = small;  // a few positions of each sample
+  empty_tiles.n = 64, empty_tiles.c = 2048, empty_tiles.k = 512, empty_tiles.in = {2, 2, 2};
+  empty_tiles.kernel = {4, 4, 4}, empty_tiles.output_padding = {0, 0, 0};
+  expect(algorithm(empty_tiles, true) == Algorithm::kCudaLibrary, "tiles that are mostly empty");
+  Problem lengthy = headline();
+  lengthy.n = 2, lengthy.c = 384, lengthy.in = {28, 28, 28}, lengthy.padding = {1, 1, 1};
+  lengthy.w_channels_last = true;
+  expect(algorithm(lengthy, true) == Algorithm::kCudaLibrary, "what the device takes longer for");
+  Problem few = small;
+  few.c = 32, few.k = 2, few.in = {48, 48, 48};
+  expect(algorithm(few, true) == Algorithm::kCudaDirect, "two channels");
+}
+
 }  // namespace
 }  // namespace upconv3d
 
@@ -288,6 +321,7 @@ int main() {
     upconv3d::test_choice();
     upconv3d::test_near_choices();
     upconv3d::test_long_choices();
+    upconv3d::test_spared_hosts();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());
   }

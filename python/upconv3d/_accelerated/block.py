@@ -2,6 +2,7 @@
 """A block of an accelerated model, and where PyTorch's own calls of its modules cost less."""
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -67,9 +68,23 @@ class Block(NamedTuple):
 _MOST_VALUES_OF_GROUP = 2**16
 
 
+class Way(Enum):
+    """How a block is computed.
+
+    Attributes:
+        PLANNED: by our call, as planned for the device.
+        SPARING: by our call, of whose plans a small block gets the one that spares the host.
+        MODULES: by PyTorch's own calls, because it is small and its plan would be the library's.
+    """
+
+    PLANNED = "planned"
+    SPARING = "sparing"
+    MODULES = "modules"
+
+
 def _plan_is_library(block: Block, x: Tensor, weight: Tensor) -> bool:
-    """Whether the convolution is cuDNN's, as planned for inference: in training a block keeps the SM90 plan
-    that is too small for it else."""
+    """Whether the convolution is cuDNN's though the host is to be spared, as planned for inference: in
+    training a block keeps the SM90 plan that is too small for it else."""
     conv, norm_groups = block.conv, _norm_groups(block)
     padding: Any = conv.padding
     geometry = (conv.stride, padding, conv.output_padding, conv.groups, conv.dilation)
@@ -79,7 +94,8 @@ def _plan_is_library(block: Block, x: Tensor, weight: Tensor) -> bool:
     if low is not None:
         dtype = {"dtype": str(low).removeprefix("torch.")}
         facts |= {name: facts[name] | dtype for name in ("input", "weight")}
-    found: bool = _C.explain(facts)["plan"]["algorithm"] == "cuda_library"
+    plan = _C.explain(facts | {"spares_host": True})["plan"]
+    found: bool = plan["algorithm"] == "cuda_library"
     return found
 
 
@@ -106,26 +122,30 @@ def _norm_groups(block: Block) -> int:
     return groups
 
 
-def is_left_to_pytorch(block: Block, x: Tensor, weight: Tensor | None) -> bool:
-    """Whether the block's modules are to be called themselves, because it is small.
+def way_of(block: Block, x: Tensor, weight: Tensor | None) -> Way:
+    """How the block is to be computed in eager mode, where small blocks wait for the host.
 
-    Not while a CUDA graph is captured, whose replays cost the host nothing.
+    While a CUDA graph is captured, whose replays cost the host nothing, all are planned for the device.
 
     x: [N, C, D, H, W]; weight: [C, K/groups, T, R, S], None where a parametrization would compute it.
     """
     if block.norm is None:
-        return False
+        return Way.PLANNED
     conv, norm_groups = block.conv, _norm_groups(block)
     if weight is None:
         weight = sized_weight(conv, x, "meta")
     stride: Any = conv.stride
     if not isinstance(stride, tuple):  # a number that somebody set, which PyTorch takes too
-        return False
+        return Way.PLANNED
     values = about_values(x, weight, stride, conv.groups)
-    if values > SMALL_BLOCK_VALUES or not x.is_cuda:
-        return values <= SMALL_BLOCK_VALUES
-    if values > x.size(0) * norm_groups * _MOST_VALUES_OF_GROUP or torch.cuda.is_current_stream_capturing():
-        return False
+    if values > SMALL_BLOCK_VALUES:
+        return Way.PLANNED
+    if not x.is_cuda:
+        return Way.MODULES
+    if torch.cuda.is_current_stream_capturing():
+        return Way.PLANNED
     tensors = (x.shape, x.stride(), x.dtype, x.device, autocast_dtype(x), weight.shape, weight.stride())
     geometry = (stride, conv.padding, conv.output_padding, conv.groups, conv.dilation)
-    return _is_library((*tensors, *geometry, norm_groups), block, x, weight)
+    if not _is_library((*tensors, *geometry, norm_groups), block, x, weight):
+        return Way.SPARING
+    return Way.PLANNED if values > x.size(0) * norm_groups * _MOST_VALUES_OF_GROUP else Way.MODULES

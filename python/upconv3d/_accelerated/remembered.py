@@ -135,15 +135,18 @@ class _Decided:
         self._precision: str | None = None
         if self.settings is not None and not self._precise and x.is_cuda and x.dtype is torch.float32:
             self._precision = self.settings[7]
-        # While a CUDA graph is captured no block is left to PyTorch; otherwise, all is decided alike.
+        # While a CUDA graph is captured no block is left to PyTorch or spares the host; otherwise, all is
+        # decided alike.
+        self._spares_host = decision.spares_host
         self._captured: bool | None = None
-        if x.is_cuda and (self.settings is None or _capturing()):
-            self._captured = self.settings is not None
+        if x.is_cuda and (self.settings is None or self._spares_host or _capturing()):
+            self._captured = _capturing()
         self._call: CudaCall | None = None
         if self.settings is not None and runs_kernels(x):
             tensors = (x, *self._tensors, None)
             if not (self._recording and keeps_nothing(tensors, self.settings)):
-                self._call = cuda_call(tensors, self.settings, self._kind[4], self._norm, self._recording)
+                decided = (self._norm, self._recording, self._spares_host)
+                self._call = cuda_call(tensors, self.settings, self._kind[4], *decided)
 
     def _records(self, x: Tensor) -> bool:
         return _grad_enabled() and _any_requires_grad(x, *self._parameters)
@@ -166,7 +169,7 @@ class _Decided:
         assert settings is not None
         tensors = (x, *self._tensors, None)
         if call is None or _transforms_active() or _has_torch_function(tensors):
-            return run_checked(tensors, settings, self._norm, self._precise)[0]
+            return run_checked(tensors, settings, self._norm, self._precise, self._spares_host)[0]
         return run_decided(tensors, settings, self._norm, self._precise, call)
 
 

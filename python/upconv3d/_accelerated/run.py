@@ -26,7 +26,7 @@ from ..functional import (
 )
 from ..module import _parameter
 from ..norm_act import checked_arguments, conv_transpose3d_norm_act
-from .block import Block, Options, is_left_to_pytorch
+from .block import Block, Options, Way, way_of
 from .call import call_of, evaluated
 from .chain import find_block, kind_of
 
@@ -50,7 +50,9 @@ _checked: set[tuple[Any, ...]] = set()
 _MOST_CHECKED = 4096  # of a parameter that changes at every call, nothing more is remembered
 
 
-def _check_and_run(block: Block, x: Tensor, options: Options, settings: tuple[Any, ...] | None) -> Any:
+def _check_and_run(
+    block: Block, x: Tensor, options: Options, settings: tuple[Any, ...] | None, spares_host: bool = False
+) -> Any:
     """run_block by the public function; `settings` are remembered if it makes them of its arguments."""
     if not admits(block, x):
         return None
@@ -67,7 +69,12 @@ def _check_and_run(block: Block, x: Tensor, options: Options, settings: tuple[An
         tensors, numbers = checked_arguments(*positional, **rest)
         pair = block_in_graph(tensors, numbers, named["norm"])
         return pair if numbers[-1] else (pair[0], pair[0]) if block.returns_conv else pair[0]
-    y = conv_transpose3d_norm_act(*positional, **named)
+    if spares_host:  # as later calls will: of another plan, the same input has other bits
+        tensors, numbers = checked_arguments(*positional, **rest)
+        result = run_checked(tensors, numbers, named["norm"], options.precision is not None, spares_host)
+        y: Any = result if numbers[-1] else result[0]
+    else:
+        y = conv_transpose3d_norm_act(*positional, **named)
     remember = settings is not None and len(_checked) < _MOST_CHECKED
     if remember and checked_arguments(*positional, **rest)[1] == settings:
         _checked.add(settings)
@@ -174,16 +181,18 @@ class Decision(NamedTuple):
     Attributes:
         tensors: weight, bias, norm_weight, norm_bias, slopes.
         settings: as of run_checked; None where the block is left to PyTorch.
+        spares_host: as of run_checked.
     """
 
     tensors: tuple[Any, ...]
     settings: tuple[Any, ...] | None
+    spares_host: bool = False
 
 
 def run_block(block: Block, x: Tensor, options: Options, told: list[Decision] | None = None) -> Any:
     """One call for all modules of the block: the result, or the pair of it and the convolution.
 
-    None where they are to be called themselves (see admits, is_left_to_pytorch).
+    None where they are to be called themselves (see admits, way_of).
 
     told: gets the decision, where calls that are alike can be computed by it.
     """
@@ -198,7 +207,8 @@ def run_block(block: Block, x: Tensor, options: Options, told: list[Decision] | 
     if norm is not None:
         groups = normalizer.num_groups if norm == "group" else conv.out_channels
         eps, gamma, beta = normalizer.eps, _parameter(normalizer, "weight"), _parameter(normalizer, "bias")
-    if options.precision is None and is_left_to_pytorch(block, x, weight):
+    way = Way.PLANNED if options.precision is not None else way_of(block, x, weight)
+    if way is Way.MODULES:
         if told is not None:
             told.append(Decision((weight, bias, gamma, beta, slopes), None))
         return None
@@ -233,8 +243,9 @@ def run_block(block: Block, x: Tensor, options: Options, told: list[Decision] | 
         known = settings in _checked
     except TypeError:  # of lists, say, which have no hash
         return _check_and_run(block, x, options, None)
+    spares_host = way is Way.SPARING
     if not known:
-        return _check_and_run(block, x, options, settings)
+        return _check_and_run(block, x, options, settings, spares_host)
     # The rest of admits: what it asks of numbers is so of settings that are known.
     if not _same_dtype(x, weight, bias, gamma, beta, slopes) and not torch.is_autocast_enabled(x.device.type):
         return None
@@ -251,8 +262,8 @@ def run_block(block: Block, x: Tensor, options: Options, told: list[Decision] | 
         return _check_and_run(block, x, options, None)
     tensors = (x, *evaluated(conv, weight, bias), gamma, beta, slopes, None)
     if told is not None:
-        told.append(Decision(tensors[1:6], settings))
-    pair = run_checked(tensors, settings, norm, options.precision is not None)
+        told.append(Decision(tensors[1:6], settings, spares_host))
+    pair = run_checked(tensors, settings, norm, options.precision is not None, spares_host)
     return pair if returns_conv else pair[0]
 
 
