@@ -11,12 +11,14 @@ import threading
 import types
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..functional import _dynamo_compiling, _tracing
 from .block import Block, Options
 from .chain import runs_forward_of, why_watched
+from .in_graph import Path, Recipe, recipe_of, run_in_graph
 from .remembered import Remembered, is_left, left_kind, remember
 from .run import Decision, run_block, run_chain, takes
 
@@ -76,9 +78,21 @@ class AcceleratedSequential(Accelerated):
         # A slice has none, which nobody asked to accelerate. Hooks of all modules see each by itself.
         if options is None or _has_any_global_hook():  # type: ignore[no-untyped-call]
             return base.forward(self, input)
-        if compiling or _tracing():
+        if compiling:
+            y = run_in_graph(self, input, options)
+            return run_chain(leaves(self), input, options) if y is None else y
+        if _tracing():
             return run_chain(leaves(self), input, options)
         return _run_and_remember(self, input, options)
+
+    def _upconv3d_recipe(self, dtype: torch.dtype) -> Recipe | None:
+        """recipe_of this module's chain."""
+        counts: list[tuple[Path, int]] = []
+        return recipe_of(_places(self, counts), counts, dtype)
+
+    # As torch.compiler.assume_constant_result marks it, which would import Dynamo: called while Dynamo
+    # traces, on the module itself, and not looked into.
+    _upconv3d_recipe._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _run_and_remember(sequential: nn.Module, input: Any, options: Options) -> Any:
@@ -129,6 +143,11 @@ def is_sequential(module: nn.Module) -> bool:
     )
 
 
+def _is_part(child: Any) -> bool:
+    """Whether a Sequential's child is one whose own children are called instead."""
+    return isinstance(child, nn.Sequential) and is_sequential(child) and why_watched(child) is None
+
+
 def leaves(sequential: nn.Module, nested: list[nn.Module] | None = None) -> list[nn.Module]:
     """The modules that a Sequential calls, in order, those of Sequentials in it for these.
 
@@ -137,12 +156,27 @@ def leaves(sequential: nn.Module, nested: list[nn.Module] | None = None) -> list
     found: list[nn.Module] = []
     for child in sequential._modules.values():
         assert child is not None
-        if isinstance(child, nn.Sequential) and is_sequential(child) and why_watched(child) is None:
+        if _is_part(child):
             found.extend(leaves(child, nested))
             if nested is not None:
                 nested.append(child)
         else:
             found.append(child)
+    return found
+
+
+def _places(
+    sequential: nn.Module, counts: list[tuple[Path, int]], path: Path = ()
+) -> list[tuple[Path, nn.Module]]:
+    """leaves() with the way to each; counts gets how many children each Sequential has."""
+    counts.append((path, len(sequential._modules)))
+    found: list[tuple[Path, nn.Module]] = []
+    for name, child in sequential._modules.items():
+        assert child is not None
+        if _is_part(child):
+            found.extend(_places(child, counts, (*path, name)))
+        else:
+            found.append(((*path, name), child))
     return found
 
 

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accelerated Sequentials under torch.compile: by a recipe that Dynamo takes for constant, few guards."""
+
+import copy
+
+import pytest
+import torch
+import upconv3d
+from accelerated_models import Convolution
+from torch import nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch.nn.utils import parametrizations
+from upconv3d._accelerated import in_graph, swap
+
+
+def _up(*after, **options):
+    return nn.Sequential(nn.ConvTranspose3d(6, 8, 3, 2, 1, 1, **options), *after)
+
+
+CHAINS = {
+    "nested": Convolution,
+    "nested, activation first": lambda: Convolution("AN", nn.GroupNorm(4, 8), nn.ReLU()),
+    "nested, dropout": lambda: Convolution("NDA", nn.GroupNorm(2, 8), nn.PReLU(8)),
+    "relu": lambda: _up(nn.GroupNorm(2, 8), nn.Identity(), nn.ReLU(inplace=True)),
+    "leaky relu": lambda: _up(nn.InstanceNorm3d(8, affine=True), nn.LeakyReLU(0.2)),
+    "elu": lambda: _up(nn.ELU(0.7), nn.GroupNorm(2, 8), bias=False),
+    "gelu": lambda: _up(nn.GroupNorm(8, 8, affine=False), nn.GELU("tanh")),
+    "norm alone": lambda: _up(nn.GroupNorm(2, 8, eps=0.1)),
+    "a convolution behind": lambda: _up(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv3d(8, 3, 1)),
+    "dropout behind": lambda: _up(nn.GroupNorm(2, 8), nn.Dropout(0.0), nn.Sigmoid()),
+}
+
+
+@pytest.fixture(autouse=True)
+def recipes(monkeypatch):
+    """The recipes that were asked for, on a CPU too."""
+    found, recipe_of = [], swap.recipe_of
+    monkeypatch.setattr(in_graph, "runs_kernels", lambda input: True)
+    monkeypatch.setattr(swap, "recipe_of", lambda *a: (found.append(recipe_of(*a)), found[-1])[1])
+    torch._dynamo.reset()
+    yield found
+    torch._dynamo.reset()
+
+
+def _made(make, device="cpu"):
+    torch.manual_seed(3)
+    plain = make().to(device)
+    for parameter in plain.parameters():
+        parameter.data.add_(torch.rand_like(parameter) * 0.1)
+    model = copy.deepcopy(plain)
+    assert upconv3d.accelerate(model).replaced
+    return plain, model
+
+
+def _volume(device="cpu", dtype=torch.float32, n=2):
+    return torch.randn(n, 6, 3, 4, 5, generator=torch.Generator().manual_seed(5)).to(device, dtype)
+
+
+def _compiled(model, **options):
+    return torch.compile(model, fullgraph=True, backend="aot_eager", **options)
+
+
+def _gradients(model, x, plain):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    weights = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).view(y.shape)
+    return y, torch.autograd.grad((y * weights).sum(), [x, *plain.parameters()])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", CHAINS)
+def test_values_and_gradients(name, training, device, recipes):
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    plain, model = _made(CHAINS[name], device)
+    plain.train(training), model.train(training)
+    x = _volume(device)
+    y, ours = _gradients(_compiled(model), x, model)
+    expected, theirs = _gradients(plain, x, plain)
+    assert recipes and all(recipe is not None for recipe in recipes)
+    assert y.dtype is expected.dtype and y.stride() == expected.stride()
+    torch.testing.assert_close(y, expected, rtol=3e-4, atol=3e-4)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-4, atol=3e-3 * max(1.0, float(theirs[0].abs().max())))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_autocast(name, cuda, recipes):
+    plain, model = _made(CHAINS[name], cuda)
+    x = _volume(cuda)
+    with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
+        y, expected = _compiled(model)(x), plain(x)
+    assert recipes and all(recipe is not None for recipe in recipes) and y.dtype is expected.dtype
+    torch.testing.assert_close(y.float(), expected.float(), rtol=0.1, atol=0.1)
+
+
+def test_sizes_that_change(device, recipes):
+    plain, model = _made(CHAINS["nested"], device)
+    compiled = _compiled(model, dynamic=True)
+    for n in (2, 3, 5):
+        x = _volume(device, n=n)
+        torch.testing.assert_close(compiled(x), plain(x), rtol=1e-2, atol=1e-2)
+    assert len(recipes) <= 2
+
+
+def _guards(model, x):
+    def call(x):
+        return model(x)
+
+    torch._dynamo.reset()
+    _compiled(call)(x)
+    (entry,) = _debug_get_cache_entry_list(call.__code__)
+    return str(entry.guard_manager).count("\n")
+
+
+def test_guards_are_hardly_more_than_the_plain_models(recipes, monkeypatch):
+    plain, model = _made(CHAINS["nested"])
+    few = _guards(model, _volume()) - _guards(plain, _volume())
+    assert len(recipes) == 1
+    monkeypatch.setattr(swap, "recipe_of", lambda *_: None)
+    many = _guards(model, _volume()) - _guards(plain, _volume())
+    assert few < 60 < 200 < many
+
+
+def _exchanged(model):
+    model[2] = nn.Sigmoid()
+
+
+CHANGES = {
+    "eps": lambda model: setattr(model[1], "eps", 0.5),
+    "slope": lambda model: setattr(model[2], "negative_slope", 0.9),
+    "norm groups": lambda model: setattr(model[1], "num_groups", 4),
+    "stride": lambda model: setattr(model[0], "stride", (3, 2, 2)),
+    "bias": lambda model: setattr(model[0], "bias", None),
+    "weight": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(6, 8, 2, 2, 2))),
+    "values": lambda model: model[1].weight.data.mul_(3),
+    "one more": lambda model: model.append(nn.Tanh()),
+    "one less": lambda model: model.pop(2),
+    "another": _exchanged,
+    "dtype": lambda model: model.double(),
+    "dropout": lambda model: setattr(model[3], "p", 1.0),
+    "mode": lambda model: model[4].train(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_since_is_seen(name, recipes):
+    after = (nn.GroupNorm(2, 8), nn.LeakyReLU(0.1), nn.Dropout(0.0), nn.Dropout(1.0))
+    plain, model = _made(lambda: _up(*after))
+    for one in (plain, model):
+        one[4].eval()
+    compiled = _compiled(model)
+    for step in range(2):
+        x = _volume(dtype=model[0].weight.dtype)
+        torch.testing.assert_close(compiled(x), plain(x), rtol=3e-4, atol=3e-4, msg=f"{name}, step {step}")
+        for one in (plain, model):
+            CHANGES[name](one)
+    x = _volume(dtype=model[0].weight.dtype)
+    torch.testing.assert_close(compiled(x), plain(x), rtol=3e-4, atol=3e-4)
+
+
+def _parametrized():
+    return _up(nn.GroupNorm(2, 8), nn.ReLU()).apply(
+        lambda m: parametrizations.weight_norm(m) if isinstance(m, nn.ConvTranspose3d) else m
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _parametrized,
+        lambda: _up(nn.BatchNorm3d(8), nn.ReLU()).eval(),
+        lambda: _up(nn.ReLU()),
+        lambda: nn.Sequential(nn.Conv3d(6, 6, 1), *CHAINS["relu"]()),
+        lambda: nn.Sequential(nn.ConvTranspose3d(6, 8, 2, 1, 1), nn.GroupNorm(2, 8)),
+    ],
+    ids=["parametrized", "batch norm", "no norm", "not at first", "large padding"],
+)
+def test_others_are_decided_as_they_were(make, recipes):
+    plain, model = _made(make)
+    x = _volume()
+    torch.testing.assert_close(_compiled(model)(x), plain(x), rtol=3e-4, atol=3e-4)
+    assert all(recipe is None for recipe in recipes)
+
+
+def test_a_precision_of_its_own_is_followed(recipes):
+    plain = _made(CHAINS["relu"])[0]
+    model = copy.deepcopy(plain)
+    upconv3d.accelerate(model, precision="ieee")
+    torch.testing.assert_close(_compiled(model)(_volume()), plain(_volume()), rtol=3e-4, atol=3e-4)
+    assert not recipes
