@@ -195,13 +195,20 @@ def _fake_training(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fused_backward(
-    grad_y: Tensor, t: Sequence[Any], number: int, mask: Sequence[bool], saved: Tensor, consume_saved: bool
-) -> list[Tensor | None]:
+    grad_y: Tensor,
+    t: Sequence[Any],
+    number: int,
+    mask: Sequence[bool],
+    saved: Tensor,
+    consume_saved: bool,
+    as_computed: bool = False,
+) -> Sequence[Tensor | None]:
     """tail_backward by our kernels, where a forward kept `saved` (as none that adds a skip does today).
 
     Where they cannot compute the convolution's gradients, they end with grad_c.
 
-    t: the fields of Tensors.
+    t: the fields of Tensors. as_computed: whether gradients that are all our kernels' may have the input's
+    dtype, and of a weight that does not lie dense other strides, as autograd takes them.
     """
     x, weight, bias, gamma, beta, slopes, _ = t
     x = batched(x)
@@ -212,6 +219,8 @@ def _fused_backward(
         batched(grad_y), x, weight, bias, gamma, beta, slopes, saved, number, bits, consume_saved
     )
     grad_c = gradients[6]
+    if grad_c is None and as_computed and x is t[0]:
+        return gradients  # type: ignore[no-any-return]
     if grad_c is not None:
         grad_x, grad_w, grad_bias = gradients[:3]
         left = (a and grad_x is None, b and grad_w is None, c and grad_bias is None)
@@ -256,7 +265,7 @@ def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments
     kept, returned = (*arguments[_BACKWARD_ARGUMENTS:], None, None)[:2]
     tensors, settings = split([*forward, bool(returned), precision])
     t, s = Tensors(*tensors), Settings(*settings)
-    gradients: list[Tensor | None] = [None] * len(t)
+    gradients: Sequence[Tensor | None] = [None] * len(t)
     mask = reachable(mask, grad_y, grad_conv)
     # Our kernels begin with y's gradient, and with a returned convolution of some samples, or with no other.
     ours = kept.numel() > 0 if returned and kept is not None else grad_conv is None
@@ -270,7 +279,8 @@ def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments
     elif any(mask):
         gradients = tail_backward(grad_y, grad_conv, t, s, mask)
     if s.num_groups == 0 and s.activation == "none":  # the skip's gradient is grad_y itself
-        gradients[6] = None if gradients[6] is None else gradients[6].clone()
+        of_skip = gradients[6]
+        gradients = [*gradients[:6], None if of_skip is None else of_skip.clone()]
     return tuple(t.input.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
@@ -348,7 +358,7 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         mask, settings = ctx.needs_input_grad[: len(tensors)], ctx.settings
         if grad_y is None:  # else all are reached
             mask = reachable(mask, grad_y, grad_conv)
-        gradients: list[Tensor | None]
+        gradients: Sequence[Tensor | None]
         if not any(mask):
             gradients = [None] * len(tensors)
         elif torch.is_grad_enabled():
@@ -366,7 +376,7 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         else:
             # Where the graph is not kept, nobody reads `saved` again.
             consume_saved = not _keeps_graph()
-            gradients = _fused_backward(grad_y, tensors, ctx.number, mask, saved, consume_saved)
+            gradients = _fused_backward(grad_y, tensors, ctx.number, mask, saved, consume_saved, True)
         # Of a parameter that the operator casts, a gradient has the input's dtype: autograd casts it.
         return (*gradients, None, None, None)
 
