@@ -31,8 +31,14 @@ __device__ void convert(float from, __half& to) {
 
 /// Block (x, y): values kThreads * kVector * x and following of tensor y.
 template <class T>
-__global__ void __launch_bounds__(kThreads) cast_parameters(CastParametersParams params) {
-  const CastParametersParams::Tensor tensor = params.tensors[blockIdx.y];
+__global__ void __launch_bounds__(kThreads)
+    cast_parameters(const __grid_constant__ CastParametersParams params) {
+  CastParametersParams::Tensor tensor;
+  // Indices known to the compiler: for others it copies the parameters to local memory.
+#pragma unroll
+  for (int i = 0; i < CastParametersParams::kMost; ++i) {
+    if (i == static_cast<int>(blockIdx.y)) tensor = params.tensors[i];
+  }
   const std::int64_t at = (std::int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVector;
   if (at >= tensor.count) return;
   const float* const from = tensor.from + at;
