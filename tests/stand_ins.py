@@ -23,9 +23,10 @@ class Kernels:
     @staticmethod
     def _cast(tensors, number):
         """The tensors in one dtype; in several only where the number says so."""
-        cast = _tail_op._in_one_dtype(tensors)
-        keys = {number: key for key, number in _tail_op._numbers.items()}
-        assert keys[number][13:] == (True,) or all(map(lambda a, b: a is b, cast, tensors))
+        dtype, low = tensors[0].dtype, number in _tail_op._casting
+        parameters = [t if t is None or not low else t.to(dtype) for t in tensors[1:6]]
+        cast = [tensors[0], *parameters, *tensors[6:]]
+        assert all(t is None or t.dtype is dtype for t in cast[1:6])
         return cast
 
     def for_training(self, *arguments):
@@ -65,13 +66,16 @@ def install(kernels, monkeypatch):
         monkeypatch.setattr(module, "numbered_tail", kernels.forward)
     monkeypatch.setattr(_tail_op, "_numbered_tail_for_training", kernels.for_training)
     monkeypatch.setattr(_tail_op, "_numbered_tail_backward", kernels.backward)
-    numbers, settings = {}, {}
+    numbers, settings, casting = {}, {}, set()
 
     def remember(key):
         numbers[key] = len(numbers)
         settings[numbers[key]] = key[: len(_tail.Settings._fields)]
+        if len(key) > len(_tail.Settings._fields) and key[-1]:
+            casting.add(numbers[key])
         return numbers[key]
 
     monkeypatch.setattr(_tail_op, "_numbers", numbers)
     monkeypatch.setattr(_tail_op, "_settings", settings)
+    monkeypatch.setattr(_tail_op, "_casting", casting)
     monkeypatch.setattr(_tail_op, "_remember", remember)

@@ -158,6 +158,39 @@ def test_what_is_changed_since_is_seen(name, recipes):
     torch.testing.assert_close(compiled(x), plain(x), rtol=3e-4, atol=3e-4)
 
 
+def _reordered(model):
+    norm = model._modules.pop("1")
+    model._modules["1"] = norm
+
+
+def _replaced(at, module):
+    return lambda model: model.__setitem__(at, module())
+
+
+class _Negative(nn.ReLU):
+    def forward(self, input):
+        return -super().forward(input)
+
+
+UNREAD = {  # of modules without attributes, and of their order
+    "relu": _replaced(3, nn.Sigmoid),
+    "relu, silu": _replaced(3, nn.SiLU),
+    "identity": _replaced(2, nn.Tanh),
+    "class": lambda model: setattr(model[3], "__class__", _Negative),
+    "order": _reordered,
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_modules_of_which_nothing_is_read_are_seen_too(name, recipes):
+    plain, model = _made(lambda: _up(nn.GroupNorm(2, 8), nn.Identity(), nn.ReLU()))
+    compiled, x = _compiled(model), _volume()
+    torch.testing.assert_close(compiled(x), plain(x), rtol=3e-4, atol=3e-4)
+    for one in (plain, model):
+        UNREAD[name](one)
+    torch.testing.assert_close(compiled(x), plain(x), rtol=3e-4, atol=3e-4)
+
+
 def _parametrized():
     return _up(nn.GroupNorm(2, 8), nn.ReLU()).apply(
         lambda m: parametrizations.weight_norm(m) if isinstance(m, nn.ConvTranspose3d) else m
@@ -172,8 +205,9 @@ def _parametrized():
         lambda: _up(nn.ReLU()),
         lambda: nn.Sequential(nn.Conv3d(6, 6, 1), *CHAINS["relu"]()),
         lambda: nn.Sequential(nn.ConvTranspose3d(6, 8, 2, 1, 1), nn.GroupNorm(2, 8)),
+        lambda: nn.Sequential(nn.ConvTranspose3d(6, 8, 1), nn.GroupNorm(2, 8)),
     ],
-    ids=["parametrized", "batch norm", "no norm", "not at first", "large padding"],
+    ids=["parametrized", "batch norm", "no norm", "not at first", "large padding", "one tap"],
 )
 def test_others_are_decided_as_they_were(make, recipes):
     plain, model = _made(make)

@@ -61,7 +61,7 @@ class CudaCall(NamedTuple):
 
     Attributes:
         settings: with the precision that the kernels get.
-        number: tail_number of settings.
+        number: tail_number of settings, spares_host and what the operator casts.
         low: what autocast casts to; None without it.
         casts: what is cast to it or, for "input", to float32; for "parameters" input, and the others by the
             operator; None where PyTorch's operators are to run.
@@ -99,8 +99,8 @@ class CudaCall(NamedTuple):
         return pair[0].to(self.dtype), pair[1]
 
     def _is_watched(self) -> bool:
-        """Whether somebody watches operators, and is to see the one that he knows. Of a small block, whose
-        plan that one would choose otherwise, a profile shows the one that runs."""
+        """Whether somebody watches operators, who is to see the public one. For a block that spares the host
+        that one would choose another plan: a profile shows what runs without it."""
         return _tracing() or _dispatch_modes() > 0 or (_profiling() and not self.spares_host)
 
     def _run_kernels(self, tensors: tuple[Any, ...]) -> Pair | None:
@@ -156,7 +156,8 @@ def cuda_call(
             settings = (*settings[:7], "tf32", *settings[8:])
             casts = "input"
         elif castable:
-            casts = "parameters" if _casts_parameters(tensors, low) else "all"
+            # A backward reads what was cast: parameters may have been changed since.
+            casts = "parameters" if not recording and _casts_parameters(tensors, low) else "all"
         else:
             casts = None
     # What torch.jit.trace records is the operator that its reader knows.

@@ -61,6 +61,7 @@ numbered_tail, _numbered_tail_for_training, _numbered_tail_backward = (
 
 _numbers: dict[tuple[Any, ...], int] = {}
 _settings: dict[int, tuple[Any, ...]] = {}
+_casting: set[int] = set()  # numbers whose operator casts parameters
 
 
 def tail_number(
@@ -89,14 +90,9 @@ def _remember(key: tuple[Any, ...]) -> int | None:
     if number is not None:
         _numbers[key] = number
         _settings[number] = key[: len(Settings._fields)]
+        if key[-1] is True and len(key) > len(Settings._fields):
+            _casting.add(number)
     return number
-
-
-def _in_one_dtype(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Tensors as an operator has them that casts no parameters: in the input's dtype."""
-    dtype = tensors[0].dtype
-    parameters = (t if t is None or t.dtype is dtype else t.to(dtype) for t in tensors[1:6])
-    return (tensors[0], *parameters, *tensors[6:])
 
 
 def public_tail(tensors: Sequence[Any], settings: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -207,8 +203,8 @@ def _fused_backward(
 
     Where they cannot compute the convolution's gradients, they end with grad_c.
 
-    t: the fields of Tensors. as_computed: whether gradients that are all our kernels' may have the input's
-    dtype, and of a weight that does not lie dense other strides, as autograd takes them.
+    t: the fields of Tensors. as_computed: whether gradients that are all our kernels' may have other strides
+    than a weight that does not lie dense, as autograd takes them.
     """
     x, weight, bias, gamma, beta, slopes, _ = t
     x = batched(x)
@@ -224,7 +220,7 @@ def _fused_backward(
     if grad_c is not None:
         grad_x, grad_w, grad_bias = gradients[:3]
         left = (a and grad_x is None, b and grad_w is None, c and grad_bias is None)
-        found = _convolution_backward(grad_c, x, weight.to(x.dtype), _settings[number], left)
+        found = _convolution_backward(grad_c, x, weight, _settings[number], left)
         grad_x = found[0] if left[0] else grad_x
         grad_w = found[1] if left[1] else grad_w
         grad_bias = found[2] if left[2] else grad_bias
@@ -255,7 +251,7 @@ def _backward_from_conv(
     if wants_conv:
         if grad_conv is not None:
             grad_c = grad_c.add_(batched(grad_conv))
-        grads = _convolution_backward(grad_c, x, weight.to(x.dtype), settings, list(mask[:3]))
+        grads = _convolution_backward(grad_c, x, weight, settings, list(mask[:3]))
     return in_sizes_of(tensors, [*grads, *norms, None], mask)
 
 
@@ -362,7 +358,6 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         if not any(mask):
             gradients = [None] * len(tensors)
         elif torch.is_grad_enabled():
-            tensors = _in_one_dtype(tensors)
             gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)
         elif (
             grad_y is None
@@ -370,14 +365,13 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
             or (grad_conv is not None and _is_transformed(grad_conv))
             or (settings[-1] and saved.numel() == 0)
         ):
-            gradients = tail_backward(grad_y, grad_conv, _in_one_dtype(tensors), settings, mask)
+            gradients = tail_backward(grad_y, grad_conv, tensors, settings, mask)
         elif settings[-1]:
             gradients = _backward_from_conv(grad_y, grad_conv, tensors, settings, mask, saved, ctx.number)
         else:
             # Where the graph is not kept, nobody reads `saved` again.
             consume_saved = not _keeps_graph()
             gradients = _fused_backward(grad_y, tensors, ctx.number, mask, saved, consume_saved, True)
-        # Of a parameter that the operator casts, a gradient has the input's dtype: autograd casts it.
         return (*gradients, None, None, None)
 
 
@@ -411,7 +405,7 @@ def record_tail(
         return _record(*tensors, computed, settings, number), None
     if _is_block(tensors, settings):
         numbers = settings[:8]
-        return record_block(*_in_one_dtype(tensors)[:5], numbers, settings_number(numbers), False), None
+        return record_block(*tensors[:5], numbers, settings_number(numbers), False), None
     return None
 
 
@@ -425,7 +419,10 @@ def batch_tail(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[An
 def _numbered_elsewhere(*arguments: Any) -> tuple[Tensor, Tensor]:
     """_numbered_tail where others than a kernel are to see it: modes, subclasses, autocast."""
     *tensors, number = arguments
-    return public_tail(_in_one_dtype(tensors), _settings[number])
+    if number in _casting:
+        low = tensors[0].dtype
+        tensors[1:6] = [None if tensor is None else tensor.to(low) for tensor in tensors[1:6]]
+    return public_tail(tensors, _settings[number])
 
 
 def _nothing_kept(*arguments: Any) -> tuple[None, None]:

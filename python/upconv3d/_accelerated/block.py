@@ -12,6 +12,7 @@ from .. import _C
 from .._autocast import autocast_dtype
 from .._facts import block_facts
 from .._plan_questions import SMALL_BLOCK_VALUES, PlanQuestion, about_values
+from ..functional import resolve_precision
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,8 @@ class Way(Enum):
     MODULES = "modules"
 
 
-def _plan_is_library(block: Block, x: Tensor, weight: Tensor) -> bool:
-    """Whether the convolution is cuDNN's though the host is to be spared, as planned for inference: in
-    training a block keeps the SM90 plan that is too small for it else."""
+def _plan_is_library(block: Block, x: Tensor, weight: Tensor, precision: str, recording: bool) -> bool:
+    """Whether the convolution is cuDNN's though the host is to be spared, in inference or as recorded."""
     conv, norm_groups = block.conv, _norm_groups(block)
     padding: Any = conv.padding
     geometry = (conv.stride, padding, conv.output_padding, conv.groups, conv.dilation)
@@ -94,9 +94,10 @@ def _plan_is_library(block: Block, x: Tensor, weight: Tensor) -> bool:
     if low is not None:
         dtype = {"dtype": str(low).removeprefix("torch.")}
         facts |= {name: facts[name] | dtype for name in ("input", "weight")}
-    plan = _C.explain(facts | {"spares_host": True})["plan"]
-    found: bool = plan["algorithm"] == "cuda_library"
-    return found
+    # Of three products the SM90 plan takes the device longer than was compared with the host.
+    asked = facts | {"spares_host": low is not None or precision == "tf32" or x.dtype is not torch.float32}
+    plans = (_C.explain(asked | {"training": training})["plan"] for training in {recording, False})
+    return any(plan["algorithm"] == "cuda_library" for plan in plans)
 
 
 _is_library = PlanQuestion(_plan_is_library)
@@ -125,7 +126,8 @@ def _norm_groups(block: Block) -> int:
 def way_of(block: Block, x: Tensor, weight: Tensor | None) -> Way:
     """How the block is to be computed in eager mode, where small blocks wait for the host.
 
-    While a CUDA graph is captured, whose replays cost the host nothing, all are planned for the device.
+    While a CUDA graph is captured, what is computed by our call stays as it is, so that a call before warms
+    what is captured; none is left to PyTorch, for replays cost the host nothing.
 
     x: [N, C, D, H, W]; weight: [C, K/groups, T, R, S], None where a parametrization would compute it.
     """
@@ -142,10 +144,12 @@ def way_of(block: Block, x: Tensor, weight: Tensor | None) -> Way:
         return Way.PLANNED
     if not x.is_cuda:
         return Way.MODULES
-    if torch.cuda.is_current_stream_capturing():
-        return Way.PLANNED
+    # Gradients may be wanted, whoever wants them.
+    precision, recording = resolve_precision(x, None), torch.is_grad_enabled()
     tensors = (x.shape, x.stride(), x.dtype, x.device, autocast_dtype(x), weight.shape, weight.stride())
     geometry = (stride, conv.padding, conv.output_padding, conv.groups, conv.dilation)
-    if not _is_library((*tensors, *geometry, norm_groups), block, x, weight):
+    kind = (*tensors, *geometry, norm_groups, precision, recording)
+    if not _is_library(kind, block, x, weight, precision, recording):
         return Way.SPARING
-    return Way.PLANNED if values > x.size(0) * norm_groups * _MOST_VALUES_OF_GROUP else Way.MODULES
+    few = values <= x.size(0) * norm_groups * _MOST_VALUES_OF_GROUP
+    return Way.MODULES if few and not torch.cuda.is_current_stream_capturing() else Way.PLANNED

@@ -2,9 +2,9 @@
 """An accelerated Sequential as torch.compile records it, with guards on little more than its modules have.
 
 Dynamo guards on whatever the code that it traces reads, functions and tables of ours too, and checks all
-of it before every call of the graph: what finds a block reads 250 values more than the block's modules do,
-which cost a small model's inference 2 to 5 %. So blocks are found by a call that Dynamo takes for constant,
-and what it traces reads of the modules what their own forwards read: children, attributes and parameters.
+of it before every call of the graph, which is time that a small model waits for (perf/NOTES.md). So blocks
+are found by a call that Dynamo takes for constant, and what it traces reads of the modules what their own
+forwards read: children, classes, attributes and parameters.
 """
 
 import math
@@ -26,9 +26,9 @@ Path = tuple[str, ...]
 # Of a block: order, norm, activation, and which of its modules are the normalizer, the activation (0 for
 # none) and inactive dropouts.
 Spec = tuple[str, str, str, int, int, tuple[int, ...]]
-# How many children each container has; and the modules to call one after the other, or together as a block.
+# The names of each container's children; and the modules to call one after the other, or together as a block.
 # All of it is what Dynamo knows as constants.
-Recipe = tuple[tuple[tuple[Path, int], ...], tuple[tuple[tuple[Path, ...], Spec | None], ...]]
+Recipe = tuple[tuple[tuple[Path, Path], ...], tuple[tuple[tuple[Path, ...], Spec | None], ...]]
 
 _NUMBERS = {"leaky_relu": "negative_slope", "elu": "alpha"}  # of an activation, the attribute that it takes
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
@@ -39,7 +39,7 @@ def _is_finite_number(value: Any) -> bool:
 
 
 def _spec_of(block: Block, modules: Sequence[nn.Module], dtype: torch.dtype) -> Spec | None:
-    """None of what run_block decides at the call."""
+    """How to run the block; None of what run_block asks more about at the call."""
     conv, normalizer, activation = block.conv, block.normalizer, block.activation
     if block.norm not in ("group", "instance") or not all(map(is_of_known_class, modules)):
         return None
@@ -50,6 +50,8 @@ def _spec_of(block: Block, modules: Sequence[nn.Module], dtype: torch.dtype) -> 
     alike = all(parameter.dtype is dtype for parameter in parameters) or torch.is_autocast_enabled("cuda")
     padding: Any = conv.padding
     if not alike or type(padding) is not tuple or 2 * max(padding) >= min(conv.kernel_size):
+        return None
+    if max(conv.kernel_size) == 1:  # of one position, a norm refuses the result
         return None
     if not _is_finite_number(normalizer.eps):
         return None
@@ -68,11 +70,11 @@ def _spec_of(block: Block, modules: Sequence[nn.Module], dtype: torch.dtype) -> 
 
 
 def recipe_of(
-    places: Sequence[tuple[Path, nn.Module]], counts: Sequence[tuple[Path, int]], dtype: torch.dtype
+    places: Sequence[tuple[Path, nn.Module]], children: Sequence[tuple[Path, Path]], dtype: torch.dtype
 ) -> Recipe | None:
     """How to compute an accelerated Sequential that begins with a block; None of all others.
 
-    places: the modules that it calls one after the other; counts: as in Recipe; dtype: of its input.
+    places: the modules that it calls one after the other; children: as in Recipe; dtype: of its input.
     """
     paths, chain = [path for path, _ in places], [module for _, module in places]
     block = find_block(chain, 0) if chain and isinstance(chain[0], nn.ConvTranspose3d) else None
@@ -83,7 +85,7 @@ def recipe_of(
         return None
     steps: list[tuple[tuple[Path, ...], Spec | None]] = [(tuple(paths[: block.length]), spec)]
     steps += [((path,), None) for path in paths[block.length :]]
-    return tuple(counts), tuple(steps)
+    return tuple(children), tuple(steps)
 
 
 def _at(module: Any, path: Path) -> Any:
@@ -96,6 +98,10 @@ def _run_block(modules: Sequence[Any], spec: Spec, x: Tensor) -> Any:
     """The block on x; None where an attribute is no longer what the recipe was made from."""
     order, norm, activation, norm_at, activation_at, dropouts = spec
     conv, normalizer, active = modules[0], modules[norm_at], modules[activation_at]
+    for module in modules:
+        # Reading an attribute is what lets Dynamo guard on the class, of a ReLU or Identity too.
+        if not isinstance(module.training, bool):
+            return None
     for at in dropouts:
         if modules[at].training and modules[at].p != 0:
             return None
@@ -121,9 +127,10 @@ def run_in_graph(sequential: Any, x: Any, options: Options) -> Any:
     recipe = sequential._upconv3d_recipe(x.dtype)
     if recipe is None:
         return None
-    counts, steps = recipe
-    for path, count in counts:
-        if len(_at(sequential, path)._modules) != count:
+    children, steps = recipe
+    for path, names in children:
+        # Items: Dynamo guards on the order in which a dictionary is gone over.
+        if tuple(name for name, _ in _at(sequential, path)._modules.items()) != names:
             return None
     for paths, spec in steps:
         if spec is None:

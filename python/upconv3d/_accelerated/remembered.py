@@ -135,12 +135,11 @@ class _Decided:
         self._precision: str | None = None
         if self.settings is not None and not self._precise and x.is_cuda and x.dtype is torch.float32:
             self._precision = self.settings[7]
-        # While a CUDA graph is captured no block is left to PyTorch or spares the host; otherwise, all is
-        # decided alike.
+        # While a CUDA graph is captured no block is left to PyTorch; otherwise, all is decided alike.
         self._spares_host = decision.spares_host
         self._captured: bool | None = None
-        if x.is_cuda and (self.settings is None or self._spares_host or _capturing()):
-            self._captured = _capturing()
+        if x.is_cuda and (self.settings is None or _capturing()):
+            self._captured = self.settings is not None
         self._call: CudaCall | None = None
         if self.settings is not None and runs_kernels(x):
             tensors = (x, *self._tensors, None)

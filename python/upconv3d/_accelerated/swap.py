@@ -87,8 +87,8 @@ class AcceleratedSequential(Accelerated):
 
     def _upconv3d_recipe(self, dtype: torch.dtype) -> Recipe | None:
         """recipe_of this module's chain."""
-        counts: list[tuple[Path, int]] = []
-        return recipe_of(_places(self, counts), counts, dtype)
+        children: list[tuple[Path, Path]] = []
+        return recipe_of(_places(self, children), children, dtype)
 
     # As torch.compiler.assume_constant_result marks it, which would import Dynamo: called while Dynamo
     # traces, on the module itself, and not looked into.
@@ -166,15 +166,15 @@ def leaves(sequential: nn.Module, nested: list[nn.Module] | None = None) -> list
 
 
 def _places(
-    sequential: nn.Module, counts: list[tuple[Path, int]], path: Path = ()
+    sequential: nn.Module, children: list[tuple[Path, Path]], path: Path = ()
 ) -> list[tuple[Path, nn.Module]]:
-    """leaves() with the way to each; counts gets how many children each Sequential has."""
-    counts.append((path, len(sequential._modules)))
+    """leaves() with the way to each; children gets the names of those of each Sequential."""
+    children.append((path, tuple(sequential._modules)))
     found: list[tuple[Path, nn.Module]] = []
     for name, child in sequential._modules.items():
         assert child is not None
         if _is_part(child):
-            found.extend(_places(child, counts, (*path, name)))
+            found.extend(_places(child, children, (*path, name)))
         else:
             found.append(((*path, name), child))
     return found
