@@ -2,8 +2,9 @@
 /// \file
 /// A call whose parameters are float32 where its input is 16 bit, as a module's are under autocast.
 ///
-/// In a model, PyTorch's casts of a block's parameters take the host 35 to 45 us, one after the other or by
-/// one call; here they are one allocation and one launch.
+/// Where nothing is recorded for a backward, that is: what it reads would have to be what was cast. One
+/// allocation and one launch, of which PyTorch's casts take several (perf/NOTES.md, "Host time inside whole
+/// models").
 #pragma once
 
 #include <optional>

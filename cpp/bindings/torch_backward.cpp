@@ -15,7 +15,6 @@
 
 #include "bindings/block_call.hpp"
 #include "bindings/block_settings.hpp"
-#include "bindings/parameter_casts.hpp"
 #include "bindings/prepared_call.hpp"
 #include "bindings/torch_calls.hpp"
 #include "core/arguments.hpp"
@@ -231,7 +230,7 @@ Gradients fused_backward(const Tensor& grad_y, const Tensor& input, const Tensor
 }
 
 /// The same for remembered_settings(settings), with the gradient of slopes before grad_c, and nothing for
-/// what is not wanted: an empty tensor takes as long as any. Gradients have input's dtype.
+/// what is not wanted: an empty tensor takes as long as any.
 TailGradients numbered_tail_backward(const Tensor& grad_y, const Tensor& input, const Tensor& weight,
                                      const std::optional<Tensor>& bias,
                                      const std::optional<Tensor>& norm_weight,
@@ -241,12 +240,10 @@ TailGradients numbered_tail_backward(const Tensor& grad_y, const Tensor& input, 
   const BlockSettings& s = remembered_settings(settings);
   const auto call = prepare_call({input, weight, bias, norm_weight, norm_bias, s.stride, s.padding,
                                   s.output_padding, s.dilation, s.groups, s.num_groups, s.eps, s.precision,
-                                  true, slopes, kNoTensor, s.tail, s.spares_host, s.casts_parameters});
+                                  true, slopes, kNoTensor, s.tail, s.spares_host});
   require_matching(*call, grad_y, input, saved);
-  Parameters given = {weight, bias, norm_weight, norm_bias, slopes};
-  if (s.casts_parameters) given = cast_parameters(input, given);
-  const ChannelTensors channels = {given.bias, given.gamma, given.beta, given.slopes};
-  return run(*call, mask_of(wanted, channels), grad_y, input, given.w, channels, saved, consume_saved);
+  const ChannelTensors channels = {bias, norm_weight, norm_bias, slopes};
+  return run(*call, mask_of(wanted, channels), grad_y, input, weight, channels, saved, consume_saved);
 }
 
 /// The same by the public operator's own arguments, for graphs of torch.compile, where our kernels compute

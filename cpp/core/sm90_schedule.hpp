@@ -4,7 +4,7 @@
 ///
 /// Blocks take tiles as they finish others, sample by sample, slab by slab. A launch of one or two waves is
 /// as long as its last tiles, and a cut that makes some tiles cheaper gains nothing where others remain; so
-/// tiles are handed out here, too. Not modelled: blocks ask a tile ahead, and phases may go window by window.
+/// tiles are handed out here, too. Not modelled: phases may go window by window.
 #pragma once
 
 #include <cstdint>
