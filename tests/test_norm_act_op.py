@@ -425,6 +425,15 @@ def test_numbers_of_settings():
     assert _tail_op._settings[_tail_op.tail_number(settings)] == settings
 
 
+def test_autocast_where_too_many_settings_are_remembered(kernels, monkeypatch):
+    """The public operator, which casts nothing, gets what is cast."""
+    monkeypatch.setattr(_tail_op, "_remember", lambda key: None)
+    call = _call("prelu")
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        torch.testing.assert_close(call.ours(), call.eager(), rtol=0.05, atol=0.05)
+    assert kernels.given is None
+
+
 def test_parameters_changed_before_the_backward(kernels):
     """Our backward under autocast reads what the forward read."""
     if not kernels.keeps:

@@ -88,7 +88,7 @@ class CudaCall(NamedTuple):
         assert self.low is not None
         if casts == "input":
             tensors = (tensors[0].float(), *tensors[1:])
-        elif casts == "parameters" and not self._is_watched():
+        elif casts == "parameters" and self.number is not None and not self._is_watched():
             tensors = (tensors[0].to(self.low), *tensors[1:])
         else:
             tensors = cast_tensors(tensors, self.low, self.recording)
