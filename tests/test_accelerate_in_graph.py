@@ -186,8 +186,12 @@ def test_modules_of_which_nothing_is_read_are_seen_too(name, recipes):
     plain, model = _made(lambda: _up(nn.GroupNorm(2, 8), nn.Identity(), nn.ReLU()))
     compiled, x = _compiled(model), _volume()
     torch.testing.assert_close(compiled(x), plain(x), rtol=3e-4, atol=3e-4)
+    theirs = _compiled(plain)
+    theirs(x)
     for one in (plain, model):
         UNREAD[name](one)
+    if not torch.allclose(theirs(x), plain(x), rtol=3e-4, atol=3e-4):
+        pytest.skip(f"Dynamo of torch {torch.__version__} does not see it of PyTorch's modules either")
     torch.testing.assert_close(compiled(x), plain(x), rtol=3e-4, atol=3e-4)
 
 

@@ -130,8 +130,12 @@ def run_in_graph(sequential: Any, x: Any, options: Options) -> Any:
     children, steps = recipe
     for path, names in children:
         # Items: Dynamo guards on the order in which a dictionary is gone over.
-        if tuple(name for name, _ in _at(sequential, path)._modules.items()) != names:
+        found = [name for name, _ in _at(sequential, path)._modules.items()]
+        if len(found) != len(names):
             return None
+        for at, name in enumerate(names):  # torch 2.11's Dynamo cannot compare tuples that are constants
+            if found[at] != name:
+                return None
     for paths, spec in steps:
         if spec is None:
             x = _at(sequential, paths[0])(x)
