@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import random
 import shlex
 import statistics
 import subprocess
@@ -64,8 +65,9 @@ def medians_ms(
 ) -> dict[str, float]:
     """Median time of each call in ms.
 
-    Calls take turns in `rounds` rounds, each round another one first. Each gets as many repeats as fit into
-    its share of `budget_s` seconds, at least three a round.
+    Calls take turns in `rounds` rounds, each round in another order, the same in every run: what ran before
+    leaves a call its caches. Each gets as many repeats as fit into its share of `budget_s` seconds, at least
+    three a round.
     """
     flush = flush_buffer(device)
 
@@ -80,11 +82,11 @@ def medians_ms(
         run(call, 2)
         each_s = (time.perf_counter() - begin) / 2
         repeats[name] = max(3, min(50, int(budget_s / len(calls) / rounds / max(each_s, 1e-6))))
-    order = list(calls)
+    order, shuffle = list(calls), random.Random(0).shuffle
     for _ in range(rounds):
+        shuffle(order)
         for name in order:
             times[name] += run(calls[name], repeats[name])
-        order.append(order.pop(0))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
