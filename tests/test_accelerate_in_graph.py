@@ -115,10 +115,49 @@ def _guards(model, x):
 def test_guards_are_hardly_more_than_the_plain_models(recipes, monkeypatch):
     plain, model = _made(CHAINS["nested"])
     few = _guards(model, _volume()) - _guards(plain, _volume())
-    assert len(recipes) == 1
+    assert len(recipes) == 2  # asked whether the block is left to the compiler, and how to run it
     monkeypatch.setattr(swap, "recipe_of", lambda *_: None)
     many = _guards(model, _volume()) - _guards(plain, _volume())
-    assert few < 60 < 200 < many
+    assert few < 80 < 200 < many
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The calls that were asked about; all are left to the compiler."""
+    calls = []
+    monkeypatch.setattr(in_graph, "is_left_to_compiler", lambda *call: calls.append(call) or True)
+    return calls
+
+
+def test_a_graph_without_blocks_of_ours_has_their_guards(asked):
+    plain, model = _made(CHAINS["nested"])
+    theirs = _guards(plain, _volume())
+    assert theirs <= _guards(model, _volume()) <= theirs + 30
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_values_of_blocks_left_to_the_compiler(name, asked):
+    plain, model = _made(CHAINS[name])
+    compiled = _compiled(model)
+    x = _volume().to(memory_format=torch.channels_last_3d).requires_grad_()
+    y, right = compiled(x), _compiled(plain)(x)
+    assert torch.equal(y, right) and y.stride() == right.stride() and len(asked) == 1
+    ((given, weight, *_), settings), *_ = asked
+    assert (given.shape, given.stride(), given.dtype) == (x.shape, x.stride(), x.dtype)
+    assert weight is model.get_parameter("conv.weight" if hasattr(model, "conv") else "0.weight")
+    assert given.requires_grad and settings[0] == (2, 2, 2)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compiled(x[:1]), _compiled(plain)(x[:1]))
+    assert 2 <= len(asked) <= 3
+
+
+def test_sizes_that_are_not_known_ask_nobody(asked):
+    plain, model = _made(CHAINS["relu"])
+    compiled = _compiled(model, dynamic=True)
+    for n in (2, 3):
+        torch.testing.assert_close(compiled(_volume(n=n)), plain(_volume(n=n)), rtol=3e-4, atol=3e-4)
+    assert not asked
 
 
 def _exchanged(model):
