@@ -10,6 +10,7 @@ from accelerated_models import Convolution
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.nn.utils import parametrizations
+from torch.torch_version import TorchVersion
 from upconv3d._accelerated import in_graph, swap
 
 
@@ -115,49 +116,10 @@ def _guards(model, x):
 def test_guards_are_hardly_more_than_the_plain_models(recipes, monkeypatch):
     plain, model = _made(CHAINS["nested"])
     few = _guards(model, _volume()) - _guards(plain, _volume())
-    assert len(recipes) == 2  # asked whether the block is left to the compiler, and how to run it
+    assert len(recipes) == 1
     monkeypatch.setattr(swap, "recipe_of", lambda *_: None)
     many = _guards(model, _volume()) - _guards(plain, _volume())
-    assert few < 80 < 200 < many
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """The calls that were asked about; all are left to the compiler."""
-    calls = []
-    monkeypatch.setattr(in_graph, "is_left_to_compiler", lambda *call: calls.append(call) or True)
-    return calls
-
-
-def test_a_graph_without_blocks_of_ours_has_their_guards(asked):
-    plain, model = _made(CHAINS["nested"])
-    theirs = _guards(plain, _volume())
-    assert theirs <= _guards(model, _volume()) <= theirs + 30
-    assert len(asked) == 1
-
-
-@pytest.mark.parametrize("name", CHAINS)
-def test_values_of_blocks_left_to_the_compiler(name, asked):
-    plain, model = _made(CHAINS[name])
-    compiled = _compiled(model)
-    x = _volume().to(memory_format=torch.channels_last_3d).requires_grad_()
-    y, right = compiled(x), _compiled(plain)(x)
-    assert torch.equal(y, right) and y.stride() == right.stride() and len(asked) == 1
-    ((given, weight, *_), settings), *_ = asked
-    assert (given.shape, given.stride(), given.dtype) == (x.shape, x.stride(), x.dtype)
-    assert weight is model.get_parameter("conv.weight" if hasattr(model, "conv") else "0.weight")
-    assert given.requires_grad and settings[0] == (2, 2, 2)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(compiled(x[:1]), _compiled(plain)(x[:1]))
-    assert 2 <= len(asked) <= 3
-
-
-def test_sizes_that_are_not_known_ask_nobody(asked):
-    plain, model = _made(CHAINS["relu"])
-    compiled = _compiled(model, dynamic=True)
-    for n in (2, 3):
-        torch.testing.assert_close(compiled(_volume(n=n)), plain(_volume(n=n)), rtol=3e-4, atol=3e-4)
-    assert not asked
+    assert few < 60 < 200 < many
 
 
 def _exchanged(model):
@@ -222,15 +184,13 @@ UNREAD = {  # of modules without attributes, and of their order
 
 @pytest.mark.parametrize("name", UNREAD)
 def test_modules_of_which_nothing_is_read_are_seen_too(name, recipes):
+    if name == "class" and TorchVersion(torch.__version__) < "2.12":
+        pytest.skip("Dynamo of torch 2.11 does not see it of PyTorch's own modules either")
     plain, model = _made(lambda: _up(nn.GroupNorm(2, 8), nn.Identity(), nn.ReLU()))
     compiled, x = _compiled(model), _volume()
     torch.testing.assert_close(compiled(x), plain(x), rtol=3e-4, atol=3e-4)
-    theirs = _compiled(plain)
-    theirs(x)
     for one in (plain, model):
         UNREAD[name](one)
-    if not torch.allclose(theirs(x), plain(x), rtol=3e-4, atol=3e-4):
-        pytest.skip(f"Dynamo of torch {torch.__version__} does not see it of PyTorch's modules either")
     torch.testing.assert_close(compiled(x), plain(x), rtol=3e-4, atol=3e-4)
 
 

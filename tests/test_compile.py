@@ -243,7 +243,7 @@ def test_autocast_without_casts_in_a_graph(monkeypatch):
     exact = block(x).detach()
     _, dtypes = _casts_of(block, x)
     assert torch.bfloat16 in dtypes
-    monkeypatch.setattr(upconv3d._autocast, "computes_in_float32", lambda *_, **__: True)
+    monkeypatch.setattr(upconv3d._autocast, "computes_in_float32", lambda *_: True)
     y, dtypes = _casts_of(block, x)
     assert torch.bfloat16 not in dtypes
     assert y.dtype == torch.float32

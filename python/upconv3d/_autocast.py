@@ -33,19 +33,14 @@ def autocast_dtype(input: Tensor) -> torch.dtype | None:
 
 
 def _plans_are_quicker_in_float32(
-    input: Tensor,
-    weight: Tensor,
-    settings: tuple[Any, ...],
-    inference_dtype: torch.dtype | None,
-    library_too: bool,
+    input: Tensor, weight: Tensor, settings: tuple[Any, ...], inference_dtype: torch.dtype | None
 ) -> bool:
     stride, padding, output_padding, groups, dilation, num_groups, eps = settings[:7]
     convolution = (stride, padding, output_padding, groups, dilation)
     facts = block_facts(input, weight, None, *convolution, num_groups, None, None, eps, "tf32")
     facts["input"]["dtype"] = "float32"
     # The plan that a backward pass follows is the one that is more often the library's.
-    algorithm: str = _C.explain(facts | {"training": True})["plan"]["algorithm"]
-    found = algorithm == "sm90_implicit_gemm" or (library_too and algorithm == "cuda_library")
+    found: bool = _C.explain(facts | {"training": True})["plan"]["algorithm"] == "sm90_implicit_gemm"
     if found and inference_dtype is not None:
         dtype = {"dtype": str(inference_dtype).removeprefix("torch.")}
         low = facts | {"input": facts["input"] | dtype, "weight": facts["weight"] | dtype}
@@ -58,20 +53,15 @@ _quicker_in_float32 = PlanQuestion(_plans_are_quicker_in_float32)
 
 
 def _is_quicker_in_float32(
-    input: Tensor,
-    weight: Tensor,
-    settings: tuple[Any, ...],
-    inference_dtype: torch.dtype | None,
-    library_too: bool,
+    input: Tensor, weight: Tensor, settings: tuple[Any, ...], inference_dtype: torch.dtype | None
 ) -> bool:
     """Whether the call is quicker in float32 "tf32".
 
-    inference_dtype: what the casts are to; None where gradients are recorded. library_too: on the library
-    plan as well.
+    inference_dtype: what the casts are to; None where gradients are recorded.
     """
     shapes = (input.shape, input.stride(), weight.shape, weight.stride())
-    kind = (shapes, input.device, settings, inference_dtype, library_too)
-    return _quicker_in_float32(kind, input, weight, settings, inference_dtype, library_too)
+    kind = (shapes, input.device, settings, inference_dtype)
+    return _quicker_in_float32(kind, input, weight, settings, inference_dtype)
 
 
 # Output values of a block up to which the casts of its tensors are expected to take longer, on the host, than
@@ -81,10 +71,6 @@ _MOST_FLOAT32_VALUES = 2**25
 # The same of a compiled graph, whose casts cost the host 40 us a call and the device 6. An estimate: a block
 # of 3.5 million values takes as long in float32 as with its casts, one of 10 million 20 us longer.
 _MOST_FLOAT32_VALUES_OF_GRAPHS = 2**22
-# The same of input and of output on the library plan, in eager mode while gradients are recorded. On an H200
-# 2, 32 > 2, 48^3, k3 s2 takes 0.82 ms with its backward in float32, in 16 bit 1.04, of which the device works
-# for 0.56: what is left is the host's, mostly for casts and their gradients.
-_MOST_FLOAT32_VALUES_OF_LIBRARY = 2**23
 
 
 def _has_float32_parameters(tensors: Sequence[Tensor | None], low: torch.dtype) -> bool:
@@ -100,30 +86,26 @@ def computes_in_float32(
     low: torch.dtype,
     settings: tuple[Any, ...],
     recording: bool,
-    in_graph: bool = False,
+    most_values: int = _MOST_FLOAT32_VALUES,
 ) -> bool:
     """Whether autocast's casts, to `low`, are left out: where float32 "tf32" takes the SM90 plan, unless in
-    inference 16 bit takes the direct plan on tensor cores, and for small blocks in training where it takes
-    the library plan.
+    inference 16 bit takes the direct plan on tensor cores.
 
     That plan multiplies in 16 bit too, in float16 with scales, which is more exact than either `low`, and its
     result is the float32 that autocast wants of a group norm. Six casts with their gradients are saved. (In
     inference a small block may be cuDNN's TF32 then, which is more exact too.)
-    cuDNN's convolution of the library plan is slower in float32: larger blocks are cast as PyTorch does.
+    cuDNN's convolution of the library plan is slower in float32, and casts as PyTorch does.
 
     settings: begins with the fields of BlockArguments. recording: of float16 any size then, see three_calls.
-    in_graph: whether a compiler records the call.
     """
     input, weight = tensors[:2]
     assert input is not None and weight is not None
     if not input.is_cuda or not _has_float32_parameters(tensors, low):
         return False
-    values = about_values(input, weight, settings[0], settings[3])
-    most_values = _MOST_FLOAT32_VALUES_OF_GRAPHS if in_graph else _MOST_FLOAT32_VALUES
-    if values > most_values and not (recording and low is torch.float16):
-        return False
-    library_too = recording and not in_graph and max(input.numel(), values) <= _MOST_FLOAT32_VALUES_OF_LIBRARY
-    return _is_quicker_in_float32(input, weight, settings, None if recording else low, library_too)
+    fits = about_values(input, weight, settings[0], settings[3]) <= most_values or (
+        recording and low is torch.float16
+    )
+    return fits and _is_quicker_in_float32(input, weight, settings, None if recording else low)
 
 
 def records(tensors: Sequence[Tensor | None]) -> bool:
@@ -158,7 +140,7 @@ def graph_without_casts(tensors: Sequence[Tensor | None], low: torch.dtype, sett
     if not is_concrete(*(t for t in tensors if t is not None), *settings):
         return input.is_cuda and gradients_lose_range(tensors, low) and _has_float32_parameters(tensors, low)
     known = tuple(tuple(s) if isinstance(s, Sequence) and not isinstance(s, str) else s for s in settings)
-    return computes_in_float32(tensors, low, known, records(tensors), in_graph=True)
+    return computes_in_float32(tensors, low, known, records(tensors), _MOST_FLOAT32_VALUES_OF_GRAPHS)
 
 
 # Whose casts are known to be PyTorch's: a subclass, as fake tensors are, has its own .to().

@@ -13,7 +13,7 @@ from . import _C
 from ._autocast import autocast_dtype, graph_without_casts, records
 from ._facts import is_concrete
 from ._graphs import is_exporting, is_traced
-from ._plan_questions import FEW_CHANNELS_KERNEL, SMALL_BLOCK_VALUES, TINY_BLOCK_VALUES, about_values
+from ._plan_questions import FEW_CHANNELS_KERNEL, SMALL_BLOCK_VALUES, about_values
 from ._tail import Settings, Tensors, autocast_result_dtype, composite, in_format_of_result, is_plain
 from ._tail_arguments import NUMBERS, TENSORS, facts_of, join, split
 from ._tail_op import batch_tail, public_tail
@@ -43,18 +43,15 @@ def _is_small_kind(plan: dict[str, Any]) -> bool:
 
 
 def is_left_to_compiler(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
-    """Whether the call is to be PyTorch's own ones: a small block of known sizes, by its plan or any."""
+    """Whether the call is to be PyTorch's own ones: a small block of known sizes, by its plan."""
     t, s = Tensors(*tensors), Settings(*settings)
     if not t.input.is_cuda or not is_traced(t.input) or is_exporting():
         return False
     given = [tensor for tensor in t if tensor is not None]
     if not is_concrete(*given, *s):
         return False
-    values = about_values(t.input, t.weight, s.stride, s.groups)
-    if values > SMALL_BLOCK_VALUES or _replays():
+    if about_values(t.input, t.weight, s.stride, s.groups) > SMALL_BLOCK_VALUES or _replays():
         return False
-    if values <= TINY_BLOCK_VALUES:
-        return True
     facts = facts_of(t, s)
     low = autocast_dtype(t.input)
     if low is not None:

@@ -13,12 +13,6 @@ FEW_CHANNELS_KERNEL = "conv_transpose_few_channels_sm80"
 # is what models of such blocks wait for. Beyond, passes over the output decide.
 SMALL_BLOCK_VALUES = 2**22
 
-# The same of blocks that are left to the compiler in any graph but a CUDA graph, whatever their plan. Of so
-# little either takes the device 10 to 30 us (cuDNN's convolution of 384 > 64 channels, 6^3, is the quicker
-# one), less than a call takes the host; compiled, MONAI's UNets took 0.97 to 1.05 of PyTorch's time with
-# theirs ours.
-TINY_BLOCK_VALUES = 2**20
-
 
 def about_values(input: Tensor, weight: Tensor, stride: Sequence[int], groups: int) -> int:
     """Values of the result [N, K, Z, P, Q], as if each axis were `stride` times input's [N, C, D, H, W]."""

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from .._graphs import is_exporting
-from .._in_graphs import block_in_graph, is_left_to_compiler
+from .._in_graphs import block_in_graph
 from .._tail_arguments import runs_kernels
 from ..functional import resolve_precision
 from .block import Block, Options
@@ -95,9 +94,8 @@ def _at(module: Any, path: Path) -> Any:
     return module
 
 
-def _call_of(modules: Sequence[Any], spec: Spec, x: Tensor) -> Any:
-    """Tensors, settings and norm of the block on x; None where an attribute is no longer what the recipe was
-    made from."""
+def _run_block(modules: Sequence[Any], spec: Spec, x: Tensor) -> Any:
+    """The block on x; None where an attribute is no longer what the recipe was made from."""
     order, norm, activation, norm_at, activation_at, dropouts = spec
     conv, normalizer, active = modules[0], modules[norm_at], modules[activation_at]
     for module in modules:
@@ -117,32 +115,7 @@ def _call_of(modules: Sequence[Any], spec: Spec, x: Tensor) -> Any:
     geometry = (conv.stride, conv.padding, conv.output_padding, conv.groups, conv.dilation)
     numbers = (*geometry, groups, normalizer.eps, resolve_precision(x, None))
     tensors = (x, conv.weight, conv.bias, normalizer.weight, normalizer.bias, slopes, None)
-    return tensors, (*numbers, order, activation, number, False), norm
-
-
-def leaves_to_compiler(sequential: Any, recipe: Recipe | None, x: Tensor) -> bool:
-    """Whether the block of the recipe is PyTorch's own calls in a graph.
-
-    x: without values, as the graph's input will be.
-    """
-    if recipe is None or is_exporting():
-        return False
-    paths, spec = recipe[1][0]
-    assert spec is not None  # a recipe begins with its block
-    call = _call_of([_at(sequential, path) for path in paths], spec, x)
-    return call is not None and is_left_to_compiler(*call[:2])
-
-
-def is_left_in_graph(sequential: Any, x: Any, options: Options) -> bool:
-    """Whether Dynamo is to trace the Sequential's own forward. Of sizes that it knows, the answer is another
-    of its constants: a graph without blocks of ours has no guards on code of ours either."""
-    if options.precision is not None or not isinstance(x, Tensor) or not runs_kernels(x) or x.dim() != 5:
-        return False
-    for size in x.shape:
-        if not has_static_value(size):
-            return False
-    kind = ((*x.shape,), x.stride(), x.dtype, x.device, x.requires_grad)
-    return sequential._upconv3d_left_in_graph(*kind)  # type: ignore[no-any-return]
+    return block_in_graph(tensors, (*numbers, order, activation, number, False), norm)[0]
 
 
 def run_in_graph(sequential: Any, x: Any, options: Options) -> Any:
@@ -167,8 +140,7 @@ def run_in_graph(sequential: Any, x: Any, options: Options) -> Any:
         if spec is None:
             x = _at(sequential, paths[0])(x)
         else:
-            call = _call_of([_at(sequential, path) for path in paths], spec, x)
-            if call is None:
+            x = _run_block([_at(sequential, path) for path in paths], spec, x)
+            if x is None:
                 return None
-            x = block_in_graph(*call)[0]
     return x

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..functional import _dynamo_compiling, _tracing
 from .block import Block, Options
 from .chain import runs_forward_of, why_watched
-from .in_graph import Path, Recipe, is_left_in_graph, leaves_to_compiler, recipe_of, run_in_graph
+from .in_graph import Path, Recipe, recipe_of, run_in_graph
 from .remembered import Remembered, is_left, left_kind, remember
 from .run import Decision, run_block, run_chain, takes
 
@@ -67,21 +66,16 @@ class AcceleratedSequential(Accelerated):
     _upconv3d_volatile = (_REMEMBERED, _LEFT)
 
     def forward(self, input: Any) -> Any:
-        compiling = _dynamo_compiling()
-        options = self.__dict__.get(_OPTIONS)  # a slice has none, which nobody asked to accelerate
-        if compiling and options is not None and is_left_in_graph(self, input, options):
-            # What nn.Sequential's forward does, of which Dynamo would guard on the way to its __iter__.
-            for _, module in self._modules.items():
-                input = module(input)  # type: ignore[misc]
-            return input
         base: Any = self._upconv3d_base
+        compiling = _dynamo_compiling()
         # Where all blocks are left to PyTorch, its own forward is right whatever the modules have become
         # since, and nothing is asked of them. (Dynamo would guard on what is kept here.)
         if not compiling:
             kind = self.__dict__.get(_LEFT)
             if kind is not None and is_left(input, kind):
                 return base.forward(self, input)
-        # Hooks of all modules see each by itself.
+        options = self.__dict__.get(_OPTIONS)
+        # A slice has none, which nobody asked to accelerate. Hooks of all modules see each by itself.
         if options is None or _has_any_global_hook():  # type: ignore[no-untyped-call]
             return base.forward(self, input)
         if compiling:
@@ -96,23 +90,9 @@ class AcceleratedSequential(Accelerated):
         children: list[tuple[Path, Path]] = []
         return recipe_of(_places(self, children), children, dtype)
 
-    def _upconv3d_left_in_graph(
-        self,
-        sizes: tuple[int, ...],
-        strides: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        requires_grad: bool,
-    ) -> bool:
-        """leaves_to_compiler for an input like that."""
-        with FakeTensorMode():
-            x = torch.empty_strided(sizes, strides, dtype=dtype, device=device, requires_grad=requires_grad)
-        return leaves_to_compiler(self, self._upconv3d_recipe(dtype), x)
-
-    # As torch.compiler.assume_constant_result marks them, which would import Dynamo: called while Dynamo
+    # As torch.compiler.assume_constant_result marks it, which would import Dynamo: called while Dynamo
     # traces, on the module itself, and not looked into.
     _upconv3d_recipe._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    _upconv3d_left_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _run_and_remember(sequential: nn.Module, input: Any, options: Options) -> Any:
