@@ -9,6 +9,7 @@ import upconv3d
 from accelerated_models import Convolution
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations
 from torch.torch_version import TorchVersion
 from upconv3d._accelerated import in_graph, swap
@@ -225,3 +226,47 @@ def test_a_precision_of_its_own_is_followed(recipes):
     upconv3d.accelerate(model, precision="ieee")
     torch.testing.assert_close(_compiled(model)(_volume()), plain(_volume()), rtol=3e-4, atol=3e-4)
     assert not recipes
+
+
+TRANSFORMS = {
+    "grad": lambda f: torch.func.grad(lambda x: f(x).square().sum()),
+    "vjp": lambda f: lambda x: torch.func.vjp(f, x)[1](torch.ones(2, 8, 6, 8, 10))[0],
+    "vmap of grad": lambda f: (
+        lambda x: torch.func.vmap(torch.func.grad(lambda z: f(z).square().sum()))(torch.stack([x, x + 1]))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_gradients_of_torch_func(name, recipes):
+    plain, model = _made(CHAINS["leaky relu"])
+    x, transform = _volume(), TRANSFORMS[name]
+    found = _compiled(transform(model))(x)
+    torch.testing.assert_close(found, transform(plain)(x), rtol=1e-4, atol=1e-4)
+    assert len(recipes) == 1
+
+
+def test_tangents_are_not_dropped():
+    """The operators themselves: what fails while Dynamo is inside of jvp leaves autograd's modes behind."""
+    x, weight = _volume(), torch.ones(6, 8, 2, 2, 2)
+    geometry = ([1] * 3, [0] * 3, [0] * 3, 1, [1] * 3)
+
+    def block(x):
+        op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
+        return op(x, weight, None, *geometry, 2, None, None, 1e-5, "ieee")
+
+    def in_graph(x):
+        op = torch.ops.upconv3d.conv_transpose3d_norm_act_in_graph.default
+        norm, rest = ("norm_act", 2, None, None, 1e-5), ("silu", 0.0, None, None, False, "ieee")
+        return op(x, weight, None, *geometry, *norm, *rest)[0]
+
+    def plain(x):
+        return nn.functional.silu(nn.functional.group_norm(nn.functional.conv_transpose3d(x, weight), 2))
+
+    for found, right in zip(*(torch.func.jvp(f, (x,), (x + 1,)) for f in (in_graph, plain)), strict=True):
+        torch.testing.assert_close(found, right)
+    with pytest.raises(NotImplementedError, match="got an argument with a tangent"):
+        torch.func.jvp(block, (x,), (x,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="got an argument with a tangent"):
+        block(forward_ad.make_dual(x, x))
+    assert block(x).shape == plain(x).shape

@@ -3,14 +3,16 @@
 kept for the backward where torch.compile can be told how much that is."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.compiler.config
 from torch import Tensor
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -24,6 +26,23 @@ def is_traced(tensor: Tensor) -> bool:
 def is_exporting() -> bool:
     """torch.compiler.is_exporting, which Dynamo of torch 2.11 takes for true wherever it traces."""
     return torch.compiler._is_exporting_flag
+
+
+def torch_func_differentiates() -> bool:
+    """Whether torch.func's innermost transform is grad, vjp or jvp."""
+    interpreter = peek_interpreter_stack()
+    return interpreter is not None and interpreter.key() in (TransformType.Grad, TransformType.Jvp)
+
+
+def refuse_tangents(arguments: Iterable[Any]) -> None:
+    """Raises NotImplementedError where a tensor carries a tangent, which an operator of ours would drop."""
+    for argument in arguments:
+        # Level 0 is the only one; of one that torch.func entered in a graph, forward_ad itself knows nothing.
+        if isinstance(argument, Tensor) and torch._VF._unpack_dual(argument, level=0)[1] is not None:
+            raise NotImplementedError(
+                "upconv3d: forward-mode AD (jvp, jacfwd, dual tensors) is not implemented; got an argument "
+                "with a tangent. Remedy: reverse mode, or PyTorch's three calls."
+            )
 
 
 def tag_compile_cache(build: str) -> None:
@@ -90,6 +109,8 @@ def record_operator(
             return backward(ctx, *gradients)
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
+        if forward_ad._current_level >= 0 or torch_func_differentiates():
+            refuse_tangents(arguments)
         keys = keyset & torch._C._after_autograd_keyset
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*arguments):
             with torch._C._AutoDispatchBelowAutograd():

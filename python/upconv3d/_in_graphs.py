@@ -12,7 +12,7 @@ from torch import Tensor
 from . import _C
 from ._autocast import autocast_dtype, graph_without_casts, records
 from ._facts import is_concrete
-from ._graphs import is_exporting, is_traced
+from ._graphs import is_exporting, is_traced, torch_func_differentiates
 from ._plan_questions import FEW_CHANNELS_KERNEL, SMALL_BLOCK_VALUES, about_values
 from ._tail import Settings, Tensors, autocast_result_dtype, composite, in_format_of_result, is_plain
 from ._tail_arguments import NUMBERS, TENSORS, facts_of, join, split
@@ -86,7 +86,8 @@ def _in_graph(*arguments: Any, instance: bool = False) -> tuple[Tensor, Tensor]:
     """instance: whether the norm was instance_norm, which is then called: another code than group_norm's."""
     tensors, settings = split(arguments)
     t, s = Tensors(*tensors), Settings(*settings)
-    if not is_left_to_compiler(t, s):
+    # Transforms of torch.func that differentiate take PyTorch's operators alone, as in eager mode.
+    if not torch_func_differentiates() and not is_left_to_compiler(t, s):
         return _ours(t, s)
     y, conv = composite(t, s, precise=False, instance=instance)
     # Strides and dtypes are the same whatever is decided: Dynamo asks before AOTAutograd, maybe under

@@ -13,6 +13,7 @@ from torch.overrides import handle_torch_function
 
 from ._autocast import block_under_autocast
 from ._autograd import record_block
+from ._graphs import refuse_tangents
 from ._numbered import numbered_block, settings_number
 from ._transforms import differentiated, transformed_block
 
@@ -200,19 +201,6 @@ def check_kinds(input: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias:
         raise ValueError(f"upconv3d: eps must be a finite number (activation units squared); got eps={eps}.")
 
 
-def _refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
-    """Raises NotImplementedError where a tensor carries a tangent, which the operator would drop."""
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
-        if tangent is not None:
-            raise NotImplementedError(
-                "upconv3d: forward-mode AD (jvp, jacfwd, dual tensors) is not implemented; got an argument "
-                "with a tangent. Remedy: reverse mode, or PyTorch's three calls."
-            )
-
-
 def conv_transpose3d_relu_group_norm(
     input: Tensor,
     weight: Tensor,
@@ -297,7 +285,7 @@ def conv_transpose3d_relu_group_norm(
         recording, whole, transforms, tracing = False, True, False, False
     else:
         if forward_ad._current_level >= 0:
-            _refuse_tangents(tensors)
+            refuse_tangents(tensors)
         transforms = _transforms_active()
         tracing = _tracing()
         recording = _grad_enabled() and _any_requires_grad(*tensors)
