@@ -229,6 +229,9 @@ def test_a_precision_of_its_own_is_followed(recipes):
 
 
 TRANSFORMS = {
+    "grad of vmap": lambda f: torch.func.grad(
+        lambda x: torch.func.vmap(lambda z: f(z))(x.unsqueeze(1)).pow(3).sum()
+    ),
     "grad": lambda f: torch.func.grad(lambda x: f(x).square().sum()),
     "vjp": lambda f: lambda x: torch.func.vjp(f, x)[1](torch.ones(2, 8, 6, 8, 10))[0],
     "vmap of grad": lambda f: (
@@ -263,8 +266,10 @@ def test_tangents_are_not_dropped():
     def plain(x):
         return nn.functional.silu(nn.functional.group_norm(nn.functional.conv_transpose3d(x, weight), 2))
 
-    for found, right in zip(*(torch.func.jvp(f, (x,), (x + 1,)) for f in (in_graph, plain)), strict=True):
-        torch.testing.assert_close(found, right)
+    for f, g in ((in_graph, plain), (torch.func.vmap(in_graph), torch.func.vmap(plain))):
+        primal = torch.stack([x, -x]) if f is not in_graph else x
+        for found, right in zip(*(torch.func.jvp(h, (primal,), (primal + 1,)) for h in (f, g)), strict=True):
+            torch.testing.assert_close(found, right)
     with pytest.raises(NotImplementedError, match="got an argument with a tangent"):
         torch.func.jvp(block, (x,), (x,))
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="got an argument with a tangent"):

@@ -362,7 +362,7 @@ def test_autocast_leaves_parameters_to_the_operator(kernels, recorded):
         torch.testing.assert_close(call.ours(), call.eager(), rtol=0.05, atol=0.05)
         if kernels.keeps or not recorded:
             input, *others = kernels.given
-            # What is recorded was cast before, for a backward that reads it.
+            # Autograd records casts, for a backward that reads what was cast.
             expected = torch.bfloat16 if recorded else torch.float32
             assert input.dtype is torch.bfloat16 and _dtypes(others) == {expected}
         if recorded:
@@ -449,80 +449,3 @@ def test_parameters_changed_before_the_backward(kernels):
     found = torch.autograd.grad(y.float().square().sum(), leaves)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def _recorded_casts(kernels, monkeypatch):
-    """The tensors of every call of the operator that casts parameters."""
-    calls, cast = [], _tail_op._cast_parameters
-    monkeypatch.setattr(_tail_op, "_cast_parameters", lambda *a: calls.append(a) or cast(*a))
-    return calls
-
-
-@pytest.mark.parametrize("norm", ["group", "instance"])
-def test_what_is_recorded_is_cast_by_one_operator(kernels, monkeypatch, norm):
-    if not kernels.keeps:
-        pytest.skip("autograd casts what PyTorch's operators get")
-    monkeypatch.setattr(_tail_call, "computes_in_float32", lambda *_: False)
-    casts = _recorded_casts(kernels, monkeypatch)
-    call = _call("prelu" if norm == "instance" else "silu").leaves()
-    with torch.autocast("cpu", torch.bfloat16):
-        y, eager = call.ours(), call.eager()
-    (given,) = casts
-    assert given[0].dtype is torch.bfloat16 and y.dtype is eager.dtype
-    assert all(t is None or t.dtype is torch.float32 for t in given[1:])
-    leaves = list(call.tensors.values())
-    weights = torch.linspace(-1, 1, y.numel()).view(y.shape)
-    found, right = (torch.autograd.grad((v.float() * weights).sum(), leaves) for v in (y, eager))
-    for name, a, b in zip(call.tensors, found, right, strict=True):
-        assert a.dtype is torch.float32 and a.shape == b.shape, name
-        torch.testing.assert_close(a, b, rtol=0.1, atol=0.1 * float(b.abs().max()))
-
-
-def test_second_derivatives_of_what_an_operator_cast(kernels, monkeypatch):
-    """To the parameters, whatever they hold by then."""
-    if not kernels.keeps:
-        pytest.skip("autograd casts what PyTorch's operators get")
-    casts = _recorded_casts(kernels, monkeypatch)
-    call = _call("silu").leaves()
-    names, leaves = list(call.tensors), list(call.tensors.values())
-    second = []
-    for run in (call.ours, call.eager):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = run()
-        if run == call.ours:
-            before = [leaf.detach().clone() for leaf in leaves]
-            with torch.no_grad():
-                for leaf in leaves[1:]:
-                    leaf.add_(1)
-        first = torch.autograd.grad(y.float().pow(2).sum(), leaves, create_graph=True)
-        assert all(g.dtype is torch.float32 for g in first)
-        loss = sum((g * torch.linspace(-1, 1, g.numel()).view(g.shape)).sum() for g in first)
-        second.append(torch.autograd.grad(loss, leaves, allow_unused=True))
-        if run == call.ours:
-            with torch.no_grad():
-                for leaf, value in zip(leaves, before, strict=True):
-                    leaf.copy_(value)
-    assert len(casts) == 1
-    for name, a, b in zip(names, *second, strict=True):
-        assert (a is None) == (b is None), name
-        if a is not None:
-            torch.testing.assert_close(a, b, rtol=0.2, atol=0.1 * float(b.abs().max()), msg=name)
-
-
-def test_a_mode_sees_casts_of_its_own(kernels, monkeypatch):
-    """Who watches operators is shown PyTorch's, forward and backward."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    names = []
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.append(func.name())
-            return func(*args, **(kwargs or {}))
-
-    casts = _recorded_casts(kernels, monkeypatch)
-    call = _call("prelu").leaves()
-    with torch.autocast("cpu", torch.bfloat16), Watching():
-        y = call.ours()
-    torch.autograd.grad(y.float().sum(), list(call.tensors.values()))
-    assert not casts and not any("cast_parameters" in name for name in names)

@@ -2,8 +2,9 @@
 /// \file
 /// A call whose parameters are float32 where its input is 16 bit, as a module's are under autocast.
 ///
-/// One allocation and one launch, of which PyTorch's casts take several (perf/NOTES.md, "Host time inside
-/// whole models"). Of a call that is recorded, they are an operator of their own (torch_tail.cpp).
+/// Where nothing is recorded for a backward, that is: what it reads would have to be what was cast. One
+/// allocation and one launch, of which PyTorch's casts take several (perf/NOTES.md, "Host time inside whole
+/// models").
 #pragma once
 
 #include <optional>

@@ -4,7 +4,6 @@
 /// (block_settings.hpp), for calls that nothing but a CUDA kernel is to see. And _for_training, the same with
 /// what _numbered_tail_backward (torch_backward.cpp) reads. And _tail and _tail_for_training, these with the
 /// public operator's own arguments, which graphs of torch.compile call: a number holds for one process alone.
-/// And _cast_parameters, for a call that is recorded: its backward reads what was cast.
 /// The public operator is Python's; on the CPU it is PyTorch's operators.
 
 #include <torch/csrc/stable/library.h>
@@ -19,7 +18,6 @@
 
 #include "bindings/block_call.hpp"
 #include "bindings/block_settings.hpp"
-#include "bindings/parameter_casts.hpp"
 #include "bindings/prepared_call.hpp"
 #include "bindings/torch_calls.hpp"
 
@@ -27,7 +25,6 @@ namespace upconv3d::bindings {
 namespace {
 
 using Ints = std::vector<std::int64_t>;
-using MaybeTensor = std::optional<Tensor>;
 
 OpArguments tail_arguments(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                            const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
@@ -83,14 +80,6 @@ std::tuple<std::optional<Tensor>, std::optional<Tensor>> numbered_tail_for_train
   return {y, extras.saved};
 }
 
-/// The parameters in the dtype of `input`, by one launch; those that have it already as they are.
-std::tuple<Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor> cast_tail_parameters(
-    const Tensor& input, const Tensor& weight, const MaybeTensor& bias, const MaybeTensor& norm_weight,
-    const MaybeTensor& norm_bias, const MaybeTensor& slopes) {
-  Parameters cast = cast_parameters(input, {weight, bias, norm_weight, norm_bias, slopes});
-  return {cast.w, cast.bias, cast.gamma, cast.beta, cast.slopes};
-}
-
 /// y, and the convolution, [0] where it is not returned. \param num_groups 0 where nothing is normalized
 std::tuple<Tensor, Tensor> tail(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                 const Ints& stride, const Ints& padding, const Ints& output_padding,
@@ -138,9 +127,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(upconv3d, library) {
       "Tensor? skip, int settings)";
   library.def(("_numbered_tail" + forward + " -> (Tensor y, Tensor? conv)").c_str());
   library.def(("_numbered_tail_for_training" + forward + " -> (Tensor? y, Tensor? saved)").c_str());
-  library.def(
-      "_cast_parameters(Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
-      "Tensor? slopes) -> (Tensor, Tensor?, Tensor?, Tensor?, Tensor?)");
   const std::string whole =
       "(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] output_padding, "
       "int groups, int[] dilation, str order, int num_groups, Tensor? norm_weight, Tensor? norm_bias, "
@@ -163,7 +149,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(upconv3d, library) {
 STABLE_TORCH_LIBRARY_IMPL(upconv3d, CUDA, library) {
   library.impl("_tail", TORCH_BOX(&upconv3d::bindings::tail));
   library.impl("_tail_for_training", TORCH_BOX(&upconv3d::bindings::tail_for_training));
-  library.impl("_cast_parameters", TORCH_BOX(&upconv3d::bindings::cast_tail_parameters));
   library.impl("_numbered_tail", TORCH_BOX(&upconv3d::bindings::numbered_tail));
   library.impl("_numbered_tail_for_training", TORCH_BOX(&upconv3d::bindings::numbered_tail_for_training));
 }

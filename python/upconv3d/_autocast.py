@@ -182,18 +182,6 @@ def cast_tensors(tensors: Sequence[Tensor | None], low: torch.dtype, recording: 
     return tuple(cast)
 
 
-class CastValues(torch.autograd.Function):
-    """What a parameter was cast to, as autograd would have recorded it: whatever it holds since."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, cast: Tensor) -> Tensor:
-        return cast.view_as(cast)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None  # in the parameter's dtype, which is autograd's to see to
-
-
 def three_calls(tensors: Sequence[Tensor | None], block: tuple[Any, ...]) -> Tensor:
     """PyTorch's own calls under autocast, where gradients_lose_range."""
     settings = (*block, "act_norm", "relu", 0.0, False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.compiler.config
 from torch import Tensor
-from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
@@ -26,12 +26,6 @@ def is_traced(tensor: Tensor) -> bool:
 def is_exporting() -> bool:
     """torch.compiler.is_exporting, which Dynamo of torch 2.11 takes for true wherever it traces."""
     return torch.compiler._is_exporting_flag
-
-
-def torch_func_differentiates() -> bool:
-    """Whether torch.func's innermost transform is grad, vjp or jvp."""
-    interpreter = peek_interpreter_stack()
-    return interpreter is not None and interpreter.key() in (TransformType.Grad, TransformType.Jvp)
 
 
 def refuse_tangents(arguments: Iterable[Any]) -> None:
@@ -109,7 +103,7 @@ def record_operator(
             return backward(ctx, *gradients)
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
-        if forward_ad._current_level >= 0 or torch_func_differentiates():
+        if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
             refuse_tangents(arguments)
         keys = keyset & torch._C._after_autograd_keyset
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*arguments):

@@ -12,12 +12,12 @@ from torch import Tensor
 from . import _C
 from ._autocast import autocast_dtype, graph_without_casts, records
 from ._facts import is_concrete
-from ._graphs import is_exporting, is_traced, torch_func_differentiates
+from ._graphs import is_exporting, is_traced
 from ._plan_questions import FEW_CHANNELS_KERNEL, SMALL_BLOCK_VALUES, about_values
 from ._tail import Settings, Tensors, autocast_result_dtype, composite, in_format_of_result, is_plain
 from ._tail_arguments import NUMBERS, TENSORS, facts_of, join, split
 from ._tail_op import batch_tail, public_tail
-from ._transforms import batch_block
+from ._transforms import _slice, batch_block, differentiated
 
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 
@@ -87,7 +87,7 @@ def _in_graph(*arguments: Any, instance: bool = False) -> tuple[Tensor, Tensor]:
     tensors, settings = split(arguments)
     t, s = Tensors(*tensors), Settings(*settings)
     # Transforms of torch.func that differentiate take PyTorch's operators alone, as in eager mode.
-    if not torch_func_differentiates() and not is_left_to_compiler(t, s):
+    if not differentiated() and not is_left_to_compiler(t, s):
         return _ours(t, s)
     y, conv = composite(t, s, precise=False, instance=instance)
     # Strides and dtypes are the same whatever is decided: Dynamo asks before AOTAutograd, maybe under
@@ -100,7 +100,12 @@ def _in_graph(*arguments: Any, instance: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def _batched(info: Any, in_dims: tuple[Any, ...], *arguments: Any, instance: bool = False) -> tuple[Any, Any]:
-    """vmap's rule: that of the operator which is recorded."""
+    """vmap's rule: that of the operator which is recorded; where transforms around it differentiate, each
+    slice asks again what they are to see."""
+    if differentiated():
+        op = getattr(torch.ops.upconv3d, _NAME).default
+        slices = [op(*_slice(arguments, in_dims, i), instance=instance) for i in range(info.batch_size)]
+        return tuple(torch.stack(results) for results in zip(*slices, strict=True)), (0, 0)
     tensors, settings = split(arguments)
     if not _is_mission(Tensors(*tensors), Settings(*settings)):
         return batch_tail(info, in_dims, *arguments)

@@ -61,10 +61,10 @@ class CudaCall(NamedTuple):
 
     Attributes:
         settings: with the precision that the kernels get.
-        number: tail_number of settings, spares_host and what the forward's operator casts.
+        number: tail_number of settings, spares_host and what the operator casts.
         low: what autocast casts to; None without it.
-        casts: what is cast to it or, for "input", to float32; for "parameters" input, and the others by an
-            operator of ours; None where PyTorch's operators are to run.
+        casts: what is cast to it or, for "input", to float32; for "parameters" input, and the others by the
+            operator; None where PyTorch's operators are to run.
         dtype: of the result under autocast.
         recording: whether autograd records the call.
         spares_host: as of tail_number.
@@ -86,33 +86,31 @@ class CudaCall(NamedTuple):
         if casts is None:
             return None
         assert self.low is not None
-        by_operator = casts == "parameters" and self.number is not None and not self._is_watched()
         if casts == "input":
             tensors = (tensors[0].float(), *tensors[1:])
-        elif by_operator:
+        elif casts == "parameters" and self.number is not None and not self._is_watched():
             tensors = (tensors[0].to(self.low), *tensors[1:])
         else:
             tensors = cast_tensors(tensors, self.low, self.recording)
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-            pair = self._run_kernels(tensors, by_operator)
+            pair = self._run_kernels(tensors)
         if pair is None or pair[0].dtype is self.dtype:
             return pair
         return pair[0].to(self.dtype), pair[1]
 
     def _is_watched(self) -> bool:
         """Whether somebody watches operators, who is to see the public one. For a block that spares the host
-        that one would choose another plan: a profile shows what runs without it. (What is recorded is.)"""
-        shows = self.recording or self.spares_host
-        return _tracing() or _dispatch_modes() > 0 or (_profiling() and not shows)
+        that one would choose another plan: a profile shows what runs without it."""
+        return _tracing() or _dispatch_modes() > 0 or (_profiling() and not self.spares_host)
 
-    def _run_kernels(self, tensors: tuple[Any, ...], casts_parameters: bool = False) -> Pair | None:
+    def _run_kernels(self, tensors: tuple[Any, ...]) -> Pair | None:
         """The call by upconv3d's kernels, without autocast; None where PyTorch's operators are to run."""
         number = self.number
         if self.recording:
             # A mode is to see what PyTorch's calls show it; of other calls the operator itself sees to that.
             if number is None or (self.settings[11] and _dispatch_modes() > 0):
                 return None
-            return record_tail(tensors, self.settings, number, self.dtype if casts_parameters else None)
+            return record_tail(tensors, self.settings, number)
         if number is not None and not self._is_watched():
             pair: Pair = numbered_tail(*tensors, number)
             return pair
@@ -158,14 +156,12 @@ def cuda_call(
             settings = (*settings[:7], "tf32", *settings[8:])
             casts = "input"
         elif castable:
-            returns_recorded = recording and settings[11]
-            casts = "parameters" if not returns_recorded and _casts_parameters(tensors, low) else "all"
+            # A backward reads what was cast: parameters may have been changed since.
+            casts = "parameters" if not recording and _casts_parameters(tensors, low) else "all"
         else:
             casts = None
     # What torch.jit.trace records is the operator that its reader knows.
-    # What is recorded is cast by an operator of its own.
-    in_forward = casts == "parameters" and not recording
-    number = None if _tracing() else tail_number(settings, spares_host, in_forward)
+    number = None if _tracing() else tail_number(settings, spares_host, casts == "parameters")
     return CudaCall(settings, number, low, casts, dtype, recording, spares_host)
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._autocast import CastValues
 from ._autograd import _convolution_backward, _is_transformed, record_block
 from ._facts import Kept, empty_kept, is_concrete, kept_of
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
@@ -52,16 +51,11 @@ _SCHEMA = (
     f"({', '.join(['Tensor'] * len(Tensors._fields))})",
 )
 _BACKWARD_ARGUMENTS = 19  # of the backward operator behind its gradients; `saved`, `returned` follow, or not
-_INTERNAL = (
-    "_numbered_tail",
-    "_numbered_tail_for_training",
-    "_numbered_tail_backward",
-    "_cast_parameters",
-)
+_INTERNAL = ("_numbered_tail", "_numbered_tail_for_training", "_numbered_tail_backward")
 _KERNEL_ACTIVATIONS = tuple("none" if name is None else name for name in ACTIVATIONS)
 
 # Without OpOverload.__call__, a function in Python that passes its arguments on.
-numbered_tail, _numbered_tail_for_training, _numbered_tail_backward, _cast_parameters = (
+numbered_tail, _numbered_tail_for_training, _numbered_tail_backward = (
     getattr(_ops, name).default._op for name in _INTERNAL
 )
 
@@ -334,24 +328,17 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None, _: None
     return join(gradients, (None,) * len(Settings._fields))
 
 
-def _as_cast(parameter: Tensor | None, cast: Tensor | None) -> Tensor | None:
-    return cast if parameter is None or cast is parameter else CastValues.apply(parameter, cast)  # type: ignore[no-untyped-call]
-
-
 class ConvTranspose3dNormAct(torch.autograd.Function):
     """A call of the family as a node of autograd's graph, for calls that nothing but autograd looks at."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """arguments: Tensors; y, what is kept and the parameters as they were cast; Settings; their number.
+        """arguments: Tensors, y and what is kept, Settings, their number.
 
         What is kept is what _numbered_tail_for_training returned, or the convolution, where that is returned.
-        Nothing cast: None. These three come as one tuple, so that autograd does not take them for arguments.
+        Both come as one tuple, so that autograd does not take them for arguments.
         """
-        *tensors, (y, saved, cast), settings, number = arguments
-        ctx.parameters = None
-        if cast is not None:  # the backward reads that; the parameters themselves may be changed by then
-            ctx.parameters, tensors[1:6] = tensors[1:6], cast
+        *tensors, (y, saved), settings, number = arguments
         ctx.save_for_backward(*tensors, saved)
         ctx.settings, ctx.number = settings, number
         ctx.set_materialize_grads(False)
@@ -365,16 +352,12 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None = None) -> tuple[Any, ...]:
         *tensors, saved = ctx.saved_tensors
         mask, settings = ctx.needs_input_grad[: len(tensors)], ctx.settings
-        if ctx.parameters is not None and grad_y is not None:
-            grad_y = grad_y.to(tensors[0].dtype)
         if grad_y is None:  # else all are reached
             mask = reachable(mask, grad_y, grad_conv)
         gradients: Sequence[Tensor | None]
         if not any(mask):
             gradients = [None] * len(tensors)
         elif torch.is_grad_enabled():
-            if ctx.parameters is not None:
-                tensors[1:6] = map(_as_cast, ctx.parameters, tensors[1:6])
             gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)
         elif (
             grad_y is None
@@ -389,7 +372,6 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
             # Where the graph is not kept, nobody reads `saved` again.
             consume_saved = not _keeps_graph()
             gradients = _fused_backward(grad_y, tensors, ctx.number, mask, saved, consume_saved, True)
-        # Of a parameter that was cast, a gradient has the dtype of that: autograd casts it.
         return (*gradients, None, None, None)
 
 
@@ -404,34 +386,25 @@ def _is_block(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
 
 
 def record_tail(
-    tensors: tuple[Any, ...], settings: tuple[Any, ...], number: int, casts_to: torch.dtype | None = None
+    tensors: tuple[Any, ...], settings: tuple[Any, ...], number: int
 ) -> tuple[Tensor, Tensor | None] | None:
     """y by our kernels, recorded by autograd; None where they keep nothing for a backward.
 
     And the convolution, where that is returned.
-
-    casts_to: y's dtype, where the parameters are to be cast to the input's; not with a returned convolution.
     """
     if settings[-1]:
         if not reads_returned(tensors, settings):
             return None
         with _BelowAutograd():
             pair = numbered_tail(*tensors, number)
-        y, conv = _record(*tensors, (*pair, None), settings, number)
+        y, conv = _record(*tensors, pair, settings, number)
         return y, conv
-    given, cast = tensors, None
     with _BelowAutograd():
-        if casts_to is not None:
-            cast = _cast_parameters(*tensors[:6])
-            given = (tensors[0], *cast, None)
-        y, saved = _numbered_tail_for_training(*given, number)
-        if y is not None and casts_to is not None and y.dtype is not casts_to:
-            y = y.to(casts_to)
-    if y is not None:
-        return _record(*tensors, (y, saved, cast), settings, number), None
+        computed = _numbered_tail_for_training(*tensors, number)
+    if computed[0] is not None:
+        return _record(*tensors, computed, settings, number), None
     if _is_block(tensors, settings):
         numbers = settings[:8]
-        tensors = tensors if casts_to is None else _in_one_dtype(tensors)
         return record_block(*tensors[:5], numbers, settings_number(numbers), False), None
     return None
 
@@ -443,20 +416,13 @@ def batch_tail(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[An
     return tuple(torch.stack(results) for results in zip(*slices, strict=True)), (0, 0)
 
 
-def _in_one_dtype(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """The tensors, the parameters in the dtype of the input."""
-    return (tensors[0], *_cast_elsewhere(*tensors[:6]), *tensors[6:])
-
-
-def _cast_elsewhere(input: Tensor, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
-    """_cast_parameters where others than a kernel are to see it."""
-    return tuple(None if parameter is None else parameter.to(input.dtype) for parameter in parameters)
-
-
 def _numbered_elsewhere(*arguments: Any) -> tuple[Tensor, Tensor]:
     """_numbered_tail where others than a kernel are to see it: modes, subclasses, autocast."""
     *tensors, number = arguments
-    return public_tail(_in_one_dtype(tensors) if number in _casting else tensors, _settings[number])
+    if number in _casting:
+        low = tensors[0].dtype
+        tensors[1:6] = [None if tensor is None else tensor.to(low) for tensor in tensors[1:6]]
+    return public_tail(tensors, _settings[number])
 
 
 def _nothing_kept(*arguments: Any) -> tuple[None, None]:
@@ -482,11 +448,7 @@ def register() -> None:
     torch.library.register_vmap(f"upconv3d::{_NAME}", batch_tail)
     for name in _INTERNAL:
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
-    elsewhere = (
-        ("_numbered_tail", _numbered_elsewhere),
-        ("_numbered_tail_for_training", _nothing_kept),
-        ("_cast_parameters", _cast_elsewhere),
-    )
+    elsewhere = (("_numbered_tail", _numbered_elsewhere), ("_numbered_tail_for_training", _nothing_kept))
     for name, kernel in elsewhere:
         for key in ("Python", "AutocastCPU", "AutocastCUDA", "CompositeExplicitAutograd"):
             _library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
