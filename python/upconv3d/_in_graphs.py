@@ -17,7 +17,7 @@ from ._plan_questions import FEW_CHANNELS_KERNEL, SMALL_BLOCK_VALUES, about_valu
 from ._tail import Settings, Tensors, autocast_result_dtype, composite, in_format_of_result, is_plain
 from ._tail_arguments import NUMBERS, TENSORS, facts_of, join, split
 from ._tail_op import batch_tail, public_tail
-from ._transforms import _slice, batch_block, differentiated
+from ._transforms import batch_block, batch_slices, differentiated
 
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 
@@ -104,8 +104,7 @@ def _batched(info: Any, in_dims: tuple[Any, ...], *arguments: Any, instance: boo
     slice asks again what they are to see."""
     if differentiated():
         op = getattr(torch.ops.upconv3d, _NAME).default
-        slices = [op(*_slice(arguments, in_dims, i), instance=instance) for i in range(info.batch_size)]
-        return tuple(torch.stack(results) for results in zip(*slices, strict=True)), (0, 0)
+        return batch_slices(op, info, in_dims, *arguments, instance=instance)
     tensors, settings = split(arguments)
     if not _is_mission(Tensors(*tensors), Settings(*settings)):
         return batch_tail(info, in_dims, *arguments)

@@ -34,7 +34,7 @@ from ._tail import (
 from ._tail_arguments import NUMBERS, TENSORS, facts_of, join, runs_kernels, split
 from ._tail_graph import backward_is_ours, gradients_in_graph, inference_in_graph, training_in_graph
 from ._tail_graph import register as register_graph_operators
-from ._transforms import _slice
+from ._transforms import batch_slices
 
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 _ops = torch.ops.upconv3d
@@ -411,9 +411,7 @@ def record_tail(
 
 def batch_tail(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     """vmap's rule for the operator by its name; the function upconv3d has no need of it."""
-    op = getattr(_ops, _NAME).default
-    slices = [op(*_slice(arguments, in_dims, index)) for index in range(info.batch_size)]
-    return tuple(torch.stack(results) for results in zip(*slices, strict=True)), (0, 0)
+    return batch_slices(getattr(_ops, _NAME).default, info, in_dims, *arguments)
 
 
 def _numbered_elsewhere(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,15 @@ def _slice(arguments: Sequence[Any], dims: Sequence[Any], index: int) -> list[An
     ]
 
 
+def batch_slices(
+    op: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any, **named: Any
+) -> tuple[Any, tuple[int, ...]]:
+    """vmap's rule for an operator of several results that is called once per slice."""
+    slices = [op(*_slice(arguments, in_dims, index), **named) for index in range(info.batch_size)]
+    results = tuple(torch.stack(of_slices) for of_slices in zip(*slices, strict=True))
+    return results, (0,) * len(results)
+
+
 def batch_block(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
     """vmap's rule for the operator; arguments are those of its schema."""
     input, *others = arguments
