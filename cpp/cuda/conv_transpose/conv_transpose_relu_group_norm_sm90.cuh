@@ -39,7 +39,8 @@
 ///   warps 1, 2   store the results of warpgroup 1, 2 and take the other tiles' moments
 ///                (drain_tiles_sm90.cuh)
 ///   warp 3       merges moments and normalizes finished samples; warps 1 and 2 normalize too, between two
-///                tiles, and when no tile is left, so do the warps that multiplied (group_norm_sm90.cuh).
+///                tiles, and when no tile is left, so do the warps that multiplied, the block's last tile
+///                from where it was staged (group_norm_sm90.cuh).
 ///                Or a few blocks leave their multiprocessors to group_norm_normalize, launched beside this
 ///                kernel.
 ///
@@ -78,6 +79,7 @@
 #include "cuda/conv_transpose/remembered_launch_sm90.hpp"
 #include "cuda/conv_transpose/tail_sm90.hpp"
 #include "cuda/conv_transpose/tensor_maps_sm90.hpp"
+#include "cuda/conv_transpose/tiles_sm90.cuh"
 #include "cuda/group_norm/steps.cuh"
 
 namespace upconv3d::cuda {
@@ -87,8 +89,9 @@ namespace upconv3d::cuda {
 /// \tparam W_IN_PLACE of params. Known here, not where it is needed: between two ways to multiply into the
 /// same registers ptxas would wait for each instruction (C7515).
 template <class Traits, bool W_IN_PLACE>
-CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, SharedMemory<Traits> const& shared) {
+CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, char* shared_memory) {
   using namespace cute;
+  SharedMemory<Traits> const shared(uniform_shared(shared_memory), params.rings);
   using Epilogue = ReluEpilogue<Traits>;
   ControlStorage<Traits>& control = *shared.control;
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
@@ -130,7 +133,7 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, SharedMem
     };
     control.staging.wait_empty(staged);  // told or not: else the last slots of the rings are released late
     if constexpr (!Traits::TELLS_TILES) load_terms();
-    bool const takes_moments = consumers_take_moments(params.slabs[tile.slab], valid);
+    bool const takes_moments = consumers_take_moments(params, params.slabs[tile.slab], note, valid);
     int step[2];
     Epilogue::prepare(params, terms, valid, acc, step, takes_moments ? control.row[warpgroup] : nullptr);
     Epilogue::stage(params, acc, step, staging, control.step[warpgroup]);
@@ -193,17 +196,21 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
   if (warp >= 4) {
     cutlass::arch::warpgroup_reg_alloc<Traits::CONSUMER_REGISTERS>();
     if constexpr (Traits::READS_W_IN_PLACE) {
-      params.w_in_place ? multiply_tiles<Traits, true>(params, shared)
-                        : multiply_tiles<Traits, false>(params, shared);
+      params.w_in_place ? multiply_tiles<Traits, true>(params, raw_shared)
+                        : multiply_tiles<Traits, false>(params, raw_shared);
     } else {
-      multiply_tiles<Traits, false>(params, shared);
+      multiply_tiles<Traits, false>(params, raw_shared);
     }
     if (params.normalizes) {
-      // Both warpgroups are done with the operands' memory: now items come there.
-      cutlass::arch::NamedBarrier::sync(32 * kConsumerWarps, 1);
+      // Both warpgroups are done with the operands' memory: now items come there. What the other one staged
+      // can be seen, too.
+      bool const keeps = may_keep(params, control.last_tile);
+      keeps ? KeptTileBarrier::sync() : cutlass::arch::NamedBarrier::sync(32 * kConsumerWarps, 1);
       static_assert(kConsumerWarps * Traits::ITEM_BUFFERS * Traits::ITEM_BYTES <= Traits::RING_BYTES);
       GroupNormWorker<Traits, false> worker(params, control, control.items[warp - 3]);
-      worker.run(shared.x + (warp - 4) * Traits::ITEM_BUFFERS * Traits::ITEM_BYTES);
+      if (keeps && (warp == 4 || warp == 8)) worker.begin_with(control.handed_item[warp / 8]);
+      worker.run(shared.x + (warp - 4) * Traits::ITEM_BUFFERS * Traits::ITEM_BYTES,
+                 keeps ? shared.staging : nullptr);
     }
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Traits::HELPER_REGISTERS>();
@@ -262,7 +269,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
                    ? encode_slab_channels(problem, from, element, params.a, kPanelPositions<Stored>, 64)
                    : encode_slab_output(problem, from, element, to.pitch, params.a, kStagePositions<Stored>,
                                         kPanelChannels<Stored>));
-    if (Traits::QUANTIZED && to.normalizes) {
+    if ((Traits::QUANTIZED || Traits::KEEPS_TILE) && to.normalizes) {
       maps.place(slab.item, Mapped::kA,
                  encode_slab_output(problem, from, element, to.pitch, params.a, Traits::ITEM_POS,
                                     kPanelChannels<Stored>));
@@ -338,6 +345,35 @@ void fill_w(const ConvTransposeParams& params, DType operand, KernelParams<Trait
   }
 }
 
+/// KernelParams::first_kept: of the samples that the last tiles of all blocks may belong to the first.
+template <class Traits>
+int first_kept_sample(const ConvTransposeParams& params, const KernelParams<Traits>& of) {
+  const std::int64_t samples = params.problem.n, blocks = params.sm_count;
+  // What lies beside y is read by a gradient's pass, or by who asked for it: there all of it is stored.
+  if (!Traits::KEEPS_TILE || !of.in_place || params.launches > 1 || blocks > kMaxKeepers) {
+    return static_cast<int>(samples);
+  }
+  const std::int64_t tiles = of.tiles_per_sample.divisor;
+  // Shares of tiles have every other row of a stride's phase, boxes all: rows narrower than two lines of L2
+  // then cost as much as they save (K = 48: 280 -> 288 us), unless every tile is kept.
+  constexpr std::int64_t kTwoLines = 256;
+  const bool narrow = params.problem.k * std::int64_t{sizeof(typename Traits::Stored)} < kTwoLines;
+  if (!Traits::QUANTIZED && narrow && params.problem.stride[2] > 1 && samples * tiles > blocks) {
+    return static_cast<int>(samples);
+  }
+  return static_cast<int>(std::max<std::int64_t>(samples * tiles - blocks, 0) / tiles);
+}
+
+/// KernelParams::first_late: as many tiles before the end as an H200 has multiprocessors. By place, not by
+/// which block comes to which tile, nor by how many blocks there are: moments must not depend on either.
+template <class Traits>
+int first_late_place(const KernelParams<Traits>& of) {
+  constexpr std::int64_t kLateTiles = 132;
+  const std::int64_t places =
+      ceil_div(kLateTiles * of.order_per_sample.divisor, std::int64_t{of.tiles_per_sample.divisor});
+  return static_cast<int>(std::max<std::int64_t>(of.order_size - places, 0));
+}
+
 /// All parameters but those of point_to.
 template <class Traits>
 void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType output,
@@ -356,6 +392,8 @@ void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType 
   to.step_pitch = static_cast<int>(pitch);
   fill_slabs(params, operand, output, to, maps);
   fill_w(params, operand, to, maps);
+  to.first_kept = first_kept_sample(params, to);
+  to.first_late = to.linear ? to.order_size : first_late_place(to);
   if constexpr (!Traits::QUANTIZED) {
     if (to.normalizes) {
       maps.place(to.item, Mapped::kA,
@@ -403,6 +441,7 @@ void point_to(const ConvTransposeParams& params, KernelParams<Traits>& to) {
   to.next_item = params.counters + 1;
   to.arrivals = params.counters + kStoredCounters;
   to.finalized = params.counters + merged_counters(params.problem);
+  to.kept = params.counters + kept_tiles(params.problem);
 }
 
 /// A launch of one persistent block per multiprocessor, all at once.

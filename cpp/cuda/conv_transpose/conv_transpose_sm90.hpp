@@ -95,9 +95,18 @@ inline std::int64_t merged_counters(const Problem& problem) {
 /// The latter are at least this once the sample's moments are in channel_table.
 inline constexpr std::int32_t kSampleMerged = 1 << 30;
 
+/// Blocks that may keep their last tile in shared memory until it can be normalized, the first ones: more
+/// than multiprocessors of any arch 90 card.
+inline constexpr std::int64_t kMaxKeepers = 160;
+
+/// Where the tiles that are kept, [kMaxKeepers], lie among the counters.
+inline std::int64_t kept_tiles(const Problem& problem) {
+  return merged_counters(problem) + problem.n;
+}
+
 /// Counters that a launch needs.
 inline std::int64_t counter_count(const Problem& problem) {
-  return std::max<std::int64_t>(merged_counters(problem) + problem.n, kTwiceDealt + 2 * kMaxTwiceSets);
+  return std::max(kept_tiles(problem) + kMaxKeepers, kTwiceDealt + 2 * kMaxTwiceSets);
 }
 
 using ConvTransposeLauncher = void (*)(const ConvTransposeParams& params, cudaStream_t stream);

@@ -19,6 +19,7 @@
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
 #include "cuda/conv_transpose/relu_epilogue_sm90.cuh"
 #include "cuda/conv_transpose/running_moments_sm90.cuh"
+#include "cuda/conv_transpose/tiles_sm90.cuh"
 
 namespace upconv3d::cuda {
 

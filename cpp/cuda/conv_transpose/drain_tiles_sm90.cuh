@@ -12,6 +12,7 @@
 #include "cuda/conv_transpose/drain_sm90.cuh"
 #include "cuda/conv_transpose/group_norm_sm90.cuh"
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
+#include "cuda/conv_transpose/tiles_sm90.cuh"
 
 namespace upconv3d::cuda {
 
@@ -36,9 +37,21 @@ CUTLASS_DEVICE int items_beside_next(KernelParams<Traits> const& params,
 struct NoGroupNormWorker {
   template <class... Any>
   CUTLASS_DEVICE explicit NoGroupNormWorker(Any const&...) {}
+  CUTLASS_DEVICE int held_item() const { return -1; }
   CUTLASS_DEVICE void run_ready(char*, int) {}
   CUTLASS_DEVICE void run(char*) {}
 };
+
+/// Whether a block keeps a tile where it is staged: one that may be kept, with none behind it at `next`.
+template <class Traits>
+CUTLASS_DEVICE bool keeps_tile(KernelParams<Traits> const& params, ControlStorage<Traits> const& control,
+                               TileCoord const& tile, RingCursor const& next) {
+  if (!may_keep(params, tile)) return false;
+  // Not for long: the next tile is asked for before all of this one is loaded.
+  control.tiles.wait_full(next);
+  TileNote<Traits> const note = control.tile[next.slot];
+  return is_end(note);
+}
 
 /// Stores what a warpgroup stages and takes the moments that it does not; between two tiles, and in the end,
 /// normalizes.
@@ -57,6 +70,7 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
   // Arriving takes until the stores are written, microseconds. Where the next half tile is staged by then, it
   // comes first: tiles of few k-blocks would else wait for that.
   int* pending = nullptr;
+  bool keeps = false;
   for (;;) {
     if (!control.tiles.is_full(slot) || !control.staging.is_full(staged)) arrive_stored<0>(pending);
     control.tiles.wait_full(slot);
@@ -67,6 +81,15 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
     if (is_end(note)) break;
     TileCoord const coord = noted_tile(params, note);
     KernelSlab<Traits> const& slab = params.slabs[coord.slab];
+    keeps = keeps_tile(params, control, coord, slot);
+    if (keeps) {
+      if (threadIdx.x % 32 == 0) {
+        if (warpgroup == 0) params.kept[blockIdx.x] = 1 + index_of_tile(params, coord);
+        control.handed_item[warpgroup] = worker.held_item();
+      }
+      __syncwarp();
+      KeptTileBarrier::arrive();
+    }
     for (int round = 0; round < Traits::STAGE_ROUNDS; ++round) {
       if (round > 0 && !control.staging.is_full(staged)) arrive_stored<0>(pending);
       control.staging.wait_full(staged);
@@ -77,8 +100,8 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
           Drain<Traits>::write_steps(params, half, steps);
           Drain<Traits>::write_moment_of(params, slab, half);
         }
-        Drain<Traits>::store(params, slab, half, staging);
-        if (consumers_take_moments(slab, half.valid)) {
+        if (!keeps) Drain<Traits>::store(params, slab, half, staging);
+        if (consumers_take_moments(params, slab, note, half.valid)) {
           Drain<Traits>::write_row_moments(params, half, control.row[warpgroup]);
         } else if (!params.linear) {
           Drain<Traits>::moments(params, half, staging, steps);
@@ -106,7 +129,8 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
     }
   }
   arrive_stored<0>(pending);
-  if (params.normalizes) worker.run(memory);
+  // A tile that is kept lies in the memory that items would come to.
+  if (params.normalizes && !keeps) worker.run(memory);
 }
 
 }  // namespace upconv3d::cuda

@@ -5,7 +5,9 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
+#include <type_traits>
 
 #include "cutlass/cutlass.h"
 #include "cutlass/fast_math.h"
@@ -84,6 +86,12 @@ class GroupFinalizer {
 
   CUTLASS_DEVICE bool done() const { return next_step_ >= all_steps(); }
 
+  /// Whether the block's last tile is handed out.
+  CUTLASS_DEVICE bool hurries() const {
+    int const tile_sample = *static_cast<int const volatile*>(&control_.tile_sample);
+    return __shfl_sync(0xffffffffu, tile_sample, 0) == INT_MAX;
+  }
+
   /// Takes all steps.
   CUTLASS_DEVICE void run() {
     while (!done()) {
@@ -124,6 +132,13 @@ class GroupFinalizer {
     int const end = slab + 1 < params_.num_slabs ? control_.first_moment[slab + 1] : params_.moments;
     return moment + 1 < end ? Traits::STAGED_POS : control_.last_count[slab];
   }
+  /// Whether a slab ends amid a partial moment, which then stands for fewer positions than the others.
+  CUTLASS_DEVICE bool counts_differ() const {
+    static_assert(kMaxSlabs <= 32, "a lane looks at a slab");
+    int const lane = threadIdx.x % 32;
+    return __any_sync(0xffffffffu,
+                      lane < params_.num_slabs && control_.last_count[lane] != Traits::STAGED_POS);
+  }
 
   /// Partial moments of a group, [moments][granules of the group] of part.
   struct Partials {
@@ -161,29 +176,37 @@ class GroupFinalizer {
     int const begin = LANES == 32 ? (step - group_step * params_.merge_parts) * from.part : 0;
     int const end = min(begin + from.part, from.total);
     float const granule = float(1 << params_.granule_shift);
-    double const pivot = __ldcg(from.at(params_.group_granules, begin)).x;
-    double count = 0, sum = 0, sum_squares = 0;
+    double pivot = 0, count = 0, sum = 0, sum_squares = 0;
     int slab = 0;
-    for (int first = begin + lane; first < end; first += LANES * kLoads) {
-      float2 pair[kLoads];
-      float pair_count[kLoads];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kLoads; ++i) {
-        int const index = min(first + LANES * i, end - 1);
-        int sub;
-        int const moment = params_.group_granules.divmod(sub, index);
-        pair[i] = __ldcg(from.first + std::int64_t(moment) * from.row + sub);
-        pair_count[i] = first + LANES * i < end ? granule * float(moment_positions(moment, slab)) : 0.f;
+    auto const merge = [&](auto equal_counts) {
+      for (int first = begin + lane; first - lane < end; first += LANES * kLoads) {
+        float2 pair[kLoads];
+        float weight[kLoads];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kLoads; ++i) {
+          int const index = min(first + LANES * i, end - 1);
+          int sub, positions = Traits::STAGED_POS;
+          int const moment = params_.group_granules.divmod(sub, index);
+          pair[i] = __ldcg(from.first + std::int64_t(moment) * from.row + sub);
+          if constexpr (!equal_counts) positions = moment_positions(moment, slab);
+          weight[i] = first + LANES * i < end ? granule * float(positions) : 0.f;
+        }
+        if (first - lane == begin) {
+          pivot = LANES == 32 ? __shfl_sync(0xffffffffu, pair[0].x, 0) : pair[0].x;
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kLoads; ++i) {
+          if (weight[i] == 0.f) continue;
+          double const delta = pair[i].x - pivot;
+          count += weight[i];
+          sum += weight[i] * delta;
+          sum_squares += pair[i].y + weight[i] * delta * delta;
+        }
       }
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kLoads; ++i) {
-        if (pair_count[i] == 0.f) continue;
-        double const delta = pair[i].x - pivot;
-        count += pair_count[i];
-        sum += pair_count[i] * delta;
-        sum_squares += pair[i].y + pair_count[i] * delta * delta;
-      }
-    }
+    };
+    // Most problems need a quarter of the code, which counts here: what the last sample waits for was
+    // executed long ago, if ever, and has to be fetched.
+    counts_differ() ? merge(std::false_type{}) : merge(std::true_type{});
     add_lanes<LANES>(count, sum, sum_squares);
     double const mean_shift = sum / count;
     double const m2 = sum_squares - sum * mean_shift;
@@ -273,7 +296,7 @@ inline constexpr int kWarpMergedGroups = 16;
 inline int merge_parts(const Problem& problem, std::int64_t partials) {
   constexpr std::int64_t kPartials = 128;  // of a part, where the groups leave enough warps
   // From which on it was measured quicker: at 2200 by 6 us of 260, while at 300 a second step cost 3 of 70.
-  constexpr std::int64_t kLeast = 1024;
+  constexpr std::int64_t kLeast = 1536;
   constexpr std::int64_t kWarps = 128;  // about one per multiprocessor
   constexpr std::int64_t kMaxParts = 16;
   constexpr std::int64_t kMaxSamples = 1 << 16;  // keeps the steps of all samples within int

@@ -8,17 +8,25 @@
 /// remain to be computed, a warp only takes what is ready; after that it waits. Blocks thus wait for each
 /// other, so the launch is cooperative: all of them are on the card.
 ///
+/// Where y is all that is wanted, a block keeps the last tile that it computes in shared memory and
+/// normalizes it from there: memory never sees it before. Samples that such tiles may belong to have shares
+/// of tiles as items, so that everyone else can leave those out.
+///
 /// Which block and warp does a piece of this work depends on timing; its result does not.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 #include <type_traits>
+
+#include "cutlass/arch/barrier.h"
 
 #include "cuda/activation.cuh"
 #include "cuda/conv_transpose/after_sm90.cuh"
 #include "cuda/conv_transpose/drain_sm90.cuh"
 #include "cuda/conv_transpose/finalize_sm90.cuh"
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
+#include "cuda/conv_transpose/tiles_sm90.cuh"
 
 namespace upconv3d::cuda {
 
@@ -45,6 +53,15 @@ CUTLASS_DEVICE void store_if(bool valid, uint4* to, uint4 const& v) {
       : "memory");
 }
 
+/// Where a block keeps its last tile: its drain warps, whose memory that takes, leave the items to the
+/// consumers, and hand over those that they hold.
+struct KeptTileBarrier {
+  static constexpr int kThreads = 32 * (kConsumerWarps + 2);
+  static constexpr int kId = 2;
+  CUTLASS_DEVICE static void arrive() { cutlass::arch::NamedBarrier::arrive(kThreads, kId); }
+  CUTLASS_DEVICE static void sync() { cutlass::arch::NamedBarrier::sync(kThreads, kId); }
+};
+
 /// \tparam FINALIZES whether this warp is the block's one that merges moments
 template <class Traits, bool FINALIZES>
 class GroupNormWorker {
@@ -57,34 +74,48 @@ class GroupNormWorker {
   static constexpr int kVector = 16 / int(sizeof(Stored));  // values of 16 bytes
 
   static constexpr int kItemsPerTile = Traits::ITEMS_PER_TILE;
+  static constexpr int kPanelBytes = Traits::ITEM_POS * 128;  // of an item
+  static constexpr int kKeptOfLane = int(kMaxKeepers) / 32;
+  static_assert(kMaxKeepers % 32 == 0);
 
   /// \param items this warp's barriers
   CUTLASS_DEVICE GroupNormWorker(Params const& params, ControlStorage<Traits>& control,
                                  RingBarriers<Traits::ITEM_BUFFERS>& items)
       : params_(params), control_(control), items_(items), finalizer_(params, control) {
-    int const per_sample =
-        Traits::QUANTIZED
-            ? params.tiles_per_sample.divisor * kItemsPerTile
-            : cutlass::ceil_div(Drain<Traits>::pixels(params), Traits::ITEM_POS) * params.k_tiles.divisor;
-    items_per_sample_ = cutlass::FastDivmod(per_sample);
-    all_items_ = per_sample * params.samples;
+    int const boxes =
+        cutlass::ceil_div(Drain<Traits>::pixels(params), Traits::ITEM_POS) * params.k_tiles.divisor;
+    boxes_per_sample_ = cutlass::FastDivmod(boxes);
+    boxes_ = boxes * first_of_tiles();
+    all_items_ =
+        boxes_ + params.tiles_per_sample.divisor * kItemsPerTile * (params.samples - first_of_tiles());
+    // Of a tile per block each keeps its own.
+    if (Traits::KEEPS_TILE && params.first_kept == 0 && params.order_size <= int(gridDim.x)) all_items_ = 0;
   }
 
   /// Merges moments and normalizes until nothing is left: while one item is normalized, TMA
   /// brings the next ones. A load takes long while the operands' loads keep the memory system busy.
   ///
   /// \param buffers [ITEM_BUFFERS] [BLK_K/panel channels][ITEM_POS][panel channels] Stored, swizzled
-  CUTLASS_DEVICE void run(char* buffers) {
+  /// \param kept    null, or the last tile as it is staged, which its block keeps: each warp that multiplied
+  ///                normalizes an item of it, once its sample can be
+  CUTLASS_DEVICE void run(char* buffers, char const* kept = nullptr) {
     Item items[Traits::ITEM_BUFFERS];
     int loading = 0;
     for (;;) {
-      while (loading < Traits::ITEM_BUFFERS && take()) {
+      // That a later sample is final says nothing of this one, but that it is time to ask.
+      bool const asks = kept != nullptr && (loading == 0 || control_.last_tile.n < ready_samples_);
+      bool const has_kept = asks && is_final(control_.last_tile.n);
+      // Once the last tile is handed out, others wait for what this warp merges.
+      bool const takes = !has_kept && (!FINALIZES || finalizer_.done() || !finalizer_.hurries());
+      while (takes && loading < Traits::ITEM_BUFFERS && take()) {
         start(items, buffers);
         ++loading;
       }
-      bool const idle = loading == 0;
-      if (!idle) {
-        finish(items, buffers);
+      bool const idle = !has_kept && loading == 0;
+      if (!idle) finish(items, buffers, has_kept ? kept : nullptr);
+      if (has_kept) {
+        kept = nullptr;
+      } else if (!idle) {
         --loading;
       }
       bool finalizes = false, all_final = true;
@@ -93,36 +124,50 @@ class GroupNormWorker {
         all_final = finalizer_.done();
       }
       if (idle && !finalizes) {
-        if (done_ && all_final) return;
+        if (done_ && all_final && kept == nullptr) return;
         __nanosleep(kPollNanoseconds);
       }
     }
+  }
+
+  /// The item that this warp will come to, or -1: as lane 0 knows it.
+  CUTLASS_DEVICE int held_item() const { return asked_ ? ticket_ : -1; }
+  /// The same, to be taken before any other.
+  CUTLASS_DEVICE void begin_with(int item) {
+    asked_ = item >= 0;
+    ticket_ = item;
   }
 
   /// Normalizes items that are ready now, `most` of them at most; waits for no others.
   CUTLASS_DEVICE void run_ready(char* buffers, int most) {
     Item items[Traits::ITEM_BUFFERS];
     for (int loading = 0;;) {
-      while (loading < Traits::ITEM_BUFFERS && most > 0 && take()) {
+      while (loading < Traits::ITEM_BUFFERS && most > 0 && take(most)) {
         start(items, buffers);
         ++loading;
         --most;
       }
       if (loading == 0) return;
-      finish(items, buffers);
+      finish(items, buffers, nullptr);
       --loading;
     }
   }
 
  private:
   /// ITEM_POS positions x BLK_K channels of a sample. As a rule they lie next to each other in memory. With
-  /// Stepped16 they are a share of a tile, since values have a meaning only together with their tile's steps.
+  /// Stepped16 they are a share of a tile, since values have a meaning only together with their tile's steps;
+  /// so they are where some tiles are kept, which no item of another tile may touch.
   struct Item {
     int sample;
-    int slab;      // Stepped16 only
+    int slab;      // of tiles only
     int channel;   // first
-    int position;  // first, in [Z,P,Q]; Stepped16: within the slab, perhaps beyond it
+    int position;  // first, in [Z,P,Q]; of tiles: within the slab, perhaps beyond it
   };
+  /// The first sample whose items are shares of tiles.
+  CUTLASS_DEVICE int first_of_tiles() const {
+    if constexpr (Traits::QUANTIZED) return 0;
+    return Traits::KEEPS_TILE ? params_.first_kept : params_.samples;
+  }
 
   /// Has the item held brought to the next buffer.
   CUTLASS_DEVICE void start(Item (&items)[Traits::ITEM_BUFFERS], char* buffers) {
@@ -131,10 +176,23 @@ class GroupNormWorker {
     load_item(item, load_.slot, buffers);
     load_.advance(Traits::ITEM_BUFFERS);
   }
-  /// Normalizes the item that was started first.
-  CUTLASS_DEVICE void finish(Item const (&items)[Traits::ITEM_BUFFERS], char* buffers) {
-    items_.wait_full(use_);
-    normalize_loaded(get(items, use_.slot), buffers + use_.slot * Traits::ITEM_BYTES);
+  /// Normalizes the item that was started first; or, unless null, the warp's share of the tile that the block
+  /// keeps. One call for both: each is a copy of what is called.
+  CUTLASS_DEVICE void finish(Item const (&items)[Traits::ITEM_BUFFERS], char* buffers, char const* kept) {
+    Item item;
+    char const* from;
+    if (kept != nullptr) {
+      TileCoord const tile = control_.last_tile;
+      int const first = int(threadIdx.x / 32 % kConsumerWarps) * Traits::ITEM_POS;
+      item = {tile.n, tile.slab, tile.channel, tile.position + first};
+      from = kept + first * 128;
+    } else {
+      items_.wait_full(use_);
+      item = get(items, use_.slot);
+      from = buffers + use_.slot * Traits::ITEM_BYTES;
+    }
+    normalize_loaded(item, from, kept != nullptr ? Traits::WG_STAGING_BYTES : kPanelBytes);
+    if (kept != nullptr) return;
     __syncwarp();  // before TMA overwrites what was read
     use_.advance(Traits::ITEM_BUFFERS);
   }
@@ -157,22 +215,53 @@ class GroupNormWorker {
 
   /// Whether the item held can be normalized now. Items are handed out one by one, in the order of the
   /// samples.
-  CUTLASS_DEVICE bool take() {
-    if (done_) return false;
+  ///
+  /// \param most items that it may leave out because they are kept, each of which costs asking for another
+  CUTLASS_DEVICE bool take(int most = INT_MAX) {
     if (!asked_) ask();
     asked_ = true;
-    held_ = __shfl_sync(0xffffffffu, ticket_, 0);
-    return sample_ready(held_);
+    for (; !done_ && most > 0; --most) {
+      held_ = __shfl_sync(0xffffffffu, ticket_, 0);
+      if (!sample_ready(held_)) return false;
+      if (!is_kept(held_)) return true;
+      ask();
+    }
+    return false;
+  }
+  /// The sample of item `held`, and its place among the sample's: the latest first, which of a sample that
+  /// does not fit L2 are what is left there.
+  CUTLASS_DEVICE int place_of(int held, int& sample) const {
+    int place;
+    if (Traits::QUANTIZED || held >= boxes_) {
+      int of_sample;
+      sample = params_.tiles_per_sample.divmod(of_sample, (held - boxes_) / kItemsPerTile);
+      sample += first_of_tiles();
+      place = (params_.tiles_per_sample.divisor - of_sample) * kItemsPerTile;
+      return place - 1 - (held - boxes_) % kItemsPerTile;
+    }
+    sample = boxes_per_sample_.divmod(place, held);
+    return boxes_per_sample_.divisor - 1 - place;
+  }
+  /// Whether the item belongs to a tile that the block which computed it normalizes. Its sample is final.
+  CUTLASS_DEVICE bool is_kept(int held) const {
+    if constexpr (!Traits::KEEPS_TILE) return false;
+    if (held < boxes_) return false;
+    int sample;
+    int const place = place_of(held, sample);
+    if (sample < params_.first_kept) return false;
+    int const tile = sample * params_.tiles_per_sample.divisor + place / kItemsPerTile;
+    bool found = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kKeptOfLane; ++i) found = found || kept_tiles_[i] == tile + 1;
+    return __any_sync(0xffffffffu, found);
   }
   /// The item held, which is thereby taken.
   CUTLASS_DEVICE Item take_held() {
     Item item;
-    int index, k_tile;
-    item.sample = items_per_sample_.divmod(index, held_);
+    int k_tile;
+    int const index = place_of(held_, item.sample);
     ask();
-    // The latest first: of a sample that does not fit L2 they are what is left there.
-    index = items_per_sample_.divisor - 1 - index;
-    if constexpr (Traits::QUANTIZED) {
+    if (item.sample >= first_of_tiles()) {
       // Lanes search the slabs side by side: their parameters lie in constant memory, where one after the
       // other would cost more than normalizing does.
       int const tile = index / kItemsPerTile, lane = threadIdx.x % 32;
@@ -199,17 +288,28 @@ class GroupNormWorker {
       done_ = true;
       return false;
     }
-    int unused;
-    int const sample = items_per_sample_.divmod(unused, item);
+    int sample;
+    place_of(item, sample);
     if (sample < ready_samples_) return true;
-    if (__shfl_sync(0xffffffffu, load_acquire(params_.finalized + sample), 0) < params_.merge_steps) {
-      return false;
-    }
-    __syncwarp();
+    if (!is_final(sample)) return false;
     // What the counter says was written, TMA may now read too.
     asm volatile("fence.proxy.async;" ::: "memory");
     ready_samples_ = sample + 1;
+    if constexpr (Traits::KEEPS_TILE) {
+      if (sample >= params_.first_kept) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kKeptOfLane; ++i) {
+          kept_tiles_[i] = __ldcg(params_.kept + 32 * i + threadIdx.x % 32);
+        }
+      }
+    }
     return true;
+  }
+  /// Whether all groups of a sample are in the table. Those of an earlier one may not be.
+  CUTLASS_DEVICE bool is_final(int sample) const {
+    int const merged = __shfl_sync(0xffffffffu, load_acquire(params_.finalized + sample), 0);
+    __syncwarp();
+    return merged >= params_.merge_steps;
   }
 
   /// maps_ for the chunk of channels from `channel` on: as a rule the same as for the last item.
@@ -248,35 +348,38 @@ class GroupNormWorker {
     CUTLASS_PRAGMA_UNROLL
     for (int panel = 0; panel < Traits::BLK_K / kPanel; ++panel) {
       int const channel = Drain<Traits>::stored_channel(params_, item.channel, item.channel) + panel * kPanel;
-      if constexpr (Traits::QUANTIZED) {
+      if (item.sample >= first_of_tiles()) {
         Slab const& slab = params_.slabs[item.slab];
         // An im2col load must begin inside the slab, also that of an item which lies beyond it whole.
         int q, p;
         int const z = slab.height.divmod(p, slab.width.divmod(q, min(item.position, slab.positions - 1)));
-        cute::SM90_TMA_LOAD_IM2COL_5D::copy(&slab.item, barrier, to + panel * (Traits::ITEM_POS * 128),
-                                            channel, q, p, z, item.sample, std::uint16_t(0), std::uint16_t(0),
+        cute::SM90_TMA_LOAD_IM2COL_5D::copy(&slab.item, barrier, to + panel * kPanelBytes, channel, q, p, z,
+                                            item.sample, std::uint16_t(0), std::uint16_t(0),
                                             std::uint16_t(0));
-      } else {
-        cute::SM90_TMA_LOAD_3D::copy(
-            &params_.item, barrier, std::uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
-            to + panel * (Traits::ITEM_POS * 128), channel, item.position, item.sample);
+      } else if constexpr (!Traits::QUANTIZED) {
+        cute::SM90_TMA_LOAD_3D::copy(&params_.item, barrier,
+                                     std::uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
+                                     to + panel * kPanelBytes, channel, item.position, item.sample);
       }
     }
   }
 
-  /// y of an item that load_item has brought. One branch, here: these warps are bound by what they issue.
-  CUTLASS_DEVICE void normalize_loaded(Item const& item, char const* buffer) {
+  /// y of an item that load_item has brought, or that was staged. One branch, here: these warps are bound by
+  /// what they issue.
+  ///
+  /// \param panel_bytes from one panel of channels to the next
+  CUTLASS_DEVICE void normalize_loaded(Item const& item, char const* buffer, int panel_bytes) {
     Activation const after = params_.after.kind;
     if (after == Activation::kNone) {
-      normalize_loaded<NoActivation>(item, buffer);
+      normalize_loaded<NoActivation>(item, buffer, panel_bytes);
     } else if (after == Activation::kRelu) {
-      normalize_loaded<ReluActivation>(item, buffer);
+      normalize_loaded<ReluActivation>(item, buffer, panel_bytes);
     } else {
-      normalize_loaded<SlopeActivation>(item, buffer);
+      normalize_loaded<SlopeActivation>(item, buffer, panel_bytes);
     }
   }
   template <class After>
-  CUTLASS_DEVICE void normalize_loaded(Item const& item, char const* buffer) {
+  CUTLASS_DEVICE void normalize_loaded(Item const& item, char const* buffer, int panel_bytes) {
     constexpr int kChunks = Traits::BLK_K / kVector;  // of a position
     constexpr int kRows = 32 / kChunks;               // positions that a warp takes at once
     // Positions of a lane that are worked on side by side: shared memory answers late while wgmma reads it.
@@ -296,19 +399,22 @@ class GroupNormWorker {
     }
     int count, pixel;  // a lane finds one position's place, for all
     float step[kVector];
-    if constexpr (Traits::QUANTIZED) {
+    if (item.sample >= first_of_tiles()) {
       Slab const& slab = params_.slabs[item.slab];
       count = inside ? slab.positions - item.position : 0;
       pixel = pixel_of(params_, slab, min(item.position + lane, slab.positions - 1));
-      if (count > 0) {
-        load_steps(item.sample, slab.first_moment + item.position / Traits::STAGED_POS, channel, step);
+      if constexpr (Traits::QUANTIZED) {
+        if (count > 0) {
+          load_steps(item.sample, slab.first_moment + item.position / Traits::STAGED_POS, channel, step);
+        }
       }
     } else {
       count = inside ? Drain<Traits>::pixels(params_) - item.position : 0;
+      pixel = item.position + lane;
     }
     Output* const to =
         params_.y + item.sample * std::int64_t(Drain<Traits>::pixels(params_)) * params_.k + channel;
-    char const* const panel = buffer + chunk / 8 * (Traits::ITEM_POS * 128);
+    char const* const panel = buffer + chunk / 8 * panel_bytes;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = lane / kChunks; first - lane / kChunks < Traits::ITEM_POS; first += kRows * kBatch) {
       uint4 in[kBatch];
@@ -316,7 +422,7 @@ class GroupNormWorker {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kBatch; ++i) {
         int const row = first + i * kRows;
-        row_pixel[i] = Traits::QUANTIZED ? __shfl_sync(0xffffffffu, pixel, row) : item.position + row;
+        row_pixel[i] = __shfl_sync(0xffffffffu, pixel, row);
         in[i] = *reinterpret_cast<uint4 const*>(panel + row * 128 + ((chunk % 8) ^ (row % 8)) * 16);
       }
       CUTLASS_PRAGMA_UNROLL
@@ -351,10 +457,12 @@ class GroupNormWorker {
   RingBarriers<Traits::ITEM_BUFFERS>& items_;
   RingCursor load_, use_;             // buffers
   GroupFinalizer<Traits> finalizer_;  // FINALIZES only
-  cutlass::FastDivmod items_per_sample_;
+  cutlass::FastDivmod boxes_per_sample_;
+  int boxes_;                             // items that are no shares of tiles, of all blocks
   int all_items_;                         // of all samples and blocks
   int ticket_ = 0;                        // lane 0: the item handed out last, perhaps on its way
   int held_ = 0;                          // the same, for all lanes
+  int kept_tiles_[kKeptOfLane];           // a lane's of params.kept, those of ready_samples_ among them
   int ready_samples_ = 0;                 // known to be in the table
   ChannelMapSm90<Stored> maps_[kVector];  // of the channels that items last used
   int maps_sample_ = -1;

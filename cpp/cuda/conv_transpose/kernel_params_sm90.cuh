@@ -4,7 +4,6 @@
 /// and how it lays out shared memory.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -124,6 +123,11 @@ struct ConvTransposeTraitsSm90 {
   /// Items on their way into shared memory while another is normalized.
   static constexpr int ITEM_BUFFERS = 2;
 
+  /// Whether all of a tile is staged at once, so that a block can keep its last one there until the sample's
+  /// moments are known: it is normalized from shared memory, and stored once instead of twice.
+  static constexpr bool KEEPS_TILE = STAGE_ROUNDS == 1 && sizeof(Stored) == 2;
+  static_assert(!KEEPS_TILE || ITEMS_PER_TILE == kConsumerWarps, "each warp normalizes an item of it");
+
   /// What is left for the rings of x and w.
   static constexpr int RING_BYTES =
       kSharedMemoryBytes - kControlBytes - STAGING_BYTES - ITEM_BUFFERS * ITEM_BYTES;
@@ -187,7 +191,9 @@ struct ControlStorage {
   RingBarriers<2> staging;  // slot: consumer warpgroup
   RingBarriers<Traits::ITEM_BUFFERS> items[kNormalizingWarps];
   TileNote<Traits> tile[kTileSlots];
-  int tile_sample;  // of the last tile handed out, or INT_MAX
+  int tile_sample;      // of the last tile handed out, or INT_MAX
+  TileCoord last_tile;  // once there are no more; its sample is -1 where there was none
+  int handed_item[2];   // by each drain warp to consumers, where the last tile is kept; -1 for none
   // Of the slabs, for lanes that each look at another one: constant memory answers those one after the other.
   int first_tile[kMaxSlabs];
   int first_moment[kMaxSlabs];
@@ -221,7 +227,7 @@ template <class Traits>
 struct KernelSlab : SlabGeometry {
   CUtensorMap x[Traits::SPLITS];  // hi, lo; just the input that the slab reads
   CUtensorMap a;       // the slab in a: boxes that are stored; tiled where channels_first, else im2col
-  CUtensorMap item;    // the same, boxes that are normalized; Stepped16 only
+  CUtensorMap item;    // the same, boxes that are normalized
   int corner[3];       // first window's coordinates in x
   int stride[3];       // of x's coordinates, from one position to the next
   int dilation[3];     // of x's coordinates, from one tap to the next
@@ -235,7 +241,7 @@ struct KernelSlab : SlabGeometry {
   int x_loads;         // of a tile
   int first_tile;      // of a sample's tiles
   int first_moment;    // of a sample's partial moments
-  bool row_moments;    // consumers take the moments of whole half tiles
+  bool row_moments;    // consumers take the moments
 };
 
 /// In tiles of at most this many k-blocks, or twice as many half ones, the consumers take the moments, which
@@ -245,19 +251,12 @@ struct KernelSlab : SlabGeometry {
 inline constexpr int kRowMomentBlocks = 16;
 inline constexpr int kRowMomentBlocksOfSeveral = 32;
 
-/// Whether consumers take the moments of the whole half tiles of a slab, of so many k-blocks. Of 16 bits with
-/// a step always: the values in steps that they sum are at hand.
+/// Whether consumers take the moments of all tiles of a slab, of so many k-blocks. Of 16 bits with a step
+/// always: the values in steps that they sum are at hand.
 template <class Traits>
 bool wants_row_moments(int k_blocks, std::int64_t samples) {
   const int most = samples > 1 ? kRowMomentBlocksOfSeveral : kRowMomentBlocks;
   return Traits::TAKES_ROW_MOMENTS && (Traits::QUANTIZED || k_blocks * Traits::BLK_C <= most * kBlockInputs);
-}
-
-/// Whether the consumers take a half tile's moments from their accumulators; else its drain warp does, from
-/// what is staged. \param valid positions inside the slab
-template <class Traits>
-CUTLASS_DEVICE bool consumers_take_moments(KernelSlab<Traits> const& slab, int valid) {
-  return Traits::TAKES_ROW_MOMENTS && slab.row_moments && valid >= Traits::STAGED_POS;
 }
 
 template <class Traits>
@@ -287,6 +286,7 @@ struct KernelParams {
   cutlass::FastDivmod order_per_slab;    // the same per window and slab
   cutlass::FastDivmod order_per_end_slab;  // the same where the launch's last windows are taken as one
   int first_end_window;                    // of the last sample, the first of those windows
+  int first_late;                          // place from which on consumers take all moments
   int window_tiles;                        // position tiles of a window, 0: the order has no windows
   int order_size;                          // places of all samples
   int tile_blocks;                         // blocks that compute tiles to the end, and merge moments
@@ -296,6 +296,7 @@ struct KernelParams {
   bool normalizes;                     // else group_norm_normalize does, from channel_table, or nobody
   bool normalized_beside;              // by a launch that may begin when all blocks of this one have
   bool in_place;                       // a lies in y
+  int first_kept;                      // sample from which on blocks keep their last tile; samples: none do
   bool linear;                         // a is the result: no moments either
   bool channels_first;                 // linear only: a is [N,K,Z*P*Q]
   float floor;                         // of a: 0 for ReLU, -infinity for none
@@ -329,136 +330,15 @@ struct KernelParams {
   int* next_item;  // normalization items handed out
   int* arrivals;   // [N] stored parts of half tiles, 2 * STAGE_ROUNDS per tile
   int* finalized;  // [N] steps whose groups are in table; of all steps kSampleMerged more
+  int* kept;       // [kMaxKeepers] 1 + tile of all samples that a block keeps, or 0
 };
 
-/// First output channel of a tile.
-template <class Traits>
-CUTLASS_DEVICE int tile_channel(KernelParams<Traits> const& params, int k_tile) {
-  int k_tile_of_group;
-  int const group = params.group_k_tiles.divmod(k_tile_of_group, k_tile);
-  return group * params.group_k.divisor + k_tile_of_group * Traits::BLK_K;
-}
-
-/// The convolution group of output channel `channel`, and the end of that group's channels: what a tile
-/// computes beyond is neither its group's nor anyone's.
-template <class Traits>
-CUTLASS_DEVICE int group_of(KernelParams<Traits> const& params, int channel) {
-  return params.group_k.div(channel);
-}
-template <class Traits>
-CUTLASS_DEVICE int channel_end(KernelParams<Traits> const& params, int channel) {
-  return (group_of(params, channel) + 1) * params.group_k.divisor;
-}
-
-/// Where tile `local` of a sample lies. Slab by slab, channels innermost, so that neighbours share x in L2.
-template <class Traits>
-CUTLASS_DEVICE TileCoord tile_of_sample(KernelParams<Traits> const& params, int n, int local) {
-  TileCoord coord;
-  coord.n = n;
-  coord.slab = 0;
-  while (coord.slab + 1 < params.num_slabs && local >= params.slabs[coord.slab + 1].first_tile) ++coord.slab;
-  int k_tile;
-  int const pos_tile = params.k_tiles.divmod(k_tile, local - params.slabs[coord.slab].first_tile);
-  coord.channel = tile_channel(params, k_tile);
-  coord.position = pos_tile * Traits::BLK_POS;
-  return coord;
-}
-
-/// Which tile has place `place` of the launch order: sample by sample, so that a sample can be normalized
-/// while the next is computed. Within one, slabs with the costliest first, so that the end of the launch is
-/// even; or windows of neighbouring position tiles of all slabs, so that phases find x in L2, the last few of
-/// the launch taken as one, so that its end is even too. Slabs of fewer tiles than the longest leave places
-/// empty: their position lies beyond the slab.
-template <class Traits>
-CUTLASS_DEVICE TileCoord tile_of_launch(KernelParams<Traits> const& params, int place) {
-  int local;
-  int const n = params.order_per_sample.divmod(local, place);
-  if (params.window_tiles == 0) return tile_of_sample(params, n, local);
-  TileCoord coord;
-  coord.n = n;
-  int k_tile;
-  int window = params.order_per_window.divmod(local, local);
-  if (n == params.samples - 1 && window >= params.first_end_window) {
-    local += (window - params.first_end_window) * params.order_per_window.divisor;
-    window = params.first_end_window;
-    coord.slab = params.order_per_end_slab.divmod(local, local);
-  } else {
-    coord.slab = params.order_per_slab.divmod(local, local);
-  }
-  int const pos_tile = window * params.window_tiles + params.k_tiles.divmod(k_tile, local);
-  coord.channel = tile_channel(params, k_tile);
-  coord.position = pos_tile * Traits::BLK_POS;
-  return coord;
-}
-
-/// What it takes to multiply the tile at `coord`.
-template <class Traits>
-CUTLASS_DEVICE TileWork tile_work(KernelParams<Traits> const& params, TileCoord const& coord) {
-  KernelSlab<Traits> const& slab = params.slabs[coord.slab];
-  return {coord, slab.positions - coord.position, slab.x_loads, slab.shared_taps, slab.shared_rows};
-}
-
-/// The loading thread's note of the tile at `coord`, which has place `place` of the launch order.
-template <class Traits>
-CUTLASS_DEVICE TileNote<Traits> note_tile(KernelParams<Traits> const& params, TileCoord const& coord,
-                                          int place) {
-  if constexpr (Traits::TELLS_TILES) {
-    return tile_work(params, coord);
-  } else {
-    return place;
-  }
-}
-
-/// The note behind the last tile.
-template <class Traits>
-CUTLASS_DEVICE TileNote<Traits> note_end() {
-  if constexpr (Traits::TELLS_TILES) {
-    TileWork end{};
-    end.n = -1;
-    return end;
-  } else {
-    return -1;
-  }
-}
-
-/// The tile of a note that is not the end.
-template <class Traits>
-CUTLASS_DEVICE TileWork noted_tile(KernelParams<Traits> const& params, TileNote<Traits> const& note) {
-  if constexpr (Traits::TELLS_TILES) {
-    return note;
-  } else {
-    return tile_work(params, tile_of_launch(params, note));
-  }
-}
-
-/// Windows of the launch order that are taken as one at its end. Of a single window the last long tile would
-/// begin when all else is nearly done. Four or eight gained 1 to 2 %, two nothing.
-inline constexpr std::int64_t kEndWindows = 4;
-
-/// The order in windows of `window_tiles` position tiles; returns its places per sample.
-///
-/// \param longest position tiles of the longest slab
-/// \param k_tiles of all groups
-template <class Traits>
-std::int64_t fill_windows(std::int64_t window_tiles, std::int64_t longest, std::int64_t k_tiles,
-                          KernelParams<Traits>& to) {
-  const std::int64_t windows = (longest + window_tiles - 1) / window_tiles;
-  const std::int64_t end_windows = std::min(windows, kEndWindows);
-  const std::int64_t per_slab = window_tiles * k_tiles;
-  const std::int64_t per_window = per_slab * to.num_slabs;
-  to.window_tiles = static_cast<int>(window_tiles);
-  to.order_per_slab = cutlass::FastDivmod(static_cast<int>(per_slab));
-  to.order_per_end_slab = cutlass::FastDivmod(static_cast<int>(end_windows * per_slab));
-  to.order_per_window = cutlass::FastDivmod(static_cast<int>(per_window));
-  to.first_end_window = static_cast<int>(windows - end_windows);
-  return per_window * windows;
-}
-
-/// Index in [Z,P,Q] of a slab's position.
-template <class Traits>
-CUTLASS_DEVICE int pixel_of(KernelParams<Traits> const& params, KernelSlab<Traits> const& slab,
-                            int position) {
-  return slab.pixel(params.out, position);
+/// An address in shared memory that the compiler knows to be the same for a whole warp. Barriers and
+/// descriptors are then found in uniform registers; else it may take others, and move them at every k-block
+/// between the wait for operands and the first wgmma: 30 cycles of 500 to 1000.
+CUTLASS_DEVICE char* uniform_shared(char* address) {
+  auto const offset = static_cast<unsigned>(__cvta_generic_to_shared(address));
+  return static_cast<char*>(__cvta_shared_to_generic(__shfl_sync(0xffffffffu, offset, 0)));
 }
 
 /// The parts of shared memory.

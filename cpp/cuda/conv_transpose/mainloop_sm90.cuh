@@ -19,6 +19,7 @@
 #include "cute/tensor.hpp"
 
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
+#include "cuda/conv_transpose/tiles_sm90.cuh"
 
 namespace upconv3d::cuda {
 
@@ -48,6 +49,7 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
   ControlStorage<Traits>& control = *shared.control;
   RingShape const& rings = params.rings;
   RingCursor x, w, slot;
+  TileCoord last_tile{.n = -1};
   for (int tile = blockIdx.x;;) {
     TileCoord const coord = tile_of_launch(params, tile);
     bool const more = tile < params.order_size;
@@ -58,9 +60,11 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
     control.tiles.wait_empty(slot);
     control.tile[slot.slot] = more ? note_tile(params, coord, tile) : note_end<Traits>();
     *static_cast<int volatile*>(&control.tile_sample) = more ? coord.n : INT_MAX;
+    if (!more) control.last_tile = last_tile;
     control.tiles.arrive_full(slot.slot);
     slot.advance(kTileSlots);
     if (!more) break;
+    last_tile = coord;
     // A few blocks leave, for group_norm_normalize, as soon as there is a sample to normalize.
     bool const last = int(blockIdx.x) >= params.tile_blocks && coord.n > 0;
     int next_tile = params.order_size;

@@ -85,7 +85,7 @@ struct ReluEpilogue {
   ///
   /// \param valid positions inside the slab; those beyond belong to the next sample
   /// \param step  written: exponents of the thread's two channels, Stepped16 only
-  /// \param rows  [64] written, unless null: (mean, M2) of the channels, of which all positions are valid
+  /// \param rows  [64] written, unless null: (mean, M2) of the channels; some position is valid then
   template <class Accumulator>
   CUTLASS_DEVICE static void prepare(KernelParams<Traits> const& params, Terms const& terms,
                                      [[maybe_unused]] int valid, Accumulator& acc,
@@ -96,7 +96,7 @@ struct ReluEpilogue {
     } else {
       activate(params, terms, acc);
       if constexpr (Traits::TAKES_ROW_MOMENTS) {
-        if (rows != nullptr) take_moments(params, acc, rows);
+        if (rows != nullptr) take_moments(params, valid, acc, rows);
       }
     }
   }
@@ -224,10 +224,28 @@ struct ReluEpilogue {
     }
   };
 
+  /// acc = value of its row from position `valid` on, where nothing is stored.
+  template <class Accumulator>
+  CUTLASS_DEVICE static void fill_beyond(int valid, float const (&value)[2], Accumulator& acc) {
+    int const end = valid - 2 * int(threadIdx.x % 4);  // as in clear_beyond
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < kBlocks; ++block) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        float& v = acc(i + 4 * block);
+        v = 8 * block + i % 2 >= end ? value[i / 2] : v;
+      }
+    }
+  }
+
   /// Moments of the rows of acc, before they are rounded to be stored.
   template <class Accumulator>
-  CUTLASS_DEVICE static void take_moments(KernelParams<Traits> const& params, Accumulator const& acc,
+  CUTLASS_DEVICE static void take_moments(KernelParams<Traits> const& params, int valid, Accumulator& acc,
                                           float2* rows) {
+    if (valid < WG_POS) {
+      float const zeros[2] = {0.f, 0.f};
+      fill_beyond(valid, zeros, acc);
+    }
     RowSums sums;
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
@@ -238,29 +256,30 @@ struct ReluEpilogue {
       }
     }
     int const step[2] = {0, 0};
-    write_moments(params, acc, sums, step, rows);
+    write_moments(params, valid, acc, sums, step, rows);
   }
 
   /// The rows' moments from their sums, unless those do not tell: then from acc.
   template <class Accumulator>
-  CUTLASS_DEVICE static void write_moments(KernelParams<Traits> const& params, Accumulator const& acc,
+  CUTLASS_DEVICE static void write_moments(KernelParams<Traits> const& params, int valid, Accumulator& acc,
                                            RowSums& sums, int const (&step)[2], float2* rows) {
     // Of the 24 bits of a sum of squares ten may cancel, which leaves an inverse deviation 13, two more than
     // operands of 16 bits leave a value; where squares add up to this much, a value may be infinite once it
     // is rounded to be stored.
     constexpr float kLeastShare = 0x1p-10f;
     constexpr float kLargestSquare = std::is_same_v<Stored, cutlass::half_t> ? 65504.f * 65504.f : 0x1p127f;
+    float const count = float(min(valid, WG_POS)), inverse = inverse_of_count(count);
     sums.add_lanes();
     RunningMoments row[2];
     bool doubtful = false;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
-      float const mean = sums.sum[j] / float(WG_POS);
+      float const mean = sums.sum[j] * inverse;
       float const m2 = sums.squares[j] - sums.sum[j] * mean;
-      row[j] = {float(WG_POS), mean, m2};
+      row[j] = {count, mean, m2};
       doubtful = doubtful || m2 < kLeastShare * sums.squares[j] || sums.squares[j] >= kLargestSquare;
     }
-    if (__any_sync(0xffffffffu, doubtful)) take_shifted_moments(params, acc, row);
+    if (__any_sync(0xffffffffu, doubtful)) take_shifted_moments(params, valid, inverse, acc, row);
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       if constexpr (Traits::QUANTIZED) scale_by_step(row[j], step[j]);
@@ -272,7 +291,12 @@ struct ReluEpilogue {
   /// Drain::moments takes them, but added up in another order. Of Stepped16's integers.
   template <class Accumulator>
   CUTLASS_DEVICE static void take_shifted_moments([[maybe_unused]] KernelParams<Traits> const& params,
-                                                  Accumulator const& acc, RunningMoments (&row)[2]) {
+                                                  int valid, float inverse, Accumulator& acc,
+                                                  RunningMoments (&row)[2]) {
+    if (valid < WG_POS) {
+      float const first[2] = {of_first_lane(acc(0)), of_first_lane(acc(2))};
+      fill_beyond(valid, first, acc);
+    }
     RowSums sums;
     float pivot[2];
     CUTLASS_PRAGMA_UNROLL
@@ -293,7 +317,7 @@ struct ReluEpilogue {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       if constexpr (Traits::QUANTIZED) pivot[j] -= params.stepped_zero;
-      row[j] = shifted_moments(float(WG_POS), pivot[j], sums.sum[j], sums.squares[j]);
+      row[j] = shifted_moments(row[j].count, pivot[j], sums.sum[j], sums.squares[j], sums.sum[j] * inverse);
     }
   }
 
@@ -342,7 +366,7 @@ struct ReluEpilogue {
         }
       }
     }
-    if (rows != nullptr) write_moments(params, acc, sums, steps, rows);
+    if (rows != nullptr) write_moments(params, valid, acc, sums, steps, rows);
   }
 
   /// 1 or 0, by one instruction.

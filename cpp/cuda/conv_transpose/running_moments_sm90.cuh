@@ -33,12 +33,25 @@ struct RunningMoments {
 
 /// Moments of `count` values from their sums shifted by one of them, p: as n*(mean-p)^2 <= n*M2, the
 /// subtraction loses at most log2(n+1) of 24 bits, and nothing in practice.
-CUTLASS_DEVICE RunningMoments shifted_moments(float count, float pivot, float sum, float sum_squares) {
-  float const mean_shift = sum / count;
+///
+/// \param mean_shift sum/count
+CUTLASS_DEVICE RunningMoments shifted_moments(float count, float pivot, float sum, float sum_squares,
+                                              float mean_shift) {
   // Squares that overflow are a variance of Inf, not Inf - Inf.
   float const m2 = isinf(sum_squares) ? sum_squares : sum_squares - sum * mean_shift;
   // A comparison, not fmaxf: NaN must reach the variance.
   return {count, pivot + mean_shift, m2 < 0.f ? 0.f : m2};
+}
+CUTLASS_DEVICE RunningMoments shifted_moments(float count, float pivot, float sum, float sum_squares) {
+  return shifted_moments(count, pivot, sum, sum_squares, sum / count);
+}
+
+/// 1/count of a count that is 1 or more, exact for powers of two. A division would bring along its slow path,
+/// a call, for which whoever has accumulators spills registers.
+CUTLASS_DEVICE float inverse_of_count(float count) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(count));
+  return inverse + inverse * (1.f - count * inverse);
 }
 
 }  // namespace upconv3d::cuda
