@@ -25,6 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning"
 
 OP_NAME = "upconv3d::conv_transpose3d_relu_group_norm"
 
+# What torch.testing.assert_close allows by itself, for where an absolute tolerance has to be named.
+RTOL = {torch.float32: 1.3e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
+
 
 def _module(device, **kwargs):
     kwargs = {"precision": "ieee"} | kwargs
@@ -325,7 +328,10 @@ def test_grad_y_in_any_layout(device, layout, dtype):
         gradients = torch.autograd.grad(y, owners, grad_y, retain_graph=True)
         for gradient, owner, other in zip(gradients, owners, expected, strict=True):
             assert gradient.stride() == owner.stride()
-            torch.testing.assert_close(gradient, other)
+            # Layouts add the norm's sums up in orders of their own, whose last bits decide how what comes
+            # between norm and convolution is rounded: in a gradient that cancels, a rounding of its terms.
+            atol = max(1e-5, torch.finfo(dtype).eps * float(other.abs().max()))
+            torch.testing.assert_close(gradient, other, rtol=RTOL[dtype], atol=atol)
     constant = torch.full((), 0.5, device=device, dtype=dtype).expand(y.shape)
     gradients = torch.autograd.grad(y, owners, constant, retain_graph=True)
     expected = torch.autograd.grad(y, owners, constant.contiguous())

@@ -206,7 +206,12 @@ class GroupFinalizer {
     };
     // Most problems need a quarter of the code, which counts here: what the last sample waits for was
     // executed long ago, if ever, and has to be fetched.
-    counts_differ() ? merge(std::false_type{}) : merge(std::true_type{});
+    // Beside tiles that are stored in float32 both copies do not fit the registers.
+    if constexpr (sizeof(typename Traits::Stored) == 4) {
+      merge(std::false_type{});
+    } else {
+      counts_differ() ? merge(std::false_type{}) : merge(std::true_type{});
+    }
     add_lanes<LANES>(count, sum, sum_squares);
     double const mean_shift = sum / count;
     double const m2 = sum_squares - sum * mean_shift;
