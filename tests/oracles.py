@@ -8,6 +8,8 @@
    go either way, and the gradients may differ by what those elements can contribute, no more.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -134,6 +136,28 @@ def make_block(
         **numbers,
     )
     return block.to(dtype)
+
+
+def alike_blocks(device="cpu", dtype=torch.float32, precision="ieee") -> Iterator[Block]:
+    """Constant volumes: whole tiles of a channel are alike, as phases of a stride or as lines amid borders.
+
+    Rounding such values does not average out of their mean. Where the taps of kernel = stride are alike, too,
+    y is beta, and a mean that is off by half an ulp of 16 bits moves it by about 1.
+    """
+    shapes = (((1, 64, 64, 8, 2), {"stride": 2}), ((1, 32, 64, (2, 3, 300), 3), {}))
+    for (sizes, numbers), num_groups, taps_alike in itertools.product(shapes, (4, 64), (False, True)):
+        options = {"num_groups": num_groups, "device": device, "dtype": dtype, "precision": precision}
+        block = make_block(*sizes, **options, **numbers)
+        # Operands are exact in TF32, for sums may nearly cancel.
+        weight = block.weight.to(torch.bfloat16).to(dtype)
+        weight = weight[:, :, :1, :1, :1].expand_as(weight).contiguous() if taps_alike else weight
+        yield replace(block, input=torch.full_like(block.input, 3), weight=weight)
+
+
+def check_alike(block: Block) -> None:
+    """Oracle 2. Where y is beta, a scale of 1/sqrt(eps) is what float32's own rounding is multiplied by."""
+    in_float32 = block.input.dtype is torch.float32 and block.precision == "ieee"
+    check_like_eager(block, floor_factor=block.eps**-0.5 if in_float32 else 1)
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

@@ -9,7 +9,15 @@ import torch
 from conftest import RANDOM_CASES, SEED
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import Block, check_exact_relu_conv, check_like_eager, integer_block, make_block
+from oracles import (
+    Block,
+    alike_blocks,
+    check_alike,
+    check_exact_relu_conv,
+    check_like_eager,
+    integer_block,
+    make_block,
+)
 from torch.testing._internal.common_methods_invocations import op_db
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -192,6 +200,13 @@ def test_large_mean_keeps_the_variance(device):
         float((y.double() - reference).abs().max()) < 0.02
     )  # 1e4 has a spacing of 1e-3; activations vary by 1
     check_like_eager(block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+def test_constant_volumes(device, dtype, layout):
+    for block in alike_blocks(device, dtype):
+        check_alike(block.channels_last() if layout == "NDHWC" else block)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

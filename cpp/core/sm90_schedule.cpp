@@ -107,6 +107,20 @@ double makespan(const std::vector<TileRun>& runs, std::int64_t samples, std::int
   return end;
 }
 
+/// What launches some of whose tiles share loads of x, and some do not, took of the estimate.
+///
+/// \param slabs  of a launch
+/// \param phases slabs of the output as it is
+double seen_of_mixed(const Problem& p, const ConvInstance& instance, std::size_t slabs, std::size_t phases) {
+  // On tiles of 128 x 256, whose rings hold two loads: half of the phases sharing, and phases cut for it,
+  // which then have no windows any more and find less of x in L2. (Of tiles of 64 channels, four: there it
+  // gains.)
+  constexpr double kMixed = 1.04, kMixedPhases = 1.08, kCutPhases = 1.11;
+  if (p.stride == Extent3{1, 1, 1} || instance.block_channels * instance.block_positions < 128 * 256)
+    return kMixed;
+  return slabs > phases ? kCutPhases : kMixedPhases;
+}
+
 /// Estimated time of the convolution's launches.
 double scheduled_ns(const Problem& p, const ConvInstance& instance, const std::vector<Slab>& slabs,
                     bool share_taps, int sm_count) {
@@ -114,6 +128,7 @@ double scheduled_ns(const Problem& p, const ConvInstance& instance, const std::v
   const std::int64_t blocks = std::max(sm_count, 1);
   const std::int64_t k_tiles = channel_tiles(p, instance.block_channels);
   const int launches = slab_launches(slabs.size());
+  const std::size_t phases = border_slabs(p, 0).size();
   double ns = (launches - 1) * kLaunch;
   for (int launch = 0; launch < launches; ++launch) {
     const std::vector<Slab> own = slabs_of_launch(slabs, launch, launches);
@@ -135,14 +150,13 @@ double scheduled_ns(const Problem& p, const ConvInstance& instance, const std::v
       runs.push_back({ceil_div(slab.positions(), instance.block_positions) * k_tiles,
                       tile_ns(p, instance, slab, loads_of(slab), in_flight, active)});
     }
-    // What such blocks took of their estimates: tiles of 64 channels less, those of 128 x 128, and launches
-    // some of whose tiles share loads, more.
-    constexpr double kNarrow = 0.92, kSquare = 1.05, kMixed = 1.04;
+    // What such blocks took of their estimates: tiles of 64 channels less, those of 128 x 128 more.
+    constexpr double kNarrow = 0.92, kSquare = 1.05;
     const double seen = instance.block_channels == 64     ? kNarrow
                         : instance.block_positions == 128 ? kSquare
                                                           : 1;
     const bool mixed = sharing > 0 && sharing < static_cast<std::int64_t>(own.size());
-    ns += makespan(runs, p.n, blocks) * seen * (mixed ? kMixed : 1);
+    ns += makespan(runs, p.n, blocks) * seen * (mixed ? seen_of_mixed(p, instance, own.size(), phases) : 1);
   }
   return ns;
 }

@@ -23,6 +23,8 @@ struct Case {
   bool nan_group = false;  // the last group's input is NaN, and the others alone are compared
   Extent3 stride = {1, 1, 1};
   Extent3 dilation = {1, 1, 1};
+  bool real = false;  // operands are no integers (see Fixture), and the moments alone are exact
+  bool has_bias = true;
 };
 
 inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
@@ -101,6 +103,13 @@ inline const Case kCases[] = {
     {2, 64, 64, {5, 8, 8}, {3, 1, 3}, {1, 0, 1}, kNaN},
     {3, 32, 64, {9, 8, 8}, {3, 1, 3}, {0, 0, 0}},
     {3, 72, 128, {4, 8, 8}, {4, 4, 4}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
+};
+
+// Of one product: whole half tiles, and a rest, of so few k-blocks that consumers take their moments; a
+// second channel tile or warpgroup of few channels, a last k-block that is not full.
+inline const Case kRealCases[] = {
+    {2, 64, 72, {6, 15, 16}, {2, 2, 2}, {0, 0, 0}, 0.0, 1, false, {1, 1, 1}, {1, 1, 1}, true},
+    {1, 40, 136, {6, 15, 16}, {2, 2, 2}, {0, 0, 0}, 0.0, 1, false, {1, 1, 1}, {1, 1, 1}, true, false},
 };
 
 /// Divisors of K: layer norm, two groups, 4, 5, 8, groups of 8 channels, instance norm. With a group of NaN

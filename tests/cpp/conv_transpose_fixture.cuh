@@ -119,11 +119,12 @@ class Fixture {
         y_(problem_.n * problem_.positions() * problem_.k),
         unscale_sample_(problem_.n),
         unscale_column_(problem_.k),
+        is_real(shape.real),
         samples(shape.next == 0.0 ? problem_.n : 1),
         channels(shape.nan_group ? problem_.k - group_outputs(problem_) : problem_.k) {
     // Sparse and small enough that every sum is exact in a 16-bit output: at most 2^8 in bfloat16.
     auto x = small_integers(x_size(), 1, state);
-    const auto w = small_integers(w_size(), 1, state);
+    auto w = small_integers(w_size(), 1, state);
     for (double& v : x) v = next_random(state) % 16 == 0 ? v : 0.0;
     if (shape.next != 0.0) {
       const auto sample = x.begin() + static_cast<std::ptrdiff_t>(x.size() / 2);
@@ -138,6 +139,8 @@ class Fixture {
     if (is_quantized(instance)) {
       for (double& v : bias) v = double(float(v / 3));
     }
+    if (shape.real) fill_reals(x, w, bias, state);
+    if (!shape.has_bias) std::fill(bias.begin(), bias.end(), 0.0);
     gamma = small_integers(problem_.k, 3, state);
     beta = small_integers(problem_.k, 3, state);
     for (double& v : gamma) v = 1.5 + v / 4;
@@ -226,6 +229,7 @@ class Fixture {
   std::vector<double> convolved_;  // [N,Z,P,Q,K] conv + bias
 
  public:
+  const bool is_real;                // Case::real
   const std::int64_t samples;        // that are compared, from the first on
   const std::int64_t channels;       // likewise; the others are NaN
   std::vector<double> expected;      // [N,Z,P,Q,K] before(conv + bias) of the last launch
@@ -280,7 +284,7 @@ class Fixture {
     params.x_hi = x_hi_.get(), params.x_lo = x_lo_.get();
     params.w_hi = w_hi_.get(), params.w_lo = w_lo_.get();
     params.x_packed = x_packed_;
-    params.bias = bias_.get();
+    if (problem_.has_bias) params.bias = bias_.get();
     if (kScaled) params.unscale_sample = unscale_sample_.get(), params.unscale_column = unscale_column_.get();
     return params;
   }
@@ -322,7 +326,7 @@ class Fixture {
     problem.stride = shape.stride, problem.dilation = shape.dilation;
     problem.dtype = instance.output;
     problem.groups = shape.groups;
-    problem.has_bias = true;
+    problem.has_bias = shape.has_bias;
     return problem;
   }
   std::size_t x_size() const { return problem_.n * volume(problem_.in) * problem_.c; }
@@ -332,6 +336,24 @@ class Fixture {
   }
   std::size_t packed_w_size() const {
     return volume(problem_.kernel) * problem_.k * operand_channels(problem_);
+  }
+
+  /// Case::real: conv is about 1, bias up to 2. Channels whose variance is a small share of their squares,
+  /// that ReLU closes, and that are constant, are 16 of 64: other warps then add up by tensor cores.
+  void fill_reals(std::vector<double>& x, std::vector<double>& w, std::vector<double>& bias,
+                  std::uint64_t& state) const {
+    x = reals<Operand>(x.size(), 1.0, state);
+    w = reals<Operand>(w.size(), 0x1p-3, state);
+    bias = reals<Output>(bias.size(), 2.0, state);
+    for (std::int64_t k = 0; k < problem_.k; ++k) {
+      if (k % 64 / 16 != 1) continue;
+      if (k % 4 == 1) bias[k] = 24;
+      if (k % 4 == 2) bias[k] = -24;
+    }
+    for (std::size_t i = 0; i < w.size(); ++i) {
+      const std::int64_t k = std::int64_t(i) / group_inputs(problem_) % problem_.k;
+      if (k % 64 / 16 == 1 && k % 4 == 3) w[i] = 0.0;
+    }
   }
 
   void compute_reference(const std::vector<double>& x, const std::vector<double>& w,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// What the tests of the convolution's kernels compare with and feed them: a plain convolution in double,
-/// which partial moment a position has, random small integers, and device memory that can be poisoned.
+/// which partial moment a position has, random numbers, and device memory that can be poisoned.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -160,6 +160,14 @@ std::vector<T> rounded(const std::vector<double>& values, double factor = 1.0) {
   std::vector<T> result(values.size());
   for (std::size_t i = 0; i < values.size(); ++i) result[i] = T(float(values[i] * factor));
   return result;
+}
+
+/// Multiples of 2^-10 between -1 and 1 as T has them, times a power of two.
+template <class T>
+std::vector<double> reals(std::size_t count, double scale, std::uint64_t& state) {
+  std::vector<double> values = small_integers(count, 1023, state);
+  for (double& v : values) v = double(float(T(float(v * 0x1p-10)))) * scale;
+  return values;
 }
 
 }  // namespace upconv3d::tests

@@ -62,6 +62,20 @@ void test_one_wave() {
   expect(chosen(headline()).cut.share_taps, "many waves: loads are shared");
 }
 
+/// Phases of a stride of which only some share loads of x leave it on tiles of 128 x 256; where all do, they
+/// do.
+void test_phases_share_without_cuts() {
+  const auto strided = [](std::int64_t n, std::int64_t c, std::int64_t k, std::int64_t extent,
+                          std::int64_t kernel, std::int64_t output_padding) {
+    Problem p = cube(n, c, k, extent, kernel, 1);
+    p.stride = {2, 2, 2};
+    p.output_padding = {output_padding, output_padding, output_padding};
+    return p;
+  };
+  expect(!chosen(strided(2, 256, 128, 32, 3, 1)).cut.share_taps, "too few phases of 32 x 32 share");
+  expect(chosen(strided(8, 256, 32, 16, 4, 0)).cut.share_taps, "all phases of 16 x 16 share");
+}
+
 /// Tiles of 64 channels where those of 128 would be half empty.
 void test_channels_fill_tiles() {
   expect(chosen(cube(2, 128, 192, 48, 3, 1)).instance.block_channels == 64, "192 channels: three tiles");
@@ -158,6 +172,7 @@ void test_uncompared_families() {
 int main() {
   try {
     upconv3d::test_one_wave();
+    upconv3d::test_phases_share_without_cuts();
     upconv3d::test_channels_fill_tiles();
     upconv3d::test_choice_is_the_least();
     upconv3d::test_many_tiles_are_averaged();

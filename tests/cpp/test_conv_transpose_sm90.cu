@@ -2,9 +2,10 @@
 /// Checks every compiled variant of conv_transpose_relu_group_norm_sm90 on its own against a plain
 /// double-precision convolution, GroupNorm and what may stand before and after it. Where the kernel keeps its
 /// values: before(conv) exactly, on small integers, or to half a step of 16 bits. Where it ends with the
-/// moments: its table to float accuracy or that of those steps. Where it normalizes: y to the accuracy of
-/// what it stores. What it writes is NaN before, so that nothing is left unwritten; repeated launches must
-/// give the same bits. Needs a GPU of compute capability 9.0. Exit code 0: all passed.
+/// moments: its table to float accuracy or that of those steps; of other numbers than integers, to that of
+/// tensor cores, beside what is stored. Where it normalizes: y to the accuracy of what it stores. What it
+/// writes is NaN before, so that nothing is left unwritten; repeated launches must give the same bits. Needs
+/// a GPU of compute capability 9.0. Exit code 0: all passed.
 ///
 ///   test_conv_transpose_sm90 [NAME]   NAME: part of the names of the variants that are wanted
 #include <cuda_runtime.h>
@@ -41,6 +42,7 @@ using upconv3d::cuda::check;
 using upconv3d::tests::activated;
 using upconv3d::tests::can_launch;
 using upconv3d::tests::can_read_w_in_place;
+using upconv3d::tests::Case;
 using upconv3d::tests::Fixture;
 using upconv3d::tests::group_counts;
 using upconv3d::tests::is_linear;
@@ -48,6 +50,7 @@ using upconv3d::tests::is_quantized;
 using upconv3d::tests::kCases;
 using upconv3d::tests::kCuts;
 using upconv3d::tests::kModes;
+using upconv3d::tests::kRealCases;
 using upconv3d::tests::Launch;
 using upconv3d::tests::linear_tail;
 using upconv3d::tests::Mode;
@@ -109,6 +112,7 @@ std::string disagreement(const char* what, std::int64_t n, std::int64_t index, s
 }
 
 /// before(conv) exactly; with steps to half of one, which is small against the channel's largest magnitude.
+/// Of reals, whose sums are about 1, to their rounding.
 template <class Fixture>
 std::string check_activation(const Fixture& fixture) {
   const std::int64_t k = fixture.problem().k, positions = fixture.problem().positions();
@@ -121,8 +125,10 @@ std::string check_activation(const Fixture& fixture) {
     if (i % k >= fixture.channels) continue;
     const double got = double(float(fixture.a[i])), want = fixture.expected[i];
     double slack = 0;
+    if (fixture.is_real) slack = 0x1p-14 + 1.01 * unit_roundoff(fixture.instance().output) * std::abs(want);
     if (is_quantized(fixture.instance())) {
-      slack = 1.01 * fixture.half_step[i] + 0x1p-23 * std::abs(want);  // a float is what was rounded
+      slack += 1.01 * fixture.half_step[i] + 0x1p-23 * std::abs(want);  // a float is what was rounded
+      if (fixture.is_real) slack += fixture.half_step[i];  // what ReLU lets through is a step or more
       const double bound = 1.01 * fixture.step_roundoff() * largest[i / k / positions * k + i % k] + 0x1p-126;
       if (!(fixture.half_step[i] <= bound)) {
         return disagreement("half a step", i / k / positions, i / k % positions, i % k, fixture.half_step[i],
@@ -163,6 +169,37 @@ std::string check_channel_table(const Fixture& fixture, bool affine) {
       if (!(std::abs(row[2 * plane] - shift) <= slack)) {
         return disagreement("shift", n, -1, k, row[2 * plane], shift);
       }
+    }
+  }
+  return "";
+}
+
+/// mean and scale of channels that are norm groups of their own, beside the moments of a as it is stored.
+/// Tensor cores truncate what they add up, of 256 positions by less than 2^-18 of it, always downwards: a sum
+/// of squares by 2^-21 to 2^-20 as a rule, where a float's would not lose more. Of twice that a variance may
+/// be off; but of no more than 2^-9 of itself, since of a small share of the squares it must not be taken.
+template <class Fixture>
+std::string check_stored_moments(const Fixture& fixture) {
+  const Problem& problem = fixture.problem();
+  const std::int64_t positions = problem.positions(), plane = problem.n * problem.k;
+  for (std::int64_t nk = 0; nk < plane; ++nk) {
+    const std::int64_t n = nk / problem.k, k = nk % problem.k;
+    const auto at = [&](std::int64_t i) {
+      return double(float(fixture.a[(n * positions + i) * problem.k + k]));
+    };
+    double mean = 0, variance = 0;
+    for (std::int64_t i = 0; i < positions; ++i) mean += at(i) / double(positions);
+    for (std::int64_t i = 0; i < positions; ++i) {
+      variance += (at(i) - mean) * (at(i) - mean) / double(positions);
+    }
+    const double square = mean * mean + variance, scale = fixture.channel_table[plane + nk];
+    const double got_mean = fixture.channel_table[nk], got_variance = 1 / (scale * scale) - problem.eps;
+    if (!(std::abs(got_mean - mean) <= 0x1p-18 * std::sqrt(square))) {
+      return disagreement("mean", n, -1, k, got_mean, mean);
+    }
+    const double of_float = 0x1p-21 * (variance + problem.eps);  // what scale's own rounding leaves
+    if (!(std::abs(got_variance - variance) <= std::min(0x1p-17 * square, 0x1p-9 * variance) + of_float)) {
+      return disagreement("variance", n, -1, k, got_variance, variance);
     }
   }
   return "";
@@ -209,8 +246,8 @@ std::string label(const Problem& problem, const Launch& launch) {
          " K=" + std::to_string(problem.k) + " P=" + std::to_string(problem.out()[1]) +
          " groups=" + std::to_string(problem.groups) + " num_groups=" + std::to_string(launch.num_groups) +
          " split_axes=" + std::to_string(launch.cut.split_axes) +
-         (launch.cut.share_taps ? " share_taps, " : ", ") + modes[int(launch.mode)] + ", " +
-         describe(launch.tail) + (launch.w_in_place ? ", w in place" : "") +
+         (launch.cut.share_taps ? " share_taps, " : ", ") + (problem.has_bias ? "" : "no bias, ") +
+         modes[int(launch.mode)] + ", " + describe(launch.tail) + (launch.w_in_place ? ", w in place" : "") +
          (launch.clears_counters ? ", clears counters" : "");
 }
 
@@ -221,8 +258,9 @@ void run_one_launch(Fixture& fixture, const Launch& launch, Tally& tally) {
     fixture.launch(launch, kFewBlocks);
     std::string problem;
     if (launch.mode != Mode::kInPlace) problem = check_activation(fixture);
-    if (problem.empty() && launch.mode == Mode::kMoments)
-      problem = check_channel_table(fixture, launch.affine);
+    if (problem.empty() && launch.mode == Mode::kMoments) {
+      problem = fixture.is_real ? check_stored_moments(fixture) : check_channel_table(fixture, launch.affine);
+    }
     if (problem.empty() && normalizes(launch.mode)) problem = check_y(fixture, launch.affine);
     return problem;
   });
@@ -316,6 +354,18 @@ void run_tails(Fixture& fixture, int index, int sm_count, Tally& tally) {
   }
 }
 
+/// What tensor cores round as they add up: with ReLU and without an activation, a norm group per channel.
+template <class Operand, class Output>
+void run_reals(const ConvInstance& instance, std::uint64_t& state, Tally& tally) {
+  if (instance.products != 1) return;  // integers are what x and w are split into
+  for (const Case& shape : kRealCases) {
+    Fixture<Operand, Output> fixture(instance, shape, state);
+    for (const Tail& tail : {Tail{}, piecewise_linear_tails(shape.k).front()}) {
+      run_launch(fixture, {{0, false}, shape.k, false, Mode::kMoments, tail}, tally);
+    }
+  }
+}
+
 template <class Operand, class Output>
 void run_instance(const ConvInstance& instance, int sm_count, Tally& tally) {
   std::uint64_t state = 0x9e3779b97f4a7c15ull;
@@ -324,6 +374,7 @@ void run_instance(const ConvInstance& instance, int sm_count, Tally& tally) {
     run_cuts(fixture, index, sm_count, tally);
     run_tails(fixture, index, sm_count, tally);
   }
+  run_reals<Operand, Output>(instance, state, tally);
 }
 
 void run_instance(const ConvInstance& instance, int sm_count, Tally& tally) {

@@ -7,7 +7,7 @@
 ///         [C,T*R*S,K]                          channels_last_3d as PyTorch keeps it: K contiguous, which
 ///                                              wgmma takes of 16 bits, and zeros beyond C and K are TMA's
 ///   a     [N,Z,P,Q,K]                 output   before(conv + bias), then y: in place, or beside it
-///   part  [N,moments,K/granule,2]     float    (mean, M2) of before(conv + bias), rounded or not
+///   part  [N,moments,K/granule,2]     float    (mean, M2) of before(conv + bias) as it is stored
 ///   table [N,G,4]                     float    mean, rest of the mean, 1/sqrt(var + eps)
 ///
 /// before() is ReLU or nothing; y = after(normalized a), after() nothing, ReLU or a slope (core/tail.hpp).
@@ -113,14 +113,16 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, char* sha
     int const channel = tile.channel + warpgroup % Traits::WARPGROUPS_K * 64;
     int const valid = tile.positions - warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS;
     typename Epilogue::Terms terms;
-    auto const load_terms = [&] { terms = Epilogue::load_terms(params, tile.n, channel); };
+    bool takes_moments;
+    auto const look_up = [&] {
+      terms = Epilogue::load_terms(params, tile.n, channel);
+      takes_moments = consumers_take_moments(params, params.slabs[tile.slab], note, valid);
+    };
     if constexpr (Traits::PRODUCTS == 1) {
       mma_one_product(rings, tile.x_loads, tile.shared_taps, tile.shared_rows, acc, [&] {
-        if constexpr (Traits::TELLS_TILES) {
-          load_terms();
-          // Here already, because ptxas would let the loads follow the wait for wgmma, but for a branch.
-          control.staging.wait_empty(staged);
-        }
+        look_up();
+        // Here already, because ptxas would let the loads follow the wait for wgmma, but for a branch.
+        control.staging.wait_empty(staged);
       });
     } else {
       mma_three_products(rings, tile.x_loads, tile.shared_taps, tile.shared_rows, acc);
@@ -131,12 +133,12 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, char* sha
       if (threadIdx.x % 32 == 0) control.staging.arrive_full(warpgroup);
       staged.phase ^= 1;
     };
-    control.staging.wait_empty(staged);  // told or not: else the last slots of the rings are released late
-    if constexpr (!Traits::TELLS_TILES) load_terms();
-    bool const takes_moments = consumers_take_moments(params, params.slabs[tile.slab], note, valid);
+    control.staging.wait_empty(staged);  // of one product again, or ptxas releases the rings' last slots late
+    if constexpr (Traits::PRODUCTS != 1) look_up();
     int step[2];
-    Epilogue::prepare(params, terms, valid, acc, step, takes_moments ? control.row[warpgroup] : nullptr);
-    Epilogue::stage(params, acc, step, staging, control.step[warpgroup]);
+    float2* const rows = takes_moments ? control.row[warpgroup] : nullptr;
+    Epilogue::prepare(params, terms, valid, acc, step, rows);
+    Epilogue::stage(params, valid, acc, step, rows, staging, control.step[warpgroup]);
     hand_over();
     if constexpr (Traits::STAGE_ROUNDS == 2) {
       control.staging.wait_empty(staged);

@@ -109,12 +109,10 @@ struct ConvTransposeTraitsSm90 {
   /// Whether consumers can take moments, of all positions that they stage.
   static constexpr bool TAKES_ROW_MOMENTS = sizeof(Stored) == 2 && STAGE_ROUNDS == 1;
 
-  /// Whether the loading thread tells the block's other warps all of a tile, and consumers load bias and
-  /// exponents beside its last k-blocks; else every warp finds a tile by its place, and loads when it needs
-  /// to. Told tiles gain 1 % where there are exponents to load. Elsewhere they lost 1 to 2 %, in a form in
-  /// which the compiler did not see that they are the same for a whole warp and guarded each k-block.
+  /// Whether the loading thread tells the block's other warps all of a tile; else every warp finds a tile by
+  /// its place. Told tiles gain 1 % where there are exponents to load. Elsewhere they lost 1 to 2 %, in a
+  /// form in which the compiler did not see that they are the same for a whole warp and guarded each k-block.
   static constexpr bool TELLS_TILES = QUANTIZED;
-  static_assert(!TELLS_TILES || PRODUCTS == 1, "of three products terms are loaded behind the last k-block");
 
   /// Normalization items: as many positions as an eighth of what is staged has, and its channels.
   static constexpr int ITEMS_PER_TILE = 8 * STAGE_ROUNDS;

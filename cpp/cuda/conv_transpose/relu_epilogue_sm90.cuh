@@ -16,6 +16,7 @@
 #include "cutlass/numeric_conversion.h"
 
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
+#include "cuda/conv_transpose/matrix_moments_sm90.cuh"
 #include "cuda/conv_transpose/running_moments_sm90.cuh"
 #include "cuda/conv_transpose/staged_tile_sm90.cuh"
 
@@ -52,13 +53,18 @@ CUTLASS_DEVICE void scale_by_step(RunningMoments& moments, int step) {
   moments.m2 = moments.m2 * value * value;
 }
 
-template <class Traits, class ActivationFn = FloorActivation>
+template <class Traits>
 struct ReluEpilogue {
   using Stored = typename Traits::Stored;
   static constexpr int WG_POS = Traits::WG_POS;
   static constexpr int kBlocks = WG_POS / 8;  // blocks of 8 positions, wgmma's column unit
 
   using Output = typename Traits::Output;
+
+  /// Of values that are rounded to 16 bit the activation comes with that.
+  static constexpr bool ROUNDS = sizeof(Output) == 2;
+  /// Whether tensor cores add up the channels' values, as they are staged.
+  static constexpr bool SUMS_BY_MATRIX = Traits::TAKES_ROW_MOMENTS && ROUNDS;
 
   /// What applies to the thread's two channels, as it comes from memory.
   struct Terms {
@@ -81,11 +87,12 @@ struct ReluEpilogue {
     return terms;
   }
 
-  /// Makes of acc ((2,2,WG_POS/8),1,1) what is to be staged.
+  /// Makes of acc ((2,2,WG_POS/8),1,1) what is to be staged, of 16 bit but for the activation.
   ///
   /// \param valid positions inside the slab; those beyond belong to the next sample
   /// \param step  written: exponents of the thread's two channels, Stepped16 only
-  /// \param rows  [64] written, unless null: (mean, M2) of the channels; some position is valid then
+  /// \param rows  [64] written by Stepped16, by others in `stage`, unless null: (mean, M2) of the channels;
+  ///              some position is valid then
   template <class Accumulator>
   CUTLASS_DEVICE static void prepare(KernelParams<Traits> const& params, Terms const& terms,
                                      [[maybe_unused]] int valid, Accumulator& acc,
@@ -93,24 +100,38 @@ struct ReluEpilogue {
     if constexpr (Traits::QUANTIZED) {
       params.floor < 0.f ? quantize<true>(params, terms, valid, acc, step, rows)
                          : quantize<false>(params, terms, valid, acc, step, rows);
+    } else if constexpr (ROUNDS) {
+      if (params.bias != nullptr) add_bias(terms, acc);
+      if (SUMS_BY_MATRIX && rows != nullptr && valid < WG_POS) {
+        float const zeros[2] = {0.f, 0.f};
+        fill_beyond(valid, zeros, acc);
+      }
     } else {
       activate(params, terms, acc);
-      if constexpr (Traits::TAKES_ROW_MOMENTS) {
-        if (rows != nullptr) take_moments(params, valid, acc, rows);
-      }
     }
   }
 
   /// Stages the first STAGED_POS positions of a prepared acc.
   ///
+  /// \param valid   as above
   /// \param step    exponents of the thread's two channels, Stepped16 only
+  /// \param rows    as above
   /// \param staging [64 channels x STAGED_POS positions] Stored, this warpgroup's
   /// \param steps   [64] written: exponents of the channels, Stepped16 only
   template <class Accumulator>
-  CUTLASS_DEVICE static void stage(KernelParams<Traits> const& params, Accumulator const& acc,
-                                   [[maybe_unused]] int const (&step)[2], char* staging,
+  CUTLASS_DEVICE static void stage(KernelParams<Traits> const& params, [[maybe_unused]] int valid,
+                                   Accumulator& acc, [[maybe_unused]] int const (&step)[2],
+                                   [[maybe_unused]] float2* rows, char* staging,
                                    [[maybe_unused]] std::int8_t* steps) {
-    stage_round<0>(params, acc, staging);
+    if constexpr (SUMS_BY_MATRIX) {
+      MatrixMoments<Stored> sums;
+      bool const wanted = rows != nullptr;
+      stage_round<0>(params, acc, staging,
+                     [&](std::uint32_t const(&packed)[4]) { sums.add(wanted, packed); });
+      if (wanted) write_matrix_moments(params, valid, acc, sums, rows);
+    } else {
+      stage_round<0>(params, acc, staging);
+    }
     if constexpr (Traits::QUANTIZED) {
       if (threadIdx.x % 4 == 0) {
         steps[accumulator_row()] = std::int8_t(step[0]);
@@ -119,33 +140,69 @@ struct ReluEpilogue {
     }
   }
 
-  /// Stages positions kRound * STAGED_POS on of a prepared acc.
-  template <int kRound, class Accumulator>
+  /// Stages positions kRound * STAGED_POS on of a prepared acc. \param see as StagedTile::stage has it
+  template <int kRound, class Accumulator, class See = NobodySees>
   CUTLASS_DEVICE static void stage_round(KernelParams<Traits> const& params, Accumulator const& acc,
-                                         char* staging) {
-    constexpr int kStaged = Traits::STAGED_POS / 8;
-    if constexpr (!Traits::QUANTIZED) {
-      if (params.channels_first) {
-        StagedTile<Stored>::template stage_channels_first<kRound * kStaged, kStaged>(acc, staging);
-        return;
+                                         char* staging, See const& see = {}) {
+    if constexpr (ROUNDS) {
+      if (params.floor < 0.f) {
+        stage_blocks<kRound, false>(params, acc, staging, see);
+      } else {
+        stage_blocks<kRound, true>(params, acc, staging, see);
       }
+    } else {
+      stage_blocks<kRound, false>(params, acc, staging, see);
     }
-    StagedTile<Stored>::template stage<kRound * kStaged, kStaged>(acc, staging);
   }
 
  private:
+  template <int kRound, bool kRelu, class Accumulator, class See>
+  CUTLASS_DEVICE static void stage_blocks(KernelParams<Traits> const& params, Accumulator const& acc,
+                                          char* staging, See const& see) {
+    constexpr int kStaged = Traits::STAGED_POS / 8, kFirst = kRound * kStaged;
+    if constexpr (!Traits::QUANTIZED) {
+      if (params.channels_first) {
+        StagedTile<Stored>::template stage_channels_first<kFirst, kStaged, kRelu>(acc, staging);
+        return;
+      }
+    }
+    StagedTile<Stored>::template stage<kFirst, kStaged, kRelu>(acc, staging, see);
+  }
+
+  /// acc += bias.
+  template <class Accumulator>
+  CUTLASS_DEVICE static void add_bias(Terms const& terms, Accumulator& acc) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      float const bias = float(terms.bias[j]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < kBlocks; ++block) {
+        acc(2 * j + 4 * block) += bias;
+        acc(1 + 2 * j + 4 * block) += bias;
+      }
+    }
+  }
+
   /// acc = activation(unscaled acc + bias).
   template <class Accumulator>
   CUTLASS_DEVICE static void activate(KernelParams<Traits> const& params, Terms const& terms,
                                       Accumulator& acc) {
-    if constexpr (sizeof(Output) == 4) {
-      int const exponent[2] = {terms.unscale_sample + terms.unscale_column[0],
-                               terms.unscale_sample + terms.unscale_column[1]};
-      scale_beyond_float(exponent, acc);
-      activate_scaled(params, terms, {clamped_power_of_two(exponent[0]), clamped_power_of_two(exponent[1])},
-                      acc);
-    } else {
-      activate_scaled(params, terms, {1.f, 1.f}, acc);
+    int const exponent[2] = {terms.unscale_sample + terms.unscale_column[0],
+                             terms.unscale_sample + terms.unscale_column[1]};
+    scale_beyond_float(exponent, acc);
+    float const scale[2] = {clamped_power_of_two(exponent[0]), clamped_power_of_two(exponent[1])};
+    FloorActivation const activation{params.floor};
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      float const bias = float(terms.bias[j]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < kBlocks; ++block) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float& v = acc(i + 2 * j + 4 * block);
+          v = activation(v * scale[j] + bias);
+        }
+      }
     }
   }
 
@@ -163,24 +220,6 @@ struct ReluEpilogue {
       for (int block = 0; block < kBlocks; ++block) {
         acc(2 * j + 4 * block) *= scale;
         acc(1 + 2 * j + 4 * block) *= scale;
-      }
-    }
-  }
-
-  template <class Accumulator>
-  CUTLASS_DEVICE static void activate_scaled(KernelParams<Traits> const& params, Terms const& terms,
-                                             cutlass::Array<float, 2> const& scale, Accumulator& acc) {
-    ActivationFn const activation{params.floor};
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      float const bias = float(terms.bias[j]);
-      CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < kBlocks; ++block) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          float& v = acc(i + 2 * j + 4 * block);
-          v = activation(v * scale[j] + bias);
-        }
       }
     }
   }
@@ -238,25 +277,35 @@ struct ReluEpilogue {
     }
   }
 
-  /// Moments of the rows of acc, before they are rounded to be stored.
+  /// Whether a row's moments do not follow from sums of its values and of their squares, by which they would
+  /// be the least share of the latter, or the squares may be of values that are infinite as stored.
+  CUTLASS_DEVICE static bool is_doubtful(float m2, float squares, float least_share) {
+    constexpr float kLargestSquare = std::is_same_v<Stored, cutlass::half_t> ? 65504.f * 65504.f : 0x1p127f;
+    return m2 < least_share * squares || squares >= kLargestSquare;
+  }
+
+  /// Moments of the rows of acc from the sums that tensor cores made, unless those do not tell: then from
+  /// acc.
   template <class Accumulator>
-  CUTLASS_DEVICE static void take_moments(KernelParams<Traits> const& params, int valid, Accumulator& acc,
-                                          float2* rows) {
-    if (valid < WG_POS) {
-      float const zeros[2] = {0.f, 0.f};
-      fill_beyond(valid, zeros, acc);
-    }
-    RowSums sums;
+  CUTLASS_DEVICE static void write_matrix_moments(KernelParams<Traits> const& params, int valid,
+                                                  Accumulator& acc, MatrixMoments<Stored> const& sums,
+                                                  float2* rows) {
+    float const count = float(min(valid, WG_POS)), inverse = inverse_of_count(count);
+    RunningMoments row[2];
+    bool doubtful = false;
     CUTLASS_PRAGMA_UNROLL
-    for (int block = 0; block < kBlocks; ++block) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < 2; ++j) {
-        sums.add(j, acc(2 * j + 4 * block));
-        sums.add(j, acc(1 + 2 * j + 4 * block));
-      }
+    for (int j = 0; j < 2; ++j) {
+      float const mean = sums.sum(j) * inverse;
+      float const m2 = sums.squares(j) - sums.sum(j) * mean;
+      row[j] = {count, mean, m2};
+      doubtful = doubtful || is_doubtful(m2, sums.squares(j), MatrixMoments<Stored>::kLeastShare);
     }
-    int const step[2] = {0, 0};
-    write_moments(params, valid, acc, sums, step, rows);
+    bool const has_sums = MatrixMoments<Stored>::has_sums();
+    if (__any_sync(0xffffffffu, has_sums && doubtful)) take_shifted_moments(params, valid, inverse, acc, row);
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      if (has_sums) rows[accumulator_row() + 8 * j] = make_float2(row[j].mean, row[j].m2);
+    }
   }
 
   /// The rows' moments from their sums, unless those do not tell: then from acc.
@@ -264,10 +313,8 @@ struct ReluEpilogue {
   CUTLASS_DEVICE static void write_moments(KernelParams<Traits> const& params, int valid, Accumulator& acc,
                                            RowSums& sums, int const (&step)[2], float2* rows) {
     // Of the 24 bits of a sum of squares ten may cancel, which leaves an inverse deviation 13, two more than
-    // operands of 16 bits leave a value; where squares add up to this much, a value may be infinite once it
-    // is rounded to be stored.
+    // operands of 16 bits leave a value.
     constexpr float kLeastShare = 0x1p-10f;
-    constexpr float kLargestSquare = std::is_same_v<Stored, cutlass::half_t> ? 65504.f * 65504.f : 0x1p127f;
     float const count = float(min(valid, WG_POS)), inverse = inverse_of_count(count);
     sums.add_lanes();
     RunningMoments row[2];
@@ -277,12 +324,12 @@ struct ReluEpilogue {
       float const mean = sums.sum[j] * inverse;
       float const m2 = sums.squares[j] - sums.sum[j] * mean;
       row[j] = {count, mean, m2};
-      doubtful = doubtful || m2 < kLeastShare * sums.squares[j] || sums.squares[j] >= kLargestSquare;
+      doubtful = doubtful || is_doubtful(m2, sums.squares[j], kLeastShare);
     }
     if (__any_sync(0xffffffffu, doubtful)) take_shifted_moments(params, valid, inverse, acc, row);
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
-      if constexpr (Traits::QUANTIZED) scale_by_step(row[j], step[j]);
+      scale_by_step(row[j], step[j]);
       if (threadIdx.x % 4 == 0) rows[accumulator_row() + 8 * j] = make_float2(row[j].mean, row[j].m2);
     }
   }
@@ -293,6 +340,11 @@ struct ReluEpilogue {
   CUTLASS_DEVICE static void take_shifted_moments([[maybe_unused]] KernelParams<Traits> const& params,
                                                   int valid, float inverse, Accumulator& acc,
                                                   RunningMoments (&row)[2]) {
+    if constexpr (ROUNDS) {
+      FloorActivation const activation{params.floor};
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = activation(acc(i));
+    }
     if (valid < WG_POS) {
       float const first[2] = {of_first_lane(acc(0)), of_first_lane(acc(2))};
       fill_beyond(valid, first, acc);

@@ -55,74 +55,89 @@ CUTLASS_DEVICE int accumulator_row() {
   return (threadIdx.x / 32) % 4 * 16 + threadIdx.x % 32 / 4;
 }
 
+/// In the place of who wants to see what is staged.
+struct NobodySees {
+  CUTLASS_DEVICE void operator()(std::uint32_t const (&)[4]) const {}
+};
+
 /// Accumulators on their way into staging buffers.
 template <class Stored>
 struct StagedTile {
   /// Blocks kFirst to kFirst + kBlocks - 1 of 8 positions to the beginning of `staging`.
-  template <int kFirst, int kBlocks, class Accumulator>
-  CUTLASS_DEVICE static void stage(Accumulator const& acc, char* staging) {
+  ///
+  /// \tparam kRelu of 16 bit: ReLU comes with the conversion, which costs nothing
+  /// \param see called with each four matrices of 16 bit as they are staged (pack_matrices)
+  template <int kFirst, int kBlocks, bool kRelu = false, class Accumulator, class See = NobodySees>
+  CUTLASS_DEVICE static void stage(Accumulator const& acc, char* staging, See const& see = {}) {
     if constexpr (sizeof(Stored) == 4) {
       stage_float<kFirst, kBlocks>(acc, staging);
     } else {
-      stage_half<kFirst, kBlocks>(acc, staging);
+      stage_half<kFirst, kBlocks, kRelu>(acc, staging, see);
     }
   }
 
   /// The same, channels first.
-  template <int kFirst, int kBlocks, class Accumulator>
+  template <int kFirst, int kBlocks, bool kRelu = false, class Accumulator>
   CUTLASS_DEVICE static void stage_channels_first(Accumulator const& acc, char* staging) {
     if constexpr (sizeof(Stored) == 4) {
       stage_float_channels_first<kFirst, kBlocks>(acc, staging);
     } else {
-      stage_half_channels_first<kFirst, kBlocks>(acc, staging);
+      stage_half_channels_first<kFirst, kBlocks, kRelu>(acc, staging);
     }
   }
 
- private:
   /// Two values as they are stored, the first in the lower half.
+  template <bool kRelu>
   CUTLASS_DEVICE static std::uint32_t pack(float first, float second) {
+    std::uint32_t packed;
     if constexpr (std::is_same_v<Stored, Stepped16>) {
+      static_assert(!kRelu);
       // In one piece of assembly, because the compiler would else keep the accumulators as integers
       // throughout the main loop, copy them after every wgmma, and so wait for each.
-      std::uint32_t packed;
       asm("{\n.reg .b32 first, second;\nmov.b32 first, %1;\nmov.b32 second, %2;\n"
           "prmt.b32 %0, first, second, 0x5410;\n}"
           : "=r"(packed)
           : "f"(first), "f"(second));
-      return packed;
-    } else {
+    } else if constexpr (!kRelu) {
       cutlass::Array<float, 2> const pair{first, second};
       auto const rounded = cutlass::NumericArrayConverter<Stored, float, 2>{}(pair);
-      return reinterpret_cast<std::uint32_t const&>(rounded);
+      packed = reinterpret_cast<std::uint32_t const&>(rounded);
+    } else if constexpr (std::is_same_v<Stored, cutlass::half_t>) {
+      asm("cvt.rn.relu.f16x2.f32 %0, %2, %1;" : "=r"(packed) : "f"(first), "f"(second));
+    } else {
+      asm("cvt.rn.relu.bf16x2.f32 %0, %2, %1;" : "=r"(packed) : "f"(first), "f"(second));
     }
+    return packed;
   }
 
-  /// The four 8x8 matrices of positions 8*b to 8*b+15: matrix m has channels 8*(m%2) and positions 8*(m/2)
+  /// The four 8x8 matrices of positions 8*b to 8*b+15: matrix m has channels 8*(m/2) and positions 8*(m%2)
   /// on.
-  template <class Accumulator>
+  template <bool kRelu, class Accumulator>
   CUTLASS_DEVICE static void pack_matrices(Accumulator const& acc, int b, std::uint32_t (&packed)[4]) {
     CUTLASS_PRAGMA_UNROLL
     for (int m = 0; m < 4; ++m) {
-      int const first = 2 * (m % 2) + 4 * (b + m / 2);
-      packed[m] = pack(acc(first), acc(first + 1));
+      int const first = 2 * (m / 2) + 4 * (b + m % 2);
+      packed[m] = pack<kRelu>(acc(first), acc(first + 1));
     }
   }
 
-  template <int kFirst, int kBlocks, class Accumulator>
-  CUTLASS_DEVICE static void stage_half(Accumulator const& acc, char* staging) {
+ private:
+  template <int kFirst, int kBlocks, bool kRelu, class Accumulator, class See>
+  CUTLASS_DEVICE static void stage_half(Accumulator const& acc, char* staging, See const& see) {
     int lane = threadIdx.x % 32;
     // Hides that lane is the same for all tiles: the compiler would keep all addresses, and spill them.
     asm volatile("" : "+r"(lane));
     int const matrix = lane / 8;
-    int const chunk = (threadIdx.x / 32) % 4 * 2 + matrix % 2;  // 16-byte column of 8 channels
+    int const chunk = (threadIdx.x / 32) % 4 * 2 + matrix / 2;  // 16-byte column of 8 channels
     CUTLASS_PRAGMA_UNROLL
     for (int b = 0; b < kBlocks; b += 2) {
       std::uint32_t packed[4];
-      pack_matrices(acc, kFirst + b, packed);
-      int const position = (b + matrix / 2) * 8 + lane % 8;
+      pack_matrices<kRelu>(acc, kFirst + b, packed);
+      int const position = (b + matrix % 2) * 8 + lane % 8;
       char* const address = staging + staged_chunk<Stored>(position, chunk);
       cute::SM90_U16x8_STSM_T::copy(packed[0], packed[1], packed[2], packed[3],
                                     *reinterpret_cast<cute::uint128_t*>(address));
+      see(packed);
     }
   }
 
@@ -142,16 +157,16 @@ struct StagedTile {
     }
   }
 
-  template <int kFirst, int kBlocks, class Accumulator>
+  template <int kFirst, int kBlocks, bool kRelu, class Accumulator>
   CUTLASS_DEVICE static void stage_half_channels_first(Accumulator const& acc, char* staging) {
     int const lane = threadIdx.x % 32;
     int const matrix = lane / 8, row = lane % 8;
-    int const channel = (threadIdx.x / 32) % 4 * 16 + matrix % 2 * 8 + row;
+    int const channel = (threadIdx.x / 32) % 4 * 16 + matrix / 2 * 8 + row;
     CUTLASS_PRAGMA_UNROLL
     for (int b = 0; b < kBlocks; b += 2) {
       std::uint32_t packed[4];
-      pack_matrices(acc, kFirst + b, packed);
-      int const chunk = b + matrix / 2;  // of 8 positions
+      pack_matrices<kRelu>(acc, kFirst + b, packed);
+      int const chunk = b + matrix % 2;  // of 8 positions
       char* const address = staging + chunk / 8 * kStageBytes + channel * 128 + ((chunk % 8) ^ row) * 16;
       cute::SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3],
                                     *reinterpret_cast<cute::uint128_t*>(address));

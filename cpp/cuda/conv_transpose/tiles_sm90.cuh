@@ -91,11 +91,11 @@ CUTLASS_DEVICE bool may_keep(KernelParams<Traits> const& params, TileCoord const
 }
 
 /// Of the late tiles, consumers take the moments of half tiles of at least this many positions, too: of
-/// fewer, the drain warps are done soon, and take them of values as they are rounded to be stored.
+/// fewer, the drain warps are done soon.
 inline constexpr int kLeastLatePositions = 64;
 
-/// Whether the consumers take a half tile's moments from their accumulators; else its drain warp does, from
-/// what is staged: of a whole one in the time of 11 k-blocks, which nothing hides behind the last tiles.
+/// Whether the consumers take a half tile's moments, as they stage it; else its drain warp does, from what is
+/// staged: of a whole one in the time of 11 k-blocks, which nothing hides behind the last tiles.
 ///
 /// \param valid positions inside the slab
 template <class Traits>
