@@ -25,6 +25,14 @@ constexpr std::int64_t kAloneBlocks = 264;
 /// Bytes that a block takes in alone sooner than blocks have waited for each other, 2 us at 32 to 50 bytes a
 /// cycle.
 constexpr std::int64_t kAloneBytes = 48 * 1024;
+/// Bytes that a block takes in alone sooner than those of a cluster have waited for each other.
+constexpr std::int64_t kAloneBesideClusters = 16 * 1024;
+/// Blocks of a cluster on any GPU that has them, and bytes of each: where it were more, more blocks that all
+/// wait are quicker.
+constexpr std::int64_t kClusterBlocks = 8, kMostClusterTileBytes = 32 * 1024;
+/// Threads of all clusters that run at once, with up to 128 registers each. (Of an H200's 132
+/// multiprocessors 16 clusters of 8 that fill one each did not; a second wave took 4 to 8 us.)
+constexpr std::int64_t kClusterThreads = 12 * kClusterBlocks * kMaxThreads;
 /// Bytes of a tile worth a block of its own, where blocks wait.
 constexpr std::int64_t kLeastTileBytes = 4 * 1024;
 /// Vectors of a team's thread, of NCDHW, that are worth a wider team: of small groups a block takes several.
@@ -53,21 +61,73 @@ void fill_block(const Problem& p, HeldTiles& t) {
   t.table_bytes = 4 * ceil_div(p.k / t.slabs, 4) * 16;
 }
 
-/// Tiles of slabs of `columns` vectors, or nothing where a block cannot hold one.
-/// \param rows of a sample
-std::optional<HeldTiles> tiles_of(const Problem& p, std::int64_t rows, HeldTiles t, std::int64_t limit) {
-  if (t.columns > kMaxThreads) return std::nullopt;
-  const std::int64_t bytes = rows * t.columns * kVectorBytes;  // of a slab
-  if (bytes > kAloneBytes) {
-    const std::int64_t groups = std::max<std::int64_t>(p.num_groups / t.slabs, 1);
-    t.tiles = std::clamp<std::int64_t>(std::min({kWaitingBlocks / (p.n * t.slabs),
-                                                 ceil_div(bytes, kLeastTileBytes), kMostPartials / groups}),
-                                       1, kWaitingBlocks);
-  }
-  t.rows = ceil_div(rows, t.tiles);
+/// Tiles of a cluster for a slab's or group's `bytes`, or 1 where there is to be none.
+std::int64_t cluster_tiles(std::int64_t bytes, int compute_capability) {
+  const bool wanted = compute_capability >= 90 && bytes > kAloneBesideClusters &&
+                      bytes <= kClusterBlocks * kMostClusterTileBytes;
+  return wanted ? std::min(kClusterBlocks, ceil_div(bytes, kLeastTileBytes)) : 1;
+}
+
+/// \param parts slabs or groups of all samples
+/// \param threads of a block
+bool clusters_run_at_once(std::int64_t parts, std::int64_t tiles, std::int64_t threads) {
+  return parts * tiles * threads <= kClusterThreads;
+}
+
+/// Slabs of `rows` rows in `tiles` tiles, or fewer.
+HeldTiles in_tiles(const Problem& p, std::int64_t rows, HeldTiles t, std::int64_t tiles) {
+  t.rows = ceil_div(rows, tiles);
   t.tiles = ceil_div(rows, t.rows);
   fill_block(p, t);
-  return t.shared_bytes() <= limit ? std::optional(t) : std::nullopt;
+  return t;
+}
+
+/// Tiles of slabs of `columns` vectors, or nothing where a block cannot hold one.
+/// \param rows of a sample
+std::optional<HeldTiles> tiles_of(const Problem& p, std::int64_t rows, const HeldTiles& slabs,
+                                  int compute_capability) {
+  if (slabs.columns > kMaxThreads) return std::nullopt;
+  const std::int64_t bytes = rows * slabs.columns * kVectorBytes;  // of a slab
+  const std::int64_t groups = std::max<std::int64_t>(p.num_groups / slabs.slabs, 1);
+  const std::int64_t of_cluster = std::min(cluster_tiles(bytes, compute_capability), kMostPartials / groups);
+  if (of_cluster > 1) {
+    HeldTiles t = in_tiles(p, rows, slabs, of_cluster);
+    t.clusters = t.tiles > 1;
+    const bool fits = t.shared_bytes() <= held_shared_limit(compute_capability);
+    if (t.clusters && fits && clusters_run_at_once(p.n * t.slabs, t.tiles, t.threads)) return t;
+  }
+  std::int64_t tiles = 1;
+  if (bytes > kAloneBytes) {
+    tiles = std::clamp<std::int64_t>(std::min({kWaitingBlocks / (p.n * slabs.slabs),
+                                               ceil_div(bytes, kLeastTileBytes), kMostPartials / groups}),
+                                     1, kWaitingBlocks);
+  }
+  const HeldTiles t = in_tiles(p, rows, slabs, tiles);
+  return t.shared_bytes() <= held_shared_limit(compute_capability) ? std::optional(t) : std::nullopt;
+}
+
+/// Groups of `values` values in `tiles` tiles, or fewer.
+HeldPlanes in_stretches(const Problem& p, std::int64_t values, std::int64_t tiles) {
+  const std::int64_t lanes = kVectorBytes / size_of(p.dtype);
+  HeldPlanes t;
+  t.tile_values = tiles == 1 ? values : ceil_div(ceil_div(values, tiles), lanes) * lanes;
+  t.tiles = ceil_div(values, t.tile_values);
+  // One more where the stretch does not start on a vector's boundary.
+  const std::int64_t vectors = ceil_div(t.tile_values, lanes) + (p.positions() % lanes == 0 ? 0 : 1);
+  t.team_threads = 32;
+  while (t.team_threads < kMaxThreads && vectors > kTeamLoadsWanted * t.team_threads) t.team_threads *= 2;
+  if (t.tiles == 1) {
+    const std::int64_t groups = p.n * p.num_groups;
+    const std::int64_t most = std::max<std::int64_t>(kTeamsThreads / t.team_threads, 1);
+    // Rather more blocks than full ones.
+    while (t.teams < most && groups >= 2 * t.teams * kWaitingBlocks) t.teams *= 2;
+  }
+  t.loads = ceil_div(vectors, t.team_threads);
+  t.channels = std::min(p.k / p.num_groups, (t.tile_values - 1) / p.positions() + 2);
+  t.held_bytes = t.loads * t.threads() * kVectorBytes;
+  t.slots_bytes = ceil_div(t.threads() / 32, 4) * 16;
+  t.table_bytes = 3 * t.teams * t.channels * 4;
+  return t;
 }
 
 /// Whether what follows the convolution can be one launch, and its values are few enough.
@@ -88,7 +148,6 @@ std::int64_t held_shared_limit(int compute_capability) {
 
 std::optional<HeldTiles> held_tiles(const Problem& p, int compute_capability) {
   if (!may_be_held(p, kMostTilesBytes)) return std::nullopt;
-  const std::int64_t limit = held_shared_limit(compute_capability);
   const std::int64_t lanes = kVectorBytes / size_of(p.dtype);
   HeldTiles whole;
   whole.fold = std::lcm(p.k, lanes) / p.k;
@@ -97,10 +156,10 @@ std::optional<HeldTiles> held_tiles(const Problem& p, int compute_capability) {
   whole.columns = p.k * whole.fold / lanes;
   // Channels that end within a vector are not transposed.
   if (whole.fold > 1 && p.y_layout != Layout::kNDHWC) return std::nullopt;
-  if (whole.fold > 1) return tiles_of(p, rows, whole, limit);
+  if (whole.fold > 1) return tiles_of(p, rows, whole, compute_capability);
 
   // Slabs are whole groups and whole vectors, from the narrowest to all channels: of those whose blocks need
-  // not wait the widest that are enough of them, or the narrowest; where all wait, the widest.
+  // not wait for all others the widest that are enough of them, or the narrowest; where all wait, the widest.
   const std::int64_t unit = std::lcm(p.k / p.num_groups, lanes), units = p.k / unit;
   std::optional<HeldTiles> best;
   for (std::int64_t width = 1; width <= units; ++width) {
@@ -108,10 +167,11 @@ std::optional<HeldTiles> held_tiles(const Problem& p, int compute_capability) {
     t.slabs = units / width;
     t.columns = unit * width / lanes;
     if (units % width != 0 || (t.columns * kVectorBytes < kLeastRowBytes && width < units)) continue;
-    const std::optional<HeldTiles> tiles = tiles_of(p, rows, t, limit);
+    const std::optional<HeldTiles> tiles = tiles_of(p, rows, t, compute_capability);
     if (!tiles) continue;
-    const bool alone_now = best && best->tiles == 1, alone = tiles->tiles == 1;
-    const bool takes = alone ? !alone_now || p.n * t.slabs >= kAloneBlocks : !alone_now;
+    const auto is_alone = [](const HeldTiles& of) { return of.tiles == 1 || of.clusters; };
+    const bool alone_now = best && is_alone(*best), alone = is_alone(*tiles);
+    const bool takes = alone ? !alone_now || p.n * tiles->slabs * tiles->tiles >= kAloneBlocks : !alone_now;
     if (takes) best = tiles;
   }
   return best;
@@ -119,31 +179,19 @@ std::optional<HeldTiles> held_tiles(const Problem& p, int compute_capability) {
 
 std::optional<HeldPlanes> held_planes(const Problem& p, int compute_capability) {
   if (!may_be_held(p, kMostPlanesBytes) || p.y_layout != Layout::kNCDHW) return std::nullopt;
-  const std::int64_t limit = held_shared_limit(compute_capability);
-  const std::int64_t lanes = kVectorBytes / size_of(p.dtype);
-  const std::int64_t groups = p.n * p.num_groups, group_channels = p.k / p.num_groups;
-  const std::int64_t values = group_channels * p.positions(), bytes = values * size_of(p.dtype);
-  HeldPlanes t;
-  if (bytes > kAloneBytes && groups < kWaitingBlocks) {
-    t.tiles = std::min(kWaitingBlocks / groups, ceil_div(bytes, kLeastTileBytes));
+  const std::int64_t groups = p.n * p.num_groups;
+  const std::int64_t values = p.k / p.num_groups * p.positions(), bytes = values * size_of(p.dtype);
+  const std::int64_t of_cluster = cluster_tiles(bytes, compute_capability);
+  if (of_cluster > 1) {
+    HeldPlanes t = in_stretches(p, values, of_cluster);
+    t.clusters = t.tiles > 1;
+    const bool fits = t.shared_bytes() <= held_shared_limit(compute_capability);
+    if (t.clusters && fits && clusters_run_at_once(groups, t.tiles, t.threads())) return t;
   }
-  t.tile_values = t.tiles == 1 ? values : ceil_div(ceil_div(values, t.tiles), lanes) * lanes;
-  t.tiles = ceil_div(values, t.tile_values);
-  // One more where the stretch does not start on a vector's boundary.
-  const std::int64_t vectors = ceil_div(t.tile_values, lanes) + (p.positions() % lanes == 0 ? 0 : 1);
-  t.team_threads = 32;
-  while (t.team_threads < kMaxThreads && vectors > kTeamLoadsWanted * t.team_threads) t.team_threads *= 2;
-  if (t.tiles == 1) {
-    const std::int64_t most = std::max<std::int64_t>(kTeamsThreads / t.team_threads, 1);
-    // Rather more blocks than full ones.
-    while (t.teams < most && groups >= 2 * t.teams * kWaitingBlocks) t.teams *= 2;
-  }
-  t.loads = ceil_div(vectors, t.team_threads);
-  t.channels = std::min(group_channels, (t.tile_values - 1) / p.positions() + 2);
-  t.held_bytes = t.loads * t.threads() * kVectorBytes;
-  t.slots_bytes = ceil_div(t.threads() / 32, 4) * 16;
-  t.table_bytes = 3 * t.teams * t.channels * 4;
-  return t.shared_bytes() <= limit ? std::optional(t) : std::nullopt;
+  const bool waits = bytes > kAloneBytes && groups < kWaitingBlocks;
+  const HeldPlanes t = in_stretches(
+      p, values, waits ? std::min(kWaitingBlocks / groups, ceil_div(bytes, kLeastTileBytes)) : 1);
+  return t.shared_bytes() <= held_shared_limit(compute_capability) ? std::optional(t) : std::nullopt;
 }
 
 std::optional<HeldCut> held_cut(const Problem& p, Layout layout, int compute_capability) {

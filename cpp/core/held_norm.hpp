@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// How one launch normalizes a convolution that all multiprocessors together can hold: the partition of its
-/// values among blocks, which follows from the problem alone, so that the order of merging does too.
+/// values among blocks, which follows from the problem and the compute capability, so that the order of
+/// merging does too.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,8 @@ namespace upconv3d {
 struct HeldTiles {
   std::int64_t fold = 1;        // positions of a row; more than 1 where K channels are no whole vectors
   std::int64_t slabs = 1;       // of a sample's channels
-  std::int64_t tiles = 1;       // of a slab's rows; with more than one, blocks wait for each other
+  std::int64_t tiles = 1;       // of a slab's rows; with more than one, blocks wait for each other,
+  bool clusters = false;        // those of a slab, which are a cluster; else all
   std::int64_t rows = 0;        // of a tile, at most
   std::int64_t columns = 0;     // vectors of a row
   std::int64_t row_lanes = 0;   // rows that a block takes in at once
@@ -40,7 +42,8 @@ struct HeldTiles {
 /// Of NCDHW, where a norm group of a sample is contiguous but need not start on a 16-byte boundary. A tile is
 /// a stretch of one group; a block takes one tile, or some whole groups, each by a team of its threads.
 struct HeldPlanes {
-  std::int64_t tiles = 1;         // of a group; with more than one, blocks wait for each other
+  std::int64_t tiles = 1;         // of a group; with more than one, blocks wait for each other,
+  bool clusters = false;          // those of a group, which are a cluster; else all
   std::int64_t tile_values = 0;   // of a tile, at most; a whole number of 16-byte vectors where tiles > 1
   std::int64_t teams = 1;         // of a block; 1 where tiles > 1
   std::int64_t team_threads = 0;  // a power of two, at least a warp

@@ -52,12 +52,13 @@ Problem problem_of(const Case& c) {
 /// What a failure says of the cut.
 std::string cut_text(const HeldCut& cut) {
   if (const auto* const t = std::get_if<HeldTiles>(&cut)) {
-    return " tiles=" + std::to_string(t->tiles) + " slabs=" + std::to_string(t->slabs) +
-           " fold=" + std::to_string(t->fold);
+    return " tiles=" + std::to_string(t->tiles) + (t->clusters ? " of a cluster" : "") +
+           " slabs=" + std::to_string(t->slabs) + " fold=" + std::to_string(t->fold);
   }
   const HeldPlanes& t = std::get<HeldPlanes>(cut);
-  return " tiles=" + std::to_string(t.tiles) + " of " + std::to_string(t.tile_values) +
-         " teams=" + std::to_string(t.teams) + "*" + std::to_string(t.team_threads);
+  return " tiles=" + std::to_string(t.tiles) + (t.clusters ? " of a cluster" : "") + " of " +
+         std::to_string(t.tile_values) + " teams=" + std::to_string(t.teams) + "*" +
+         std::to_string(t.team_threads);
 }
 
 /// What the launcher takes of a case, in device memory.
@@ -101,12 +102,19 @@ struct CaseBuffers {
             .gamma = at.affine ? gamma.data() : nullptr,
             .beta = at.affine ? beta.data() : nullptr,
             .y = y.data(),
-            .part = part.data()};
+            .part = part.data(),
+            .overlaps = compute_capability() >= 90};
   }
 };
 
-/// Against the reference; then the same bits with as many blocks as a small device holds, and in place where
-/// nothing is transposed.
+/// The same tiles, for blocks that all wait.
+HeldCut without_clusters(HeldCut cut) {
+  std::visit([](auto& of) { of.clusters = false; }, cut);
+  return cut;
+}
+
+/// Against the reference; then the same bits with as many blocks as a small device holds, none of them in
+/// clusters, and in place where nothing is transposed.
 void run_case(const Case& at, const HeldCut& cut) {
   const double eps = 1e-5;
   const Reference ref = make_reference(at, eps);
@@ -120,11 +128,13 @@ void run_case(const Case& at, const HeldCut& cut) {
   for (const int blocks : {7, 1}) {
     check(cudaMemset(on.y.data(), 0xA5, on.y.bytes()), "filling a test buffer");
     params.max_blocks = blocks;
+    params.cut = without_clusters(cut);
     launch_held_norm(params, nullptr);
     expect(once == download_bytes(on.y.data(), on.y.bytes()),
            "the same bits from " + std::to_string(blocks) + " blocks: " + what);
   }
   params.max_blocks = 0;
+  params.cut = cut;
   if (!params.y_planes) {
     params.y = on.c.data();
     launch_held_norm(params, nullptr);
@@ -152,25 +162,32 @@ constexpr Shape kShapes[] = {{2, 16, 60, 4},     {3, 64, 264, 8},    {1, 128, 12
 /// How many cases there were of each kind.
 struct Kinds {
   int waiting = 0, alone = 0, folded = 0, transposed = 0, planes_waiting = 0, planes_alone = 0, teams = 0;
+  int clusters = 0, planes_clusters = 0;  // on a GPU that has them
 
   void count(const HeldCut& cut, bool transposes) {
     transposed += transposes;
     if (const auto* const t = std::get_if<HeldTiles>(&cut)) {
-      waiting += t->tiles > 1, alone += t->tiles == 1, folded += t->fold > 1;
+      waiting += t->tiles > 1 && !t->clusters, alone += t->tiles == 1, folded += t->fold > 1;
+      clusters += t->clusters;
       return;
     }
     const HeldPlanes& t = std::get<HeldPlanes>(cut);
-    planes_waiting += t.tiles > 1, planes_alone += t.tiles == 1, teams += t.teams > 1;
+    planes_waiting += t.tiles > 1 && !t.clusters, planes_alone += t.tiles == 1, teams += t.teams > 1;
+    planes_clusters += t.clusters;
   }
   void expect_all() const {
     std::string text;
-    for (const int kind : {waiting, alone, folded, transposed, planes_waiting, planes_alone, teams}) {
+    for (const int kind : {waiting, clusters, alone, folded, transposed, planes_waiting, planes_clusters,
+                           planes_alone, teams}) {
       text += " " + std::to_string(kind);
     }
-    std::printf("cases that wait, do not, fold, transpose; planes that wait, do not, in teams:%s\n",
-                text.c_str());
-    expect(waiting > 20 && alone > 20 && folded > 5 && transposed > 40 && planes_waiting > 20 &&
-               planes_alone > 20 && teams > 5,
+    std::printf(
+        "cases that wait for all, for clusters, for none, fold, transpose; planes that wait for all, for "
+        "clusters, for none, in teams:%s\n",
+        text.c_str());
+    const int wanted = compute_capability() >= 90 ? 10 : 0;
+    expect(waiting > 10 && clusters >= wanted && alone > 20 && folded > 5 && transposed > 40 &&
+               planes_waiting > 10 && planes_clusters >= wanted && planes_alone > 20 && teams > 5,
            "cases of every kind:" + text);
   }
 };

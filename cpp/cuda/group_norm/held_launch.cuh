@@ -61,13 +61,46 @@ struct HeldShape {
   int work;     // blocks that hold all values
   int threads;  // of a block
   int shared_bytes;
-  bool waits;  // whether blocks wait for each other
+  int tiles;      // blocks that wait for each other, one: none do
+  bool clusters;  // whether those are a cluster; else all blocks wait
 };
+
+/// A launch whose blocks wait for their clusters' alone, or for none. Where `overlaps`, it begins as soon as
+/// the blocks of the kernel before have ended, not when what they wrote has been, too: 1 us earlier. (Of
+/// cooperative launches that would make no difference.)
+template <class Args>
+cudaError_t launch_held_clusters(void (*kernel)(Args), const Args& args, const HeldShape& shape,
+                                 bool overlaps, cudaStream_t stream) {
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (overlaps) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.clusters) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(shape.tiles), 1, 1};
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.work));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(shape.shared_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = count;
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+/// Whether a launch was refused because the context holds no such cluster: it may have been granted a few
+/// multiprocessors of each of the GPU's parts alone (green contexts, MPS).
+inline bool refuses_clusters(cudaError_t status) {
+  return status == cudaErrorInvalidClusterSize || status == cudaErrorLaunchOutOfResources;
+}
 
 /// \param reserved static, the kernel's own
 template <class Args>
 void launch_held_kernel(const char* name, void (*kernel)(Args), Args& args, const HeldShape& shape,
-                        ReservedSharedMemory& reserved, int max_blocks, cudaStream_t stream) {
+                        ReservedSharedMemory& reserved, const HeldNormParams& params, cudaStream_t stream) {
   constexpr int kUnasked = 48 * 1024;  // bytes that kernels get
   if (shape.shared_bytes > kUnasked) {
     int device = 0, most = 0;
@@ -75,12 +108,13 @@ void launch_held_kernel(const char* name, void (*kernel)(Args), Args& args, cons
     check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), name);
     reserved.ensure(name, reinterpret_cast<const void*>(kernel), most);
   }
-  if (!shape.waits) {
-    kernel<<<static_cast<unsigned>(shape.work), static_cast<unsigned>(shape.threads),
-             static_cast<unsigned>(shape.shared_bytes), stream>>>(args);
-    return check_launch(name);
+  if (shape.tiles == 1 || shape.clusters) {
+    const cudaError_t status = launch_held_clusters(kernel, args, shape, params.overlaps, stream);
+    if (!shape.clusters || !refuses_clusters(status)) return check(status, name);
+    cudaGetLastError();
+    args.clusters = false;
   }
-  const int blocks = max_blocks > 0 ? std::min(max_blocks, shape.work) : shape.work;
+  const int blocks = params.max_blocks > 0 ? std::min(params.max_blocks, shape.work) : shape.work;
   launch_cooperative(name, reinterpret_cast<const void*>(kernel), &args,
                      {blocks, shape.threads, shape.shared_bytes}, stream, [](int) {});
 }

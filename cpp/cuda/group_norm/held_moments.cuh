@@ -3,6 +3,7 @@
 /// What both forms of activation_group_norm_held share: sums over threads, and the merging of tiles.
 #pragma once
 
+#include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
 #include "cuda/group_norm/element.cuh"
@@ -59,6 +60,26 @@ struct TileCounts {
 struct GroupMoments {
   double mean, m2;
 };
+
+/// Until the kernel before has ended and what it wrote can be read: this one is launched while it ends.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Until the partial moments are there that the block's other tiles' blocks write.
+/// \param clusters whether those are the block's cluster; else all
+__device__ __forceinline__ void wait_for_tiles([[maybe_unused]] bool clusters) {
+#if __CUDA_ARCH__ >= 900
+  if (clusters) {
+    __syncwarp();  // warps arrive as one
+    cooperative_groups::this_cluster().sync();
+    return;
+  }
+#endif
+  cooperative_groups::this_grid().sync();
+}
 
 /// Merges the tiles of a group by `lanes` neighbouring threads, all of which get the result. What is added up
 /// are distances from the first tile's mean, so that a mean far from 0 costs no digits.

@@ -23,6 +23,7 @@ HeldArgs<T> held_args(const HeldNormParams& params, const HeldTiles& tiles) {
   HeldArgs<T> args{};
   fill_common(params, args);
   args.y_planes = params.y_planes;
+  args.clusters = tiles.clusters;
   args.num_groups = count(params.num_groups);
   args.slabs = count(tiles.slabs);
   args.work = count(params.n * tiles.slabs * tiles.tiles);
@@ -73,10 +74,10 @@ void launch_held_tiles(const HeldNormParams& params, const HeldTiles& tiles, cud
     static ReservedSharedMemory reserved;
     HeldArgs<T> args = held_args<T>(params, tiles);
     args.wide = wide_columns(tiles, params.dtype);
-    launch_held_kernel(
-        "activation_group_norm_held", activation_group_norm_held<T, Input>, args,
-        {args.work, static_cast<int>(tiles.threads), static_cast<int>(tiles.shared_bytes()), tiles.tiles > 1},
-        reserved, params.max_blocks, stream);
+    launch_held_kernel("activation_group_norm_held", activation_group_norm_held<T, Input>, args,
+                       {args.work, static_cast<int>(tiles.threads), static_cast<int>(tiles.shared_bytes()),
+                        static_cast<int>(tiles.tiles), tiles.clusters},
+                       reserved, params, stream);
   });
 }
 

@@ -10,12 +10,12 @@
 /// there three times: c crosses L2 once. A tile's sums are taken for its means, then for the squares about
 /// them; the (count, mean, M2) of tiles are merged in double, about the first tile's mean. Each sum has an
 /// order that the tiles decide, and tiles depend on the compute capability, not on the number of
-/// multiprocessors. Where one tile is all of its groups no block waits; else all of them do, once, for which
-/// the launch is cooperative. A device that does not hold as many blocks gets fewer, which then read their
-/// tiles again instead of holding them.
+/// multiprocessors. Where one tile is all of its groups no block waits; else those of a slab do, once, as a
+/// cluster, or all of them, for which the launch is cooperative. A device that does not hold as many of these
+/// gets fewer, which then read their tiles again instead of holding them. From compute capability 9.0 on,
+/// launches that are not cooperative begin while the kernel before ends.
 #pragma once
 
-#include <cooperative_groups.h>
 #include <cuda_pipeline.h>
 
 #include <cstdint>
@@ -40,6 +40,7 @@ struct HeldArgs {
   float parameter;              // activation.parameter
   bool norm_first;              // with AnyPending: whether the normalization precedes it
   bool y_planes;                // whether y lies [N,K,Z,P,Q], and is transposed on the way there
+  bool clusters;                // HeldTiles::clusters
   int num_groups, slabs;
   int work;         // tiles of all samples and slabs
   int sample_rows;  // of fold positions each
@@ -410,11 +411,12 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1) activation_group_norm_held
   const HeldShared shared(raw_shared, args);
   const unsigned work = args.work;
   const bool holds = gridDim.x == work;
+  wait_for_kernel_before();
 #pragma unroll 1
   for (unsigned at = blockIdx.x; at < work; at += gridDim.x) {
     take_tile_moments<T, Input>(args, HeldTile(args, at), shared);
   }
-  if (args.counts.tiles > 1) cooperative_groups::this_grid().sync();
+  if (args.counts.tiles > 1) wait_for_tiles(args.clusters);
 #pragma unroll 1
   for (unsigned at = blockIdx.x; at < work; at += gridDim.x) {
     const HeldTile tile(args, at);

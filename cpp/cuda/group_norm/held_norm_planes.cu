@@ -18,6 +18,7 @@ HeldPlanesArgs<T> held_planes_args(const HeldNormParams& params, const HeldPlane
   HeldPlanesArgs<T> args{};
   fill_common(params, args);
   args.whole = params.positions % kLanes<T> == 0;
+  args.clusters = planes.clusters;
   args.groups = count(params.n * params.num_groups);
   args.num_groups = count(params.num_groups);
   args.work = count(planes.tiles > 1 ? args.groups * planes.tiles : ceil_div(args.groups, planes.teams));
@@ -47,10 +48,11 @@ void launch_held_planes(const HeldNormParams& params, const HeldPlanes& planes, 
     using Input = typename decltype(input)::type;
     static ReservedSharedMemory reserved;
     HeldPlanesArgs<T> args = held_planes_args<T>(params, planes);
-    launch_held_kernel("activation_group_norm_held_planes", activation_group_norm_held_planes<T, Input>, args,
-                       {args.work, static_cast<int>(planes.threads()),
-                        static_cast<int>(planes.shared_bytes()), planes.tiles > 1},
-                       reserved, params.max_blocks, stream);
+    launch_held_kernel(
+        "activation_group_norm_held_planes", activation_group_norm_held_planes<T, Input>, args,
+        {args.work, static_cast<int>(planes.threads()), static_cast<int>(planes.shared_bytes()),
+         static_cast<int>(planes.tiles), planes.clusters},
+        reserved, params, stream);
   });
 }
 

@@ -13,7 +13,6 @@
 /// written.
 #pragma once
 
-#include <cooperative_groups.h>
 #include <cuda_pipeline.h>
 
 #include <cstdint>
@@ -38,6 +37,7 @@ struct HeldPlanesArgs {
   float parameter;              // activation.parameter
   bool norm_first;              // with AnyPending: whether the normalization precedes it
   bool whole;                   // whether a channel's positions are whole vectors
+  bool clusters;                // HeldPlanes::clusters
   int groups;                   // of all samples
   int num_groups;               // of a sample
   int work;                     // tiles, or with teams as many groups at a time
@@ -305,6 +305,7 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1)
   extern __shared__ __align__(kAccessBytes) char raw_shared[];
   const HeldPlanesShared shared(raw_shared, args);
   const bool waits = args.counts.tiles > 1, holds = gridDim.x == static_cast<unsigned>(args.work);
+  wait_for_kernel_before();
 #pragma unroll 1
   for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
     const HeldPlane plane(args, work);
@@ -320,7 +321,7 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1)
     }
   }
   if (!waits) return;
-  cooperative_groups::this_grid().sync();
+  wait_for_tiles(args.clusters);
 #pragma unroll 1
   for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
     const HeldPlane plane(args, work);
