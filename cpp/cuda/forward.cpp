@@ -291,7 +291,6 @@ void run_held(const Problem& problem, const Plan& plan, const HeldCut& cut, cons
               const ForwardTensors& tensors, void* part, cudaStream_t stream) {
   HeldNormParams params;
   params.max_blocks = device.sm_count;  // a block that waits may be all that fits a multiprocessor
-  params.overlaps = device.compute_capability >= 90;
   params.cut = cut;
   params.y_planes = problem.y_layout == Layout::kNCDHW && plan.conv_layout == Layout::kNDHWC;
   params.n = problem.n;

@@ -32,13 +32,15 @@ Problem of_size(std::int64_t n, std::int64_t k, std::int64_t positions, std::int
   return p;
 }
 
-/// Whether the blocks that wait for each other all fit on a card, or are clusters where there are any.
+/// Whether the blocks that wait for each other all fit on a card; in clusters, on GPUs that have them, with
+/// room to spare.
 ///
-/// \param parts slabs or groups of all samples, of so many tiles each
+/// \param parts   slabs or groups of all samples, of so many tiles each
+/// \param threads of a block
 template <class Held>
-bool waits_well(const Held& t, std::int64_t parts, int capability) {
-  if (t.clusters) return capability >= 90 && t.tiles > 1 && t.tiles <= 8;
-  return t.tiles == 1 || parts * t.tiles <= 128;
+bool waits_well(const Held& t, std::int64_t parts, std::int64_t threads, int capability) {
+  if (!t.clusters) return t.tiles == 1 || parts * t.tiles <= 128;
+  return capability >= 90 && t.tiles > 1 && t.tiles <= 8 && parts * t.tiles * threads <= 12 * 8 * 512;
 }
 
 /// Tiles cover every row of every slab once, slabs are whole groups of whole vectors, and a block holds its
@@ -57,7 +59,7 @@ void test_tiles_of(const Problem& p, int capability) {
   expect(t.loads * t.row_lanes >= t.rows, what + ": loads");
   expect((p.k / p.num_groups) % t.slot_lanes == 0 && lanes % t.slot_lanes == 0, what + ": slots");
   expect(t.shared_bytes() <= held_shared_limit(capability), what + ": shared memory");
-  expect(waits_well(t, p.n * t.slabs, capability), what + ": blocks that wait run at once");
+  expect(waits_well(t, p.n * t.slabs, t.threads, capability), what + ": blocks that wait run at once");
 }
 
 /// Tiles cover every value of a group once, in stretches that start on the group's own vectors.
@@ -78,7 +80,7 @@ bool test_planes_of(Problem p, int capability) {
   expect(t.channels >= std::min(p.k / p.num_groups, (t.tile_values - 1) / p.positions() + 1),
          what + ": channels");
   expect(t.shared_bytes() <= held_shared_limit(capability), what + ": shared memory");
-  expect(waits_well(t, p.n * p.num_groups, capability), what + ": blocks that wait run at once");
+  expect(waits_well(t, p.n * p.num_groups, t.threads(), capability), what + ": blocks that wait run at once");
   return true;
 }
 

@@ -102,8 +102,7 @@ struct CaseBuffers {
             .gamma = at.affine ? gamma.data() : nullptr,
             .beta = at.affine ? beta.data() : nullptr,
             .y = y.data(),
-            .part = part.data(),
-            .overlaps = compute_capability() >= 90};
+            .part = part.data()};
   }
 };
 
@@ -111,6 +110,32 @@ struct CaseBuffers {
 HeldCut without_clusters(HeldCut cut) {
   std::visit([](auto& of) { of.clusters = false; }, cut);
   return cut;
+}
+
+/// Brings c late: a kernel that is launched while this one ends may have read nothing before.
+__global__ void deliver_late(const char* from, char* to, std::int64_t bytes) {
+  constexpr long long kCycles = 20000;
+  for (const long long begin = clock64(); clock64() - begin < kCycles;) {
+  }
+  const std::int64_t threads = std::int64_t{gridDim.x} * blockDim.x;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < bytes; i += threads) {
+    to[i] = from[i];
+  }
+}
+
+/// The same bits right behind a kernel that writes c.
+void check_behind_a_kernel(const HeldNormParams& params, const CaseBuffers& on, const std::vector<char>& once,
+                           const std::string& what) {
+  const Buffer kept(on.c.bytes());
+  check(cudaMemcpy(kept.data(), on.c.data(), on.c.bytes(), cudaMemcpyDeviceToDevice), "keeping c");
+  for (const Buffer* filled : {&on.c, &on.y}) {
+    check(cudaMemset(filled->data(), 0xA5, filled->bytes()), "filling a test buffer");
+  }
+  check(cudaDeviceSynchronize(), "waiting for the buffers to be filled");
+  deliver_late<<<264, 256>>>(kept.data(), on.c.data(), on.c.bytes());
+  check(cudaGetLastError(), "launching what brings c");
+  launch_held_norm(params, nullptr);
+  expect(once == download_bytes(on.y.data(), on.y.bytes()), "behind the kernel that brings c: " + what);
 }
 
 /// Against the reference; then the same bits with as many blocks as a small device holds, none of them in
@@ -125,6 +150,7 @@ void run_case(const Case& at, const HeldCut& cut) {
   check(cudaDeviceSynchronize(), what);
   check_y(at, ref, download(on.y.data(), at.n * at.k * at.positions, at.dtype), stat_roundoff(at), eps);
   const std::vector<char> once = download_bytes(on.y.data(), on.y.bytes());
+  check_behind_a_kernel(params, on, once, what);
   for (const int blocks : {7, 1}) {
     check(cudaMemset(on.y.data(), 0xA5, on.y.bytes()), "filling a test buffer");
     params.max_blocks = blocks;

@@ -252,6 +252,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
   std::int64_t tiles = 0;
   int shared_rows = 0;
   for (const Slab& from : slabs) {
+    SlabMaps<Traits>& slab_maps = to.maps[to.num_slabs];
     KernelSlab<Traits>& slab = to.slabs[to.num_slabs++];
     const SharedLoads shared = params.share_taps ? shared_loads(problem, from) : SharedLoads{};
     slab.shared[0] = slab.shared[1] = 1;
@@ -260,19 +261,19 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
     const int rows = (slab.shared_taps - 1) * slab.shared_rows;  // beyond BLK_POS
     shared_rows = std::max(shared_rows, rows);
     for (int split = 0; split < Traits::SPLITS; ++split) {
-      maps.place(slab.x[split], split == 0 ? Mapped::kX : Mapped::kXLo,
+      maps.place(slab_maps.x[split], split == 0 ? Mapped::kX : Mapped::kXLo,
                  encode_slab_input(problem, from, operand, x[split], x_samples, x_row, Traits::BLK_POS + rows,
                                    Traits::BLK_C, slab.shared_taps > 1));
     }
     const DType element = Traits::QUANTIZED ? DType::kFloat16 : output;  // any of 16 bit
     using Stored = typename Traits::Stored;
-    maps.place(slab.a, Mapped::kA,
+    maps.place(slab_maps.a, Mapped::kA,
                params.channels_first
                    ? encode_slab_channels(problem, from, element, params.a, kPanelPositions<Stored>, 64)
                    : encode_slab_output(problem, from, element, to.pitch, params.a, kStagePositions<Stored>,
                                         kPanelChannels<Stored>));
     if ((Traits::QUANTIZED || Traits::KEEPS_TILE) && to.normalizes) {
-      maps.place(slab.item, Mapped::kA,
+      maps.place(slab_maps.item, Mapped::kA,
                  encode_slab_output(problem, from, element, to.pitch, params.a, Traits::ITEM_POS,
                                     kPanelChannels<Stored>));
     }

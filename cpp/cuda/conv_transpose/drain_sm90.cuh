@@ -40,6 +40,7 @@ CUTLASS_DEVICE float stored_to_float(Stepped16 v, float zero) {
 /// A half tile's place.
 struct HalfTile {
   int n;         // sample
+  int slab;      // that it is part of
   int channel;   // first of 64
   int stored;    // where that lies in its row, in Stored
   int end;       // of the tile's group's channels
@@ -59,6 +60,7 @@ struct Drain {
     KernelSlab<Traits> const& slab = params.slabs[tile.slab];
     HalfTile half;
     half.n = tile.n;
+    half.slab = tile.slab;
     half.channel = tile.channel + warpgroup % Traits::WARPGROUPS_K * 64;
     half.stored = stored_channel(params, tile.channel, half.channel);
     half.end = channel_end(params, tile.channel);
@@ -70,12 +72,13 @@ struct Drain {
 
   /// TMA stores of all whole buffers. One that ends beyond the slab would reach the next sample, and one of
   /// channels that end amid a panel the next convolution group; those are stored by threads.
-  CUTLASS_DEVICE static void store(KernelParams<Traits> const& params, KernelSlab<Traits> const& slab,
-                                   HalfTile const& half, char const* staging) {
+  CUTLASS_DEVICE static void store(KernelParams<Traits> const& params, HalfTile const& half,
+                                   char const* staging) {
     if (params.channels_first) {
-      store_channels_first(params, slab, half, staging);
+      store_channels_first(params, half, staging);
       return;
     }
+    KernelSlab<Traits> const& slab = params.slabs[half.slab];
     constexpr int kPositions = kStagePositions<Stored>;
     constexpr int kChannels = kPanelChannels<Stored>;
     bool const amid_panel = half.end < params.k && (half.end - half.channel) % kChannels != 0;
@@ -89,7 +92,7 @@ struct Drain {
         for (int panel = 0; panel < 64 / kChannels; ++panel) {
           int const channel = half.channel + panel * kChannels;
           if (channel >= half.end) continue;
-          cute::SM90_TMA_STORE_IM2COL_5D::copy(&slab.a,
+          cute::SM90_TMA_STORE_IM2COL_5D::copy(&params.maps[half.slab].a,
                                                staging + stage * kStageBytes + panel * (kStageBytes / 2),
                                                half.stored + panel * kChannels, q, p, z, half.n);
         }
@@ -209,40 +212,38 @@ struct Drain {
 
   /// Writes which partial moment the positions have. The first channels of sample 0 do so for all: geometry
   /// alone decides it.
-  CUTLASS_DEVICE static void write_moment_of(KernelParams<Traits> const& params,
-                                             KernelSlab<Traits> const& slab, HalfTile const& half) {
+  CUTLASS_DEVICE static void write_moment_of(KernelParams<Traits> const& params, HalfTile const& half) {
     if (params.moment_of == nullptr || half.n != 0 || half.channel != 0) return;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = threadIdx.x % 32; i < half.valid; i += 32) {
-      params.moment_of[pixel_of(params, slab, half.position + i)] = half.moment;
+      params.moment_of[pixel_of(params, params.slabs[half.slab], half.position + i)] = half.moment;
     }
   }
 
  private:
   /// TMA stores of all buffers that begin inside the slab; TMA leaves out what lies beyond it, or beyond K.
   /// It would not leave out the next convolution group: of channels that end amid the 64, threads store.
-  CUTLASS_DEVICE static void store_channels_first(KernelParams<Traits> const& params,
-                                                  KernelSlab<Traits> const& slab, HalfTile const& half,
+  CUTLASS_DEVICE static void store_channels_first(KernelParams<Traits> const& params, HalfTile const& half,
                                                   char const* staging) {
     if (half.channel >= half.end) return;
     if (half.end < params.k && half.end - half.channel < 64) {
-      store_group_end(params, slab, half, staging);
+      store_group_end(params, half, staging);
       return;
     }
     if (threadIdx.x % 32 != 0) return;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = 0; first < half.valid; first += kPanelPositions<Stored>) {
-      cute::SM90_TMA_STORE_3D::copy(&slab.a, staging + first / kPanelPositions<Stored> * kStageBytes,
+      cute::SM90_TMA_STORE_3D::copy(&params.maps[half.slab].a,
+                                    staging + first / kPanelPositions<Stored> * kStageBytes,
                                     half.position + first, half.channel, half.n);
     }
   }
 
   /// Channels up to half.end, in chunks of positions: slabs begin and end with whole ones.
-  CUTLASS_DEVICE static void store_group_end(KernelParams<Traits> const& params,
-                                             KernelSlab<Traits> const& slab, HalfTile const& half,
+  CUTLASS_DEVICE static void store_group_end(KernelParams<Traits> const& params, HalfTile const& half,
                                              char const* staging) {
     int const chunks = half.valid / kVector, channels = half.end - half.channel;
-    int const first = pixel_of(params, slab, half.position);
+    int const first = pixel_of(params, params.slabs[half.slab], half.position);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = threadIdx.x % 32; i < channels * chunks; i += 32) {
       int const channel = i / chunks, chunk = i % chunks;

@@ -98,9 +98,9 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
       if (half.valid > 0) {
         if constexpr (Traits::QUANTIZED) {
           Drain<Traits>::write_steps(params, half, steps);
-          Drain<Traits>::write_moment_of(params, slab, half);
+          Drain<Traits>::write_moment_of(params, half);
         }
-        if (!keeps) Drain<Traits>::store(params, slab, half, staging);
+        if (!keeps) Drain<Traits>::store(params, half, staging);
         if (consumers_take_moments(params, slab, note, half.valid)) {
           Drain<Traits>::write_row_moments(params, half, control.row[warpgroup]);
         } else if (!params.linear) {

@@ -353,8 +353,8 @@ class GroupNormWorker {
         // An im2col load must begin inside the slab, also that of an item which lies beyond it whole.
         int q, p;
         int const z = slab.height.divmod(p, slab.width.divmod(q, min(item.position, slab.positions - 1)));
-        cute::SM90_TMA_LOAD_IM2COL_5D::copy(&slab.item, barrier, to + panel * kPanelBytes, channel, q, p, z,
-                                            item.sample, std::uint16_t(0), std::uint16_t(0),
+        cute::SM90_TMA_LOAD_IM2COL_5D::copy(&params_.maps[item.slab].item, barrier, to + panel * kPanelBytes,
+                                            channel, q, p, z, item.sample, std::uint16_t(0), std::uint16_t(0),
                                             std::uint16_t(0));
       } else if constexpr (!Traits::QUANTIZED) {
         cute::SM90_TMA_LOAD_3D::copy(&params_.item, barrier,

@@ -92,9 +92,9 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
             for (int split = 0; split < Traits::SPLITS; ++split) {
               control.x.wait_empty(x);
               cute::SM90_TMA_LOAD_IM2COL_5D::copy(
-                  &slab.x[split], control.x.expect(x.slot, x_bytes), shared.x + x.slot * rings.x_unit_bytes,
-                  x_channel + c_block * params.x_block_step, v, h, d, x_sample,
-                  std::uint16_t(s * slab.dilation[2]), std::uint16_t(r_begin * slab.dilation[1]),
+                  &params.maps[coord.slab].x[split], control.x.expect(x.slot, x_bytes),
+                  shared.x + x.slot * rings.x_unit_bytes, x_channel + c_block * params.x_block_step, v, h, d,
+                  x_sample, std::uint16_t(s * slab.dilation[2]), std::uint16_t(r_begin * slab.dilation[1]),
                   std::uint16_t(t_begin * slab.dilation[0]));
               x.advance(rings.x_units);
             }

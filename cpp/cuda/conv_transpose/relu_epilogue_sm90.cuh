@@ -278,10 +278,9 @@ struct ReluEpilogue {
   }
 
   /// Whether a row's moments do not follow from sums of its values and of their squares, by which they would
-  /// be the least share of the latter, or the squares may be of values that are infinite as stored.
+  /// be the least share of the latter, or the latter are too many for a float.
   CUTLASS_DEVICE static bool is_doubtful(float m2, float squares, float least_share) {
-    constexpr float kLargestSquare = std::is_same_v<Stored, cutlass::half_t> ? 65504.f * 65504.f : 0x1p127f;
-    return m2 < least_share * squares || squares >= kLargestSquare;
+    return m2 < least_share * squares || squares >= 0x1p127f;
   }
 
   /// Moments of the rows of acc from the sums that tensor cores made, unless those do not tell: then from

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/held_norm.hpp"
+#include "cuda/compiled_arch.hpp"
 #include "cuda/conv_transpose/cooperative_launch.hpp"
 #include "cuda/group_norm/held_norm.hpp"
 #include "cuda/group_norm/pending.cuh"
@@ -98,9 +99,13 @@ inline bool refuses_clusters(cudaError_t status) {
 }
 
 /// \param reserved static, the kernel's own
+/// \param arch     the same. A kernel that a GPU runs from PTX of an older architecture neither knows
+/// clusters
+///                 nor waits for the kernel before
 template <class Args>
 void launch_held_kernel(const char* name, void (*kernel)(Args), Args& args, const HeldShape& shape,
-                        ReservedSharedMemory& reserved, const HeldNormParams& params, cudaStream_t stream) {
+                        ReservedSharedMemory& reserved, CompiledArch& arch, const HeldNormParams& params,
+                        cudaStream_t stream) {
   constexpr int kUnasked = 48 * 1024;  // bytes that kernels get
   if (shape.shared_bytes > kUnasked) {
     int device = 0, most = 0;
@@ -108,12 +113,13 @@ void launch_held_kernel(const char* name, void (*kernel)(Args), Args& args, cons
     check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), name);
     reserved.ensure(name, reinterpret_cast<const void*>(kernel), most);
   }
-  if (shape.tiles == 1 || shape.clusters) {
-    const cudaError_t status = launch_held_clusters(kernel, args, shape, params.overlaps, stream);
+  const bool knows_hopper = arch.of(reinterpret_cast<const void*>(kernel)) >= 90;
+  if (shape.tiles == 1 || (shape.clusters && knows_hopper)) {
+    const cudaError_t status = launch_held_clusters(kernel, args, shape, knows_hopper, stream);
     if (!shape.clusters || !refuses_clusters(status)) return check(status, name);
     cudaGetLastError();
-    args.clusters = false;
   }
+  args.clusters = false;
   const int blocks = params.max_blocks > 0 ? std::min(params.max_blocks, shape.work) : shape.work;
   launch_cooperative(name, reinterpret_cast<const void*>(kernel), &args,
                      {blocks, shape.threads, shape.shared_bytes}, stream, [](int) {});

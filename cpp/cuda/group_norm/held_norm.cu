@@ -72,12 +72,13 @@ void launch_held_tiles(const HeldNormParams& params, const HeldTiles& tiles, cud
     using T = typename decltype(element)::type;
     using Input = typename decltype(input)::type;
     static ReservedSharedMemory reserved;
+    static CompiledArch arch;
     HeldArgs<T> args = held_args<T>(params, tiles);
     args.wide = wide_columns(tiles, params.dtype);
     launch_held_kernel("activation_group_norm_held", activation_group_norm_held<T, Input>, args,
                        {args.work, static_cast<int>(tiles.threads), static_cast<int>(tiles.shared_bytes()),
                         static_cast<int>(tiles.tiles), tiles.clusters},
-                       reserved, params, stream);
+                       reserved, arch, params, stream);
   });
 }
 

@@ -12,8 +12,8 @@
 /// order that the tiles decide, and tiles depend on the compute capability, not on the number of
 /// multiprocessors. Where one tile is all of its groups no block waits; else those of a slab do, once, as a
 /// cluster, or all of them, for which the launch is cooperative. A device that does not hold as many of these
-/// gets fewer, which then read their tiles again instead of holding them. From compute capability 9.0 on,
-/// launches that are not cooperative begin while the kernel before ends.
+/// gets fewer, which then read their tiles again instead of holding them. Code for compute capability 9.0 and
+/// later begins while the kernel before ends, unless its launch is cooperative.
 #pragma once
 
 #include <cuda_pipeline.h>

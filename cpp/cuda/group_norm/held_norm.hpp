@@ -30,8 +30,7 @@ struct HeldNormParams {
   const void* beta = nullptr;   // [K] dtype, or null for 0
   void* y = nullptr;            // as c, or c itself unless it lies in another order
   void* part = nullptr;         // held_part_bytes, 16-byte aligned
-  int max_blocks = 0;     // of a launch whose blocks all wait, as on a device that holds no more; 0: its own
-  bool overlaps = false;  // may begin while the kernel before ends; compute capability 9.0 and later
+  int max_blocks = 0;  // of a launch whose blocks all wait, as on a device that holds no more; 0: its own
 };
 
 /// Partial moments, [N,G,tiles,2] float, where blocks wait for each other.

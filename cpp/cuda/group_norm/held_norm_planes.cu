@@ -47,12 +47,13 @@ void launch_held_planes(const HeldNormParams& params, const HeldPlanes& planes, 
     using T = typename decltype(element)::type;
     using Input = typename decltype(input)::type;
     static ReservedSharedMemory reserved;
+    static CompiledArch arch;
     HeldPlanesArgs<T> args = held_planes_args<T>(params, planes);
     launch_held_kernel(
         "activation_group_norm_held_planes", activation_group_norm_held_planes<T, Input>, args,
         {args.work, static_cast<int>(planes.threads()), static_cast<int>(planes.shared_bytes()),
          static_cast<int>(planes.tiles), planes.clusters},
-        reserved, params, stream);
+        reserved, arch, params, stream);
   });
 }
 
