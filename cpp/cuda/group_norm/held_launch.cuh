@@ -98,10 +98,8 @@ inline bool refuses_clusters(cudaError_t status) {
   return status == cudaErrorInvalidClusterSize || status == cudaErrorLaunchOutOfResources;
 }
 
-/// \param reserved static, the kernel's own
-/// \param arch     the same. A kernel that a GPU runs from PTX of an older architecture neither knows
-/// clusters
-///                 nor waits for the kernel before
+/// \param reserved,arch static, the kernel's own. What a GPU runs from PTX of an older architecture neither
+/// knows clusters nor waits for the kernel before.
 template <class Args>
 void launch_held_kernel(const char* name, void (*kernel)(Args), Args& args, const HeldShape& shape,
                         ReservedSharedMemory& reserved, CompiledArch& arch, const HeldNormParams& params,
