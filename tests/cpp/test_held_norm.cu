@@ -112,8 +112,11 @@ HeldCut without_clusters(HeldCut cut) {
   return cut;
 }
 
-/// Brings c late: a kernel that is launched while this one ends may have read nothing before.
+/// Lets the next kernel begin, and brings c late: that one may have read nothing before.
 __global__ void deliver_late(const char* from, char* to, std::int64_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
   constexpr long long kCycles = 20000;
   for (const long long begin = clock64(); clock64() - begin < kCycles;) {
   }
