@@ -222,7 +222,7 @@ struct SlabGeometry {
 };
 
 /// A slab's descriptors. They begin on 128 bytes, by CUDA 13's headers: apart from the rest, which they would
-/// pad to that, so that a launch's parameters are 16 KB, not 18, which take some 0.5 us longer to begin.
+/// pad to that, so that a launch's parameters are 16 KB, not 18: some 0.5 us of a kernel that does nothing.
 template <class Traits>
 struct SlabMaps {
   CUtensorMap x[Traits::SPLITS];  // hi, lo; just the input that the slab reads
