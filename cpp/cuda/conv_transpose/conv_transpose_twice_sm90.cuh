@@ -327,13 +327,6 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
   extern __shared__ __align__(1024) char raw_shared[];
   TwiceShared<Traits> const shared(raw_shared, params);
   TwiceControl<Traits>& control = *shared.control;
-  cooperative_groups::grid_group const grid = cooperative_groups::this_grid();
-  cooperative_groups::grid_group::arrival_token cleared{};
-  if (params.num_counters > 0) {
-    if (blockIdx.x == 0) clear_counters(params);
-    cleared = grid.barrier_arrive();
-  }
-  prefetch_descriptors(params);
   constexpr int kConsumerWarps = 8;
   if (threadIdx.x == 0) {
     control.x.init(1, kConsumerWarps);
@@ -351,20 +344,41 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     int const positions = params.views[threadIdx.x / params.fold].positions;
     control.last_count[threadIdx.x] = (positions - 1) % Traits::BLK_POS + 1;
   }
+  prefetch_descriptors(params);
+  cooperative_groups::grid_group const grid = cooperative_groups::this_grid();
+  cooperative_groups::grid_group::arrival_token cleared{};
   if (params.num_counters > 0) {
-    grid.barrier_wait(std::move(cleared));  // for the block's own threads too
+    if (blockIdx.x == 0) clear_counters(params);
+    cleared = grid.barrier_arrive();  // for the block's own threads, too
   } else {
     __syncthreads();
   }
-  if (__shfl_sync(0xffffffffu, threadIdx.x / 128, 0) > 0) {
+  // By whole warps, each once: what is loaded first does not wait for it.
+  auto const wait_for_counters = [&] {
+    __syncwarp();
+    if (params.num_counters > 0) grid.barrier_wait(std::move(cleared));
+  };
+  int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (warp >= 4) {
     cutlass::arch::warpgroup_reg_alloc<Traits::CONSUMER_REGISTERS>();
+    wait_for_counters();
     multiply_twice(params, shared);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Traits::HELPER_REGISTERS>();
-    int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp == 1 || warp == 2) help_twice(params, shared, warp - 1);
-    if (warp == 3) TwiceWeightLoader<Traits>(params, shared).run();
-    if (threadIdx.x == 0) TwiceLoader<Traits>(params, shared).run();
+    if (warp == 0) {
+      TwiceLoader<Traits> loader(params, shared);
+      if (threadIdx.x == 0) loader.begin();
+      wait_for_counters();
+      if (threadIdx.x == 0) loader.run();
+    } else if (warp == 3) {
+      TwiceWeightLoader<Traits> loader(params, shared);
+      loader.load_home();
+      wait_for_counters();
+      loader.run();
+    } else {
+      wait_for_counters();
+      help_twice(params, shared, warp - 1);
+    }
   }
 #endif
 }

@@ -127,6 +127,22 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
   }
 }
 
+/// Which set each of `blocks` blocks begins with: as twice_home says, the one within whose share of the cost of
+/// all tiles the block's share begins.
+template <class Traits>
+void place_blocks(int blocks, TwiceParams<Traits>& to) {
+  if (to.sets[to.num_sets].first_block == blocks) return;
+  for (int i = 0; i < to.num_classes; ++i) {
+    const TwiceClassParams& cls = to.classes[i];
+    for (int set = 0; set < cls.num_sets; ++set) {
+      const std::int64_t cost_before = cls.first_cost + set * cls.set_cost;
+      to.sets[cls.first_set + set].first_block =
+          static_cast<std::int16_t>(ceil_div(cost_before * blocks, to.total_cost));
+    }
+  }
+  to.sets[to.num_sets].first_block = static_cast<std::int16_t>(blocks);
+}
+
 /// Divides shared memory: what the weights leave goes to x first, then to staging.
 /// \param shared_rows twice_shared_rows
 template <class Traits>
@@ -248,7 +264,7 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
     shown_ = to;
     point_to(params, params_);
     launch_cooperative(kName, kKernel, &params_, {blocks_, Traits::THREADS, kSharedMemoryBytes}, stream,
-                       [](int) {});
+                       [&](int blocks) { place_blocks(blocks, params_); });
   }
 
  private:

@@ -264,13 +264,15 @@ class TwiceEpilogue {
       low[j] = params_.floor - pivot_[j];
       sum_[j] = sum_squares_[j] = 0.f;
     }
+    // Of the thread's positions, each block's first being 0. Compared with constants: 64 positions' indices are
+    // kept in registers throughout the loop over tiles, by ptxas' choice, and add_around_bias lacks those.
+    int const end = pending_valid_ - int(threadIdx.x % 4) * 2;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4 * kBlocks; ++i) {
       int const j = i / 2 % 2;
-      int const position = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
       float shifted = floored(acc(i) + offset[j], low[j]);
       // Beyond the slab lies the next sample.
-      if (position >= pending_valid_) shifted = 0.f;
+      if (i / 4 * 8 + i % 2 >= end) shifted = 0.f;
       sum_[j] += shifted;
       sum_squares_[j] += shifted * shifted;
     }

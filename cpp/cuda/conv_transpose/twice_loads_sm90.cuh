@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// What conv_transpose_twice_sm90 loads: x for every tile, by the thread that deals tiles out, and a set's
-/// weights by a warp that it asks. Neither waits for the other: x of a set's first tiles is on its way while
+/// weights by a warp that it asks, but for those of the first. Neither waits for the other: x of a set's first tiles is on its way while
 /// its weights still wait until the last set's are no longer needed.
 #pragma once
 
@@ -21,26 +21,37 @@ template <class Traits>
 class TwiceLoader {
  public:
   CUTLASS_DEVICE TwiceLoader(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared)
-      : params_(params), shared_(shared), control_(*shared.control) {}
+      : params_(params), shared_(shared), control_(*shared.control), dealer_(params, *shared.control) {}
 
-  /// Every tile of both passes. Nothing here waits for the moments: the second pass's first operands are
-  /// there when it begins.
+  /// The block's first tile, before any counter may be asked, if there is room for all of its loads.
+  CUTLASS_DEVICE void begin() {
+    if (!twice_begins_at(params_, dealer_.home())) return;
+    TwiceTile const tile = dealer_.resolve(dealer_.begin_pass(false));
+    set_ = tile.set;  // whose weights are loaded unasked
+    enter(tile.cls);
+    if (loads_of_tile() > params_.x_slots) return;
+    dealer_.publish(tile);
+    load(tile.n, tile.pos_tile);
+    begun_ = true;
+  }
+
+  /// Every other tile of both passes. Nothing here waits for the moments: the second pass's first operands
+  /// are there when it begins.
   CUTLASS_DEVICE void run() {
-    TwiceDealer<Traits> dealer(params_, control_);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int pass = 0; pass < 2; ++pass) {
-      dealer.begin_pass(pass == 1);
-      TwiceTile tile = dealer.resolve(dealer.request());
+      TwiceTile tile = dealer_.resolve(begun_ ? dealer_.request() : dealer_.begin_pass(pass == 1));
+      begun_ = false;
       CUTLASS_PRAGMA_NO_UNROLL
       for (; tile.set >= 0;) {
-        dealer.publish(tile);
-        int const number = dealer.request();
+        dealer_.publish(tile);
+        int const number = dealer_.request();
         if (tile.set != set_) want_weights(tile.set, tile.cls);
         if (tile.cls != cls_) enter(tile.cls);
         load(tile.n, tile.pos_tile);
-        tile = dealer.resolve(number);
+        tile = dealer_.resolve(number);
       }
-      dealer.publish(tile);
+      dealer_.publish(tile);
     }
     want_weights(-1, -1);
   }
@@ -71,6 +82,10 @@ class TwiceLoader {
     c_end_ = c_begin_ + cls.c_blocks * Traits::BLK_C;
   }
 
+  CUTLASS_DEVICE int loads_of_tile() const {
+    return loads_[0] * loads_[1] * loads_[2] * ((c_end_ - c_begin_) / Traits::BLK_C);
+  }
+
   /// A tile's windows, every load and k-block of input channels.
   CUTLASS_DEVICE void load(int n, int pos_tile) {
     int q, p;
@@ -99,8 +114,10 @@ class TwiceLoader {
   TwiceParams<Traits> const& params_;
   TwiceShared<Traits> const& shared_;
   TwiceControl<Traits>& control_;
+  TwiceDealer<Traits> dealer_;
   RingCursor x_, wanted_;
-  int set_ = -1;  // of the tile that was last
+  bool begun_ = false;
+  int set_ = -1;  // whose weights are on their way, or there
   // Of its class.
   int cls_ = -1;
   CUtensorMap const* map_;
@@ -117,6 +134,12 @@ class TwiceWeightLoader {
  public:
   CUTLASS_DEVICE TwiceWeightLoader(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared)
       : params_(params), shared_(shared) {}
+
+  /// The set that the block begins with, for which nobody asks.
+  CUTLASS_DEVICE void load_home() {
+    TwiceSetOfClass const home = twice_home(params_);
+    if (twice_begins_at(params_, home)) load(home.set, params_.classes[home.cls]);
+  }
 
   /// Every set that is asked for.
   CUTLASS_DEVICE void run() {

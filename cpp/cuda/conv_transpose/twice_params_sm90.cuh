@@ -91,7 +91,8 @@ struct TwiceView : SlabGeometry {
 
 /// core's TwiceSet: weights that a block keeps.
 struct TwiceSetParams {
-  std::int16_t rows[2];  // of either warpgroup, in blocks of 64, row_blocks of each view; -1: none
+  std::int16_t rows[2];      // of either warpgroup, in blocks of 64, row_blocks of each view; -1: none
+  std::int16_t first_block;  // that begins with this set, or with a later one
 };
 
 /// core's TwiceUnits.
@@ -126,7 +127,7 @@ struct TwiceParams {
   TwiceClassParams classes[kMaxTwiceClasses];
   TwiceView views[kMaxTwiceViews];
   TwicePhase phases[kMaxTwicePhases];
-  TwiceSetParams sets[kMaxTwiceSets];
+  TwiceSetParams sets[kMaxTwiceSets + 1];  // behind the last one only its first_block, the number of blocks
   CUtensorMap w;     // boxes of one tap x w_rows output channels x BLK_C
   int w_rows;        // of a unit's 64 that one box holds
   int num_counters;  // that the launch clears, 0: they are zero before

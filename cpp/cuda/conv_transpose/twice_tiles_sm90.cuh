@@ -4,7 +4,7 @@
 /// not get the same share of memory's bandwidth, and with equal shares of the tiles ended up to 60 us apart.
 ///
 /// Every set of weights has a counter per pass. A block begins with a set of its own, so that sets go over
-/// the same x at the same time, and it moves on, to whichever has most left, when that is done: weights are
+/// the same x at the same time, with a tile for which no counter is asked, and it moves on, to whichever has most left, when that is done: weights are
 /// loaded a few times per pass. The second pass goes backwards: what the first read last is still in L2.
 #pragma once
 
@@ -19,7 +19,7 @@ struct TwiceSetOfClass {
   int set, cls;
 };
 
-/// The set of a block's first tiles, if others leave it any.
+/// The set of a block's first tiles.
 template <class Traits>
 CUTLASS_DEVICE TwiceSetOfClass twice_home(TwiceParams<Traits> const& params) {
   std::int64_t const cost = params.total_cost * blockIdx.x / gridDim.x;
@@ -29,6 +29,19 @@ CUTLASS_DEVICE TwiceSetOfClass twice_home(TwiceParams<Traits> const& params) {
   return {at.first_set + int((cost - at.first_cost) / at.set_cost), cls};
 }
 
+/// The number of the block's first tile in either pass among those of its set: its own number among the blocks
+/// that begin with the set. There may be no such tile.
+template <class Traits>
+CUTLASS_DEVICE int twice_first_number(TwiceParams<Traits> const& params, TwiceSetOfClass const& home) {
+  return int(blockIdx.x) - params.sets[home.set].first_block;
+}
+
+/// Whether there is, so that the set's weights are the first ones.
+template <class Traits>
+CUTLASS_DEVICE bool twice_begins_at(TwiceParams<Traits> const& params, TwiceSetOfClass const& home) {
+  return twice_first_number(params, home) < params.classes[home.cls].tiles;
+}
+
 /// The loading thread's side.
 template <class Traits>
 class TwiceDealer {
@@ -36,14 +49,18 @@ class TwiceDealer {
   CUTLASS_DEVICE TwiceDealer(TwiceParams<Traits> const& params, TwiceControl<Traits>& control)
       : params_(params), control_(control), home_(twice_home(params)) {}
 
-  CUTLASS_DEVICE void begin_pass(bool backwards) {
+  /// \returns the number of the pass's first tile
+  CUTLASS_DEVICE int begin_pass(bool backwards) {
     backwards_ = backwards;
     counters_ = params_.dealt + (backwards ? kMaxTwiceSets : 0);
     enter(home_);
+    return twice_first_number(params_, home_);
   }
 
+  CUTLASS_DEVICE TwiceSetOfClass const& home() const { return home_; }
+
   /// Asks for the next tile, whose number of its set arrives a while later.
-  CUTLASS_DEVICE int request() const { return atomicAdd(counters_ + at_set_.set, 1); }
+  CUTLASS_DEVICE int request() const { return first_tiles_ + atomicAdd(counters_ + at_set_.set, 1); }
 
   /// The tile asked for, or another one where its set is done; of set -1 where all are.
   CUTLASS_DEVICE TwiceTile resolve(int number) {
@@ -67,11 +84,17 @@ class TwiceDealer {
   }
 
  private:
+  /// Of a set, tiles that blocks begin with: the first ones, before those that its counter counts.
+  CUTLASS_DEVICE int first_tiles(int set) const {
+    return params_.sets[set + 1].first_block - params_.sets[set].first_block;
+  }
+
   /// Parameters with a run-time index come late from constant memory, and the next tile would wait for them.
   CUTLASS_DEVICE void enter(TwiceSetOfClass const& set) {
     at_set_ = set;
     tiles_ = params_.classes[set.cls].tiles;
     pos_tiles_ = params_.classes[set.cls].pos_tiles;
+    first_tiles_ = first_tiles(set.set);
   }
 
   /// To the set with most tiles left. \returns whether there is one
@@ -90,9 +113,10 @@ class TwiceDealer {
         for (int i = 0; i < kLoads; ++i) dealt[i] = __ldcg(counters_ + min(begin + i, end - 1));
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kLoads; ++i) {
-          if (tiles - dealt[i] <= most) continue;
-          most = tiles - dealt[i];
-          to = {min(begin + i, end - 1), cls};
+          int const set = min(begin + i, end - 1), left = tiles - first_tiles(set) - dealt[i];
+          if (left <= most) continue;
+          most = left;
+          to = {set, cls};
         }
       }
     }
@@ -105,7 +129,7 @@ class TwiceDealer {
   RingCursor at_;
   TwiceSetOfClass const home_;  // of the first tiles of a pass
   TwiceSetOfClass at_set_;
-  int tiles_;  // of that set
+  int tiles_, first_tiles_;  // of that set
   cutlass::FastDivmod pos_tiles_;
   bool backwards_;
   int* counters_;  // [num_sets] tiles handed out in this pass
