@@ -127,8 +127,8 @@ void fill_classes(const Problem& problem, const TwiceLayout& layout, DType opera
   }
 }
 
-/// Which set each of `blocks` blocks begins with: as twice_home says, the one within whose share of the cost of
-/// all tiles the block's share begins.
+/// Which set each of `blocks` blocks begins with: as twice_home says, the one within whose share of the cost
+/// of all tiles the block's share begins.
 template <class Traits>
 void place_blocks(int blocks, TwiceParams<Traits>& to) {
   if (to.sets[to.num_sets].first_block == blocks) return;

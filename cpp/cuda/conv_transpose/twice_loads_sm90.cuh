@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// What conv_transpose_twice_sm90 loads: x for every tile, by the thread that deals tiles out, and a set's
-/// weights by a warp that it asks, but for those of the first. Neither waits for the other: x of a set's first tiles is on its way while
-/// its weights still wait until the last set's are no longer needed.
+/// weights by a warp that it asks, but for those of the first. Neither waits for the other: x of a set's
+/// first tiles is on its way while its weights still wait until the last set's are no longer needed.
 #pragma once
 
 #include <cstdint>

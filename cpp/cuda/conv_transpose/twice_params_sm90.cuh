@@ -30,6 +30,9 @@ struct TwiceTraitsSm90 {
   static constexpr int BLK_POS = int(kTwicePositions);  // positions of a tile
   static constexpr int BLK_C = BLK_C_;                  // input channels of a k-block: a swizzled row
   static constexpr bool SCALED = sizeof(Output) == 4;   // operands carry powers of two
+  /// A block's first tile is its own, for which no counter is asked. Not for y [N,K,Z,P,Q], which took 1 %
+  /// longer so in float32, whose counters another launch clears (perf/results/h200_twice_lab.txt).
+  static constexpr bool OWN_FIRST_TILE = !CHANNELS_FIRST;
 
   static constexpr auto W_MAJOR = W_IN_PLACE ? cute::GMMA::Major::MN : cute::GMMA::Major::K;
   using MmaOp =
@@ -128,9 +131,9 @@ struct TwiceParams {
   TwiceView views[kMaxTwiceViews];
   TwicePhase phases[kMaxTwicePhases];
   TwiceSetParams sets[kMaxTwiceSets + 1];  // behind the last one only its first_block, the number of blocks
-  CUtensorMap w;     // boxes of one tap x w_rows output channels x BLK_C
-  int w_rows;        // of a unit's 64 that one box holds
-  int num_counters;  // that the launch clears, 0: they are zero before
+  CUtensorMap w;                           // boxes of one tap x w_rows output channels x BLK_C
+  int w_rows;                              // of a unit's 64 that one box holds
+  int num_counters;                        // that the launch clears, 0: they are zero before
   int num_classes, num_sets, num_phases;
   int tap_step[3];  // from one tap of a phase to the next, downwards
   int dilation[3];  // of x's coordinates, from one tap of a phase to the next

@@ -4,8 +4,9 @@
 /// not get the same share of memory's bandwidth, and with equal shares of the tiles ended up to 60 us apart.
 ///
 /// Every set of weights has a counter per pass. A block begins with a set of its own, so that sets go over
-/// the same x at the same time, with a tile for which no counter is asked, and it moves on, to whichever has most left, when that is done: weights are
-/// loaded a few times per pass. The second pass goes backwards: what the first read last is still in L2.
+/// the same x at the same time, with a tile of its own (OWN_FIRST_TILE), and it moves on, to whichever has
+/// most left, when that is done: weights are loaded a few times per pass. The second pass goes backwards:
+/// what the first read last is still in L2.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +30,8 @@ CUTLASS_DEVICE TwiceSetOfClass twice_home(TwiceParams<Traits> const& params) {
   return {at.first_set + int((cost - at.first_cost) / at.set_cost), cls};
 }
 
-/// The number of the block's first tile in either pass among those of its set: its own number among the blocks
-/// that begin with the set. There may be no such tile.
+/// The number of the block's first tile in either pass among those of its set: its own number among the
+/// blocks that begin with the set. There may be no such tile.
 template <class Traits>
 CUTLASS_DEVICE int twice_first_number(TwiceParams<Traits> const& params, TwiceSetOfClass const& home) {
   return int(blockIdx.x) - params.sets[home.set].first_block;
@@ -39,7 +40,7 @@ CUTLASS_DEVICE int twice_first_number(TwiceParams<Traits> const& params, TwiceSe
 /// Whether there is, so that the set's weights are the first ones.
 template <class Traits>
 CUTLASS_DEVICE bool twice_begins_at(TwiceParams<Traits> const& params, TwiceSetOfClass const& home) {
-  return twice_first_number(params, home) < params.classes[home.cls].tiles;
+  return Traits::OWN_FIRST_TILE && twice_first_number(params, home) < params.classes[home.cls].tiles;
 }
 
 /// The loading thread's side.
@@ -54,7 +55,7 @@ class TwiceDealer {
     backwards_ = backwards;
     counters_ = params_.dealt + (backwards ? kMaxTwiceSets : 0);
     enter(home_);
-    return twice_first_number(params_, home_);
+    return Traits::OWN_FIRST_TILE ? twice_first_number(params_, home_) : request();
   }
 
   CUTLASS_DEVICE TwiceSetOfClass const& home() const { return home_; }
@@ -86,6 +87,7 @@ class TwiceDealer {
  private:
   /// Of a set, tiles that blocks begin with: the first ones, before those that its counter counts.
   CUTLASS_DEVICE int first_tiles(int set) const {
+    if constexpr (!Traits::OWN_FIRST_TILE) return 0;
     return params_.sets[set + 1].first_block - params_.sets[set].first_block;
   }
 
