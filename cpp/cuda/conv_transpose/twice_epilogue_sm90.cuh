@@ -264,9 +264,8 @@ class TwiceEpilogue {
       low[j] = params_.floor - pivot_[j];
       sum_[j] = sum_squares_[j] = 0.f;
     }
-    // Of the thread's positions, each block's first being 0. Compared with constants: 64 positions' indices
-    // are kept in registers throughout the loop over tiles, by ptxas' choice, and add_around_bias lacks
-    // those.
+    // Of the thread's positions, each block's first being 0. Compared with constants: indices of 64 positions
+    // are kept in 41 registers throughout the loop over tiles, by ptxas' choice, which others may need.
     int const end = pending_valid_ - int(threadIdx.x % 4) * 2;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4 * kBlocks; ++i) {
