@@ -138,7 +138,10 @@ void set_steps(const Problem& p, FewChannelsLayout& layout) {
         }
       }
       // The chunk of zeros behind the channels of the position itself.
-      if (places.size() % 2 != 0) places.push_back(static_cast<std::uint32_t>(layout.chunks));
+      const auto zeros = static_cast<std::uint32_t>(layout.chunks);
+      if (places.size() % 2 != 0) places.push_back(zeros);
+      const bool begins = list == (layout.paired == 2 ? kFewBoth : kFewFirst);
+      if (begins && places.empty()) places = {zeros, zeros};
       groups[i].steps[list] = static_cast<int>(places.size() / 2);
       for (std::size_t at = 0; at < places.size(); at += 2) {
         layout.steps.push_back(places[at] | places[at + 1] << kFewOffsetBits);
@@ -215,7 +218,7 @@ FewSharedBytes few_shared_bytes(const FewChannelsLayout& layout) {
   bytes.rows = layout.rows() * 8;
   bytes.channels = (kFewChannelParameters + kFewWarps) * columns * 4;
   bytes.moments = kFewWarps * (columns + 1) * 8;
-  bytes.steps = ceil_div(static_cast<std::int64_t>(layout.steps.size()), 4) * 16;
+  bytes.steps = ceil_div(static_cast<std::int64_t>(layout.steps.size()), 2) * 16;
   bytes.stage = layout.staged ? layout.stage.bytes : 0;
   return bytes;
 }
@@ -377,7 +380,7 @@ std::string few_channels_shape_obstacle(const Problem& p, FewChannelsLayout& lay
     return concat("its taps read inputs ", halo, " apart along an axis, of which a box has less than ",
                   1 << kFewOffsetBits);
   }
-  if (saturating_product(volume(p.kernel) + groups * kFewLists, fixed.chunks) > 2 * kFewMaxSteps) {
+  if (saturating_product(volume(p.kernel) + groups * (kFewLists + 1), fixed.chunks) > 2 * kFewMaxSteps) {
     return concat("its taps and channels, ", volume(p.kernel), " and ", p.c, ", take more than ",
                   kFewMaxSteps, " steps");
   }

@@ -43,7 +43,11 @@ __device__ __forceinline__ void prepare_few_channels(const FewParams& params, in
   }
   clear_padding(params, shared + params.x_at);
   std::uint32_t* const steps = reinterpret_cast<std::uint32_t*>(shared + params.steps_at);
-  for (int i = threadIdx.x; i < params.steps; i += kFewThreads) steps[i] = params.step[i];
+  for (int i = threadIdx.x; i < params.steps; i += kFewThreads) {
+    constexpr std::uint32_t kPlace = (1u << kFewOffsetBits) - 1;
+    steps[2 * i] = (params.step[i] & kPlace) * 16;
+    steps[2 * i + 1] = (params.step[i] >> kFewOffsetBits & kPlace) * 16;
+  }
   __syncthreads();
   load_weights<Traits>(params, first_channel, shared);
 }

@@ -16,9 +16,10 @@
 
 namespace upconv3d::cuda {
 
-/// kCount neighbours of y, to memory that the second pass does not read again.
+/// kCount neighbours of y where `stores`, to memory that the second pass does not read again. By predicate:
+/// ptxas would branch around each of a thread's stores.
 template <class T, int kCount>
-__device__ __forceinline__ void store_run(T* to, const float (&values)[kCount]) {
+__device__ __forceinline__ void store_run(T* to, const float (&values)[kCount], bool stores = true) {
   constexpr int kBytes = kCount * int(sizeof(T));
   std::uint32_t words[kBytes / 4];
 #pragma unroll
@@ -36,14 +37,22 @@ __device__ __forceinline__ void store_run(T* to, const float (&values)[kCount]) 
   if constexpr (kBytes % 16 == 0) {
 #pragma unroll
     for (int i = 0; i < kBytes / 16; ++i) {
-      __stcs(reinterpret_cast<uint4*>(to) + i,
-             make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]));
+      asm volatile(
+          "{.reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};}" ::"l"(
+              reinterpret_cast<uint4*>(to) + i),
+          "r"(words[4 * i]), "r"(words[4 * i + 1]), "r"(words[4 * i + 2]), "r"(words[4 * i + 3]),
+          "r"(int(stores))
+          : "memory");
     }
   } else if constexpr (kBytes == 8) {
-    __stcs(reinterpret_cast<uint2*>(to), make_uint2(words[0], words[1]));
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.cs.v2.b32 [%0], {%1, %2};}" ::"l"(to),
+                 "r"(words[0]), "r"(words[1]), "r"(int(stores))
+                 : "memory");
   } else {
     static_assert(kBytes == 4);
-    __stcs(reinterpret_cast<unsigned*>(to), words[0]);
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.cs.b32 [%0], %1;}" ::"l"(to),
+                 "r"(words[0]), "r"(int(stores))
+                 : "memory");
   }
 }
 
@@ -89,7 +98,7 @@ class FewEpilogue {
 
   /// The same after the barrier.
   __device__ __forceinline__ void begin_warp() {
-    const int all = params_.stride[0] | params_.stride[1] << 8 | params_.stride[2] << 16;
+    const int all = few_phase_counts(params_.stride[0], params_.stride[1], params_.stride[2]);
     bool whole = true;
 #pragma unroll
     for (int row = 0; row < 2 * Traits::ROW_TILES; ++row) {
@@ -119,7 +128,8 @@ class FewEpilogue {
       if (whole_) return moments_.add_all(acc);
 #pragma unroll
       for (int row = 0; row < 2 * Traits::ROW_TILES; ++row) {
-        moments_.add(acc, row / 2, row % 2, valid(group, rows_[first_row_ + 8 * row].y));
+        const Inside inside = inside_of(group, rows_[first_row_ + 8 * row].y);
+        moments_.add(acc, row / 2, row % 2, inside.first, inside.second);
       }
     }
   }
@@ -139,26 +149,32 @@ class FewEpilogue {
   static_assert(kChannelParameters == kFewChannelParameters);
 
   /// Where row's first output lies in its sample, or in the stage, and how many phases of each axis are
-  /// inside: 8 bits each.
+  /// inside, as few_phase_counts.
   __device__ __forceinline__ int2 locate(const FewItem& item, int row, int shift) const {
     int at[3];
     at[0] = params_.tile_height.divmod(at[1], params_.tile_width.divmod(at[2], row));
-    if (at[0] >= params_.tile[0]) return make_int2(0, 0);
-    unsigned offset = 0, phases = 0;
+    if (at[0] >= params_.tile[0]) return make_int2(0, few_phase_counts(0, 0, 0));
+    unsigned offset = 0;
+    int phases[3];
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) {
       const int o = (item.first[axis] + at[axis]) * params_.stride[axis];
       offset = offset * unsigned(params_.out[axis]) + unsigned(o);
-      phases |= unsigned(max(0, min(params_.out[axis] - o, params_.stride[axis]))) << 8 * axis;
+      phases[axis] = max(0, min(params_.out[axis] - o, params_.stride[axis]));
     }
-    if constexpr (Traits::STAGED) return make_int2(stage_.place(shift, at), int(phases));
-    return make_int2(int(offset * unsigned(params_.y_position)), int(phases));
+    const int counts = few_phase_counts(phases[0], phases[1], phases[2]);
+    if constexpr (Traits::STAGED) return make_int2(stage_.place(shift, at), counts);
+    return make_int2(int(offset * unsigned(params_.y_position)), counts);
   }
 
-  /// Phases of a group's pair that are inside, of a row with these.
-  __device__ __forceinline__ static int valid(const FewGroupParams& group, int phases) {
-    const bool inside = group.phase[0] < (phases & 255) && group.phase[1] < (phases >> 8 & 255);
-    return inside ? min((phases >> 16) - group.phase[2], Traits::PAIRED) : 0;
+  /// Which phases of a group's pair are inside, of a row with these.
+  struct Inside {
+    bool first, second;
+    __device__ __forceinline__ int count() const { return int(first) + int(second); }
+  };
+  __device__ __forceinline__ static Inside inside_of(const FewGroupParams& group, int phases) {
+    const int first = phases - group.least_counts, second = first - few_counts_of_axis(1, 2);
+    return {(~first & kFewCountGuards) == 0, Traits::PAIRED == 2 && (~second & kFewCountGuards) == 0};
   }
 
   __device__ __forceinline__ void load_channels(int sample) {
@@ -295,7 +311,7 @@ class FewEpilogue {
   __device__ __forceinline__ void put(const FewGroupParams& group, const Accumulators& acc) const {
     stage_.put(group, acc, run_, [&](int row, int half) {
       const int2 at = rows_[first_row_ + 16 * row + 8 * half];
-      return make_int2(at.x, whole_ ? Traits::PAIRED : valid(group, at.y));
+      return make_int2(at.x, whole_ ? Traits::PAIRED : inside_of(group, at.y).count());
     });
   }
 
@@ -303,43 +319,62 @@ class FewEpilogue {
     const int first = first_channel_ + run_;
     T* const y =
         static_cast<T*>(params_.y) + sample_ * params_.y_sample + std::int64_t(first) * params_.y_channel;
-    const int offset =
-        ((group.phase[0] * params_.out[1] + group.phase[1]) * params_.out[2] + group.phase[2]) *
-        params_.y_position;
     const int channels = params_.k - first;  // from the thread's first on
+    if (!params_.channels_first && params_.whole_runs) {
+      if (channels > 0) store_runs(group, acc, y + group.y_offset);
+      return;
+    }
 #pragma unroll
     for (int row = 0; row < Traits::ROW_TILES; ++row) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int2 at = rows_[first_row_ + 16 * row + 8 * half];
-        const int phases = whole_ ? Traits::PAIRED : valid(group, at.y);
-        T* const to = y + (at.x + offset);
+        const int phases = inside_of(group, at.y).count();
+        T* const to = y + (at.x + group.y_offset);
         if (params_.channels_first) {
           store_planes(acc, row, half, phases, channels, to);
         } else {
-          store_rows(acc, row, half, phases, channels, to);
+          store_values(acc, row, half, phases, channels, to);
         }
       }
     }
   }
 
-  /// y [N,Z,P,Q,K].
-  __device__ __forceinline__ void store_rows(const Accumulators& acc, int row, int half, int phases,
-                                             int channels, T* to) const {
+  /// y [N,Z,P,Q,K], whose runs of channels are whole.
+  /// \param y of the thread's channels and of the group's first phase
+  __device__ __forceinline__ void store_runs(const FewGroupParams& group, const Accumulators& acc,
+                                             T* y) const {
+    // In bytes, and kept so: a multiply-add makes an address of each.
+    std::uint64_t phases[2] = {reinterpret_cast<std::uint64_t>(y),
+                               reinterpret_cast<std::uint64_t>(y + params_.y_position)};
+    asm volatile("" : "+l"(phases[0]), "+l"(phases[1]));
+#pragma unroll
+    for (int row = 0; row < Traits::ROW_TILES; ++row) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int2 at = rows_[first_row_ + 16 * row + 8 * half];
+        const Inside inside = inside_of(group, at.y);
+#pragma unroll
+        for (int phase = 0; phase < Traits::PAIRED; ++phase) {
+          float values[Traits::RUN];
+#pragma unroll
+          for (int i = 0; i < Traits::RUN; ++i) values[i] = acc.at[phase][row][i / 2][2 * half + i % 2];
+          const std::uint64_t to = phases[phase] + std::uint64_t(std::uint32_t(at.x)) * sizeof(T);
+          store_run(reinterpret_cast<T*>(to), values, phase == 0 ? inside.first : inside.second);
+        }
+      }
+    }
+  }
+
+  /// y [N,Z,P,Q,K], value by value.
+  __device__ __forceinline__ void store_values(const Accumulators& acc, int row, int half, int phases,
+                                               int channels, T* to) const {
 #pragma unroll
     for (int phase = 0; phase < Traits::PAIRED; ++phase) {
-      if (phase >= phases || channels <= 0) continue;
-      float values[Traits::RUN];
-#pragma unroll
-      for (int i = 0; i < Traits::RUN; ++i) values[i] = acc.at[phase][row][i / 2][2 * half + i % 2];
-      T* const position = to + phase * params_.y_position;
-      if (params_.whole_runs) {
-        store_run(position, values);
-        continue;
-      }
 #pragma unroll
       for (int i = 0; i < Traits::RUN; ++i) {
-        if (i < channels) position[i] = from_stat<T>(values[i]);
+        const float value = acc.at[phase][row][i / 2][2 * half + i % 2];
+        if (phase < phases && i < channels) to[phase * params_.y_position + i] = from_stat<T>(value);
       }
     }
   }

@@ -17,25 +17,28 @@ struct FewAccumulators {
   float at[Traits::PAIRED][Traits::ROW_TILES][Traits::COLUMN_TILES][4];
 };
 
-/// d += a*b: 16 positions by 8 columns, 32 bytes of gemm_k.
+/// d = c + a*b: 16 positions by 8 columns, 32 bytes of gemm_k.
 template <class T>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
-                                             std::uint32_t b1) {
+                                             std::uint32_t b1, const float (&c)[4]) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        "{%10,%11,%12,%13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]),
+          "f"(c[3]));
   } else if constexpr (std::is_same_v<T, __half>) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        "{%10,%11,%12,%13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]),
+          "f"(c[3]));
   } else {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        "{%10,%11,%12,%13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]),
+          "f"(c[3]));
   }
 }
 
@@ -45,9 +48,9 @@ class FewMultiplier {
  public:
   /// \param first_row the warp's first of the tile's rows
   __device__ FewMultiplier(const FewParams& params, const char* shared, int first_row)
-      : steps_(reinterpret_cast<const std::uint32_t*>(shared + params.steps_at)), weights_(shared) {
+      : weights_(shared) {
     const int lane = int(threadIdx.x) % 32;
-    place_shift_ = lane < 16 ? 0 : kFewOffsetBits;
+    steps_ = reinterpret_cast<const std::uint32_t*>(shared + params.steps_at) + lane / 16;
 #pragma unroll
     for (int i = 0; i < Traits::ROW_TILES; ++i) {
       const int row = first_row + 16 * i + lane % 16;
@@ -66,45 +69,41 @@ class FewMultiplier {
   __device__ __forceinline__ void multiply(const FewGroupParams& group, std::uint32_t x,
                                            const float (&start)[Traits::RUN],
                                            FewAccumulators<Traits>& acc) const {
-#pragma unroll
-    for (int phase = 0; phase < Traits::PAIRED; ++phase) {
-#pragma unroll
-      for (int row = 0; row < Traits::ROW_TILES; ++row) {
-#pragma unroll
-        for (int i = 0; i < 4 * Traits::COLUMN_TILES; ++i) {
-          acc.at[phase][row][i / 4][i % 4] = start[i / 4 * 2 + i % 2];
-        }
-      }
-    }
-    const std::uint32_t* step = steps_ + group.first_step;
+    const std::uint32_t* step = steps_ + group.first_step * 2;
     const char* fragment = weights_ + group.first_fragment * Traits::FRAGMENT_BYTES;
-    if constexpr (Traits::PAIRED == 2) {
-      multiply_list<true, true>(group.steps[kFewBoth], x, step, fragment, acc);
+    // The first step adds to `start`: accumulators that begin as copies of it cost an instruction each.
+    constexpr bool kPairs = Traits::PAIRED == 2;
+    multiply_step<true, kPairs, true>(x, step, fragment, start, acc);
+    multiply_list<true, kPairs>(group.steps[kPairs ? kFewBoth : kFewFirst] - 1, x, step, fragment, acc);
+    if constexpr (kPairs) {
       multiply_list<false, true>(group.steps[kFewSecond], x, step, fragment, acc);
+      multiply_list<true, false>(group.steps[kFewFirst], x, step, fragment, acc);
     }
-    multiply_list<true, false>(group.steps[kFewFirst], x, step, fragment, acc);
   }
 
  private:
-  /// Whose loads are in flight together. ptxas finds no registers for two beside the sums on Ampere.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  static constexpr int kStepsAtOnce = Traits::OUTPUT ? 2 : 1;
-#else
-  static constexpr int kStepsAtOnce = 2;
-#endif
-
+  // Not unrolled: for a loop of two steps at once ptxas copies all accumulators, twice.
   template <bool kFirst, bool kSecond>
   __device__ __forceinline__ void multiply_list(int count, std::uint32_t x, const std::uint32_t*& step,
                                                 const char*& fragment, FewAccumulators<Traits>& acc) const {
-#pragma unroll kStepsAtOnce
-    for (int i = 0; i < count; ++i) {
-      const std::uint32_t place = (*step++ >> place_shift_) & ((1u << kFewOffsetBits) - 1);
-      std::uint32_t a[Traits::ROW_TILES][4];
+    constexpr float kUnused[Traits::RUN] = {};
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) multiply_step<kFirst, kSecond, false>(x, step, fragment, kUnused, acc);
+  }
+
+  /// acc += step of the pair's first phase, its second, or both.
+  /// \tparam kBegins acc is start instead before that
+  template <bool kFirst, bool kSecond, bool kBegins>
+  __device__ __forceinline__ void multiply_step(std::uint32_t x, const std::uint32_t*& step,
+                                                const char*& fragment, const float (&start)[Traits::RUN],
+                                                FewAccumulators<Traits>& acc) const {
+    const std::uint32_t place = x + *step;
+    step += 2;
+    std::uint32_t a[Traits::ROW_TILES][4];
 #pragma unroll
-      for (int row = 0; row < Traits::ROW_TILES; ++row) load_rows(x + rows_[row] + place * 16, a[row]);
-      if constexpr (kFirst) multiply_phase(a, fragment, acc.at[0]);
-      if constexpr (kSecond) multiply_phase(a, fragment, acc.at[Traits::PAIRED - 1]);
-    }
+    for (int row = 0; row < Traits::ROW_TILES; ++row) load_rows(place + rows_[row], a[row]);
+    if constexpr (kFirst) multiply_phase<kBegins>(a, fragment, start, acc.at[0]);
+    if constexpr (kSecond) multiply_phase<kBegins>(a, fragment, start, acc.at[Traits::PAIRED - 1]);
   }
 
   __device__ __forceinline__ static void load_rows(std::uint32_t from, std::uint32_t (&a)[4]) {
@@ -117,9 +116,10 @@ class FewMultiplier {
     }
   }
 
+  template <bool kBegins>
   __device__ __forceinline__ static void multiply_phase(
       const std::uint32_t (&a)[Traits::ROW_TILES][4], const char*& fragment,
-      float (&acc)[Traits::ROW_TILES][Traits::COLUMN_TILES][4]) {
+      const float (&start)[Traits::RUN], float (&acc)[Traits::ROW_TILES][Traits::COLUMN_TILES][4]) {
     std::uint32_t b[Traits::COLUMN_TILES][2];
     if constexpr (Traits::COLUMN_TILES == 1) {
       const uint2 words = *reinterpret_cast<const uint2*>(fragment);
@@ -136,15 +136,22 @@ class FewMultiplier {
     for (int row = 0; row < Traits::ROW_TILES; ++row) {
 #pragma unroll
       for (int column = 0; column < Traits::COLUMN_TILES; ++column) {
-        multiply_add<typename Traits::Element>(acc[row][column], a[row], b[column][0], b[column][1]);
+        using T = typename Traits::Element;
+        float(&d)[4] = acc[row][column];
+        if constexpr (kBegins) {
+          const float first = start[2 * column], second = start[2 * column + 1];
+          const float begun[4] = {first, second, first, second};
+          multiply_add<T>(d, a[row], b[column][0], b[column][1], begun);
+        } else {
+          multiply_add<T>(d, a[row], b[column][0], b[column][1], d);
+        }
       }
     }
   }
 
-  const std::uint32_t* steps_;
-  const char* weights_;  // this lane's words of the first unit
+  const std::uint32_t* steps_;  // [steps][2] where a step's chunks lie, in bytes; this lane's
+  const char* weights_;         // this lane's words of the first unit
   int rows_[Traits::ROW_TILES];
-  int place_shift_;
 };
 
 }  // namespace upconv3d::cuda

@@ -54,12 +54,12 @@ class FewMoments {
     }
   }
 
-  /// Adds those of a row's first phases of the pair.
-  __device__ __forceinline__ void add(const FewAccumulators<Traits>& acc, int row, int half, int phases) {
-    if (phases <= 0) return;
-    count_ += min(phases, Traits::PAIRED);
-    add_row(acc, 0, row, half);
-    if (Traits::PAIRED == 2 && phases > 1) add_row(acc, Traits::PAIRED - 1, row, half);
+  /// Adds those of the phases of a row's pair that are inside.
+  __device__ __forceinline__ void add(const FewAccumulators<Traits>& acc, int row, int half, bool first,
+                                      bool second) {
+    count_ += int(first) + int(second);
+    if (first) add_row(acc, 0, row, half);
+    if (Traits::PAIRED == 2 && second) add_row(acc, Traits::PAIRED - 1, row, half);
   }
 
   /// Leaves the warp's moments in shared memory.

@@ -38,8 +38,26 @@ struct FewTraits {
   static constexpr int FRAGMENT_BYTES = kFewColumnBytes * COLUMNS + kFewFragmentPadding;
 };
 
+/// Counts of phases along the three axes in a word, each with a guard above it: counts less others keep it
+/// where they are no fewer.
+inline constexpr int kFewCountBits = 10, kFewCountGuard = 1 << (kFewCountBits - 1);
+inline constexpr int kFewCountGuards =
+    kFewCountGuard | kFewCountGuard << kFewCountBits | kFewCountGuard << 2 * kFewCountBits;
+// kFewMaxGroups pairs along one axis.
+static_assert(2 * kFewMaxGroups < kFewCountGuard);
+/// `count` phases of one axis, without guards.
+__host__ __device__ constexpr int few_counts_of_axis(int count, int axis) {
+  return count << axis * kFewCountBits;
+}
+__host__ __device__ constexpr int few_phase_counts(int depth, int height, int width) {
+  return kFewCountGuards + few_counts_of_axis(depth, 0) + few_counts_of_axis(height, 1) +
+         few_counts_of_axis(width, 2);
+}
+
 /// A group of phases, as FewGroup.
 struct FewGroupParams {
+  int least_counts;  // of phases, so that the group's first is inside; without guards
+  int y_offset;      // elements from a position's first output
   std::int16_t phase[3];
   std::uint16_t steps[kFewLists];
   std::uint16_t first_step, first_fragment;
