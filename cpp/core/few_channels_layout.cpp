@@ -218,7 +218,7 @@ FewSharedBytes few_shared_bytes(const FewChannelsLayout& layout) {
   bytes.rows = layout.rows() * 8;
   bytes.channels = (kFewChannelParameters + kFewWarps) * columns * 4;
   bytes.moments = kFewWarps * (columns + 1) * 8;
-  bytes.steps = ceil_div(static_cast<std::int64_t>(layout.steps.size()), 2) * 16;
+  bytes.steps = ceil_div(static_cast<std::int64_t>(layout.steps.size()) + kFewStepsAhead, 2) * 16;
   bytes.stage = layout.staged ? layout.stage.bytes : 0;
   return bytes;
 }

@@ -30,6 +30,7 @@ inline constexpr int kFewThreads = 32 * kFewWarps;
 inline constexpr int kFewColumnBytes = 32, kFewFragmentPadding = 16;  // of a unit of weights
 inline constexpr int kFewChannelParameters = 5;  // floats of each output channel, and one for each warp
 inline constexpr int kFewMaxSteps = 512;
+inline constexpr int kFewStepsAhead = 2;  // read behind the last step, and not used
 inline constexpr int kFewMaxTaps = 128;
 inline constexpr int kFewMaxGroups = 64;
 inline constexpr int kFewOffsetBits = 14;  // of a chunk's place in a step: 256 KB of x

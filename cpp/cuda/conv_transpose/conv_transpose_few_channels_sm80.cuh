@@ -43,10 +43,11 @@ __device__ __forceinline__ void prepare_few_channels(const FewParams& params, in
   }
   clear_padding(params, shared + params.x_at);
   std::uint32_t* const steps = reinterpret_cast<std::uint32_t*>(shared + params.steps_at);
-  for (int i = threadIdx.x; i < params.steps; i += kFewThreads) {
+  for (int i = threadIdx.x; i < params.steps + kFewStepsAhead; i += kFewThreads) {
     constexpr std::uint32_t kPlace = (1u << kFewOffsetBits) - 1;
-    steps[2 * i] = (params.step[i] & kPlace) * 16;
-    steps[2 * i + 1] = (params.step[i] >> kFewOffsetBits & kPlace) * 16;
+    const std::uint32_t places = i < params.steps ? params.step[i] : 0;
+    steps[2 * i] = (places & kPlace) * 16;
+    steps[2 * i + 1] = (places >> kFewOffsetBits & kPlace) * 16;
   }
   __syncthreads();
   load_weights<Traits>(params, first_channel, shared);

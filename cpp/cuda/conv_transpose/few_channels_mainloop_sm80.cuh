@@ -69,58 +69,78 @@ class FewMultiplier {
   __device__ __forceinline__ void multiply(const FewGroupParams& group, std::uint32_t x,
                                            const float (&start)[Traits::RUN],
                                            FewAccumulators<Traits>& acc) const {
-    const std::uint32_t* step = steps_ + group.first_step * 2;
-    const char* fragment = weights_ + group.first_fragment * Traits::FRAGMENT_BYTES;
+    Walk walk;
+    walk.step = steps_ + group.first_step * 2;
+    walk.fragment = weights_ + group.first_fragment * Traits::FRAGMENT_BYTES;
+    walk.x = x;
+#pragma unroll
+    for (int row = 0; row < Traits::ROW_TILES; ++row) load_rows(x + walk.step[0] + rows_[row], walk.a[row]);
+    walk.next = walk.step[2];
     // The first step adds to `start`: accumulators that begin as copies of it cost an instruction each.
     constexpr bool kPairs = Traits::PAIRED == 2;
-    multiply_step<true, kPairs, true>(x, step, fragment, start, acc);
-    multiply_list<true, kPairs>(group.steps[kPairs ? kFewBoth : kFewFirst] - 1, x, step, fragment, acc);
+    multiply_step<true, kPairs, true>(walk, start, acc);
+    multiply_list<true, kPairs>(group.steps[kPairs ? kFewBoth : kFewFirst] - 1, walk, acc);
     if constexpr (kPairs) {
-      multiply_list<false, true>(group.steps[kFewSecond], x, step, fragment, acc);
-      multiply_list<true, false>(group.steps[kFewFirst], x, step, fragment, acc);
+      multiply_list<false, true>(group.steps[kFewSecond], walk, acc);
+      multiply_list<true, false>(group.steps[kFewFirst], walk, acc);
     }
   }
 
  private:
+  /// Where a warp is in a group's steps, whose lists lie one behind the other.
+  struct Walk {
+    const std::uint32_t* step;
+    std::uint32_t x;
+    std::uint32_t next;  // place of the step behind this one
+    const char* fragment;
+    std::uint32_t a[Traits::ROW_TILES][4];  // x of this step
+  };
+
   // Not unrolled: for a loop of two steps at once ptxas copies all accumulators, twice.
   template <bool kFirst, bool kSecond>
-  __device__ __forceinline__ void multiply_list(int count, std::uint32_t x, const std::uint32_t*& step,
-                                                const char*& fragment, FewAccumulators<Traits>& acc) const {
+  __device__ __forceinline__ void multiply_list(int count, Walk& walk, FewAccumulators<Traits>& acc) const {
     constexpr float kUnused[Traits::RUN] = {};
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) multiply_step<kFirst, kSecond, false>(x, step, fragment, kUnused, acc);
+    for (int i = 0; i < count; ++i) multiply_step<kFirst, kSecond, false>(walk, kUnused, acc);
   }
 
-  /// acc += step of the pair's first phase, its second, or both.
+  /// acc += step of the pair's first phase, its second, or both. The next step's x is loaded meanwhile, also
+  /// behind a group's last, which is why kFewStepsAhead steps follow all others.
   /// \tparam kBegins acc is start instead before that
   template <bool kFirst, bool kSecond, bool kBegins>
-  __device__ __forceinline__ void multiply_step(std::uint32_t x, const std::uint32_t*& step,
-                                                const char*& fragment, const float (&start)[Traits::RUN],
+  __device__ __forceinline__ void multiply_step(Walk& walk, const float (&start)[Traits::RUN],
                                                 FewAccumulators<Traits>& acc) const {
-    const std::uint32_t place = x + *step;
-    step += 2;
-    std::uint32_t a[Traits::ROW_TILES][4];
+    static_assert(kFewStepsAhead == 2);
+    const std::uint32_t next = walk.x + walk.next;
+    walk.next = walk.step[2 * kFewStepsAhead];
+    walk.step += 2;
+    constexpr int kPhases = int(kFirst) + int(kSecond);
+    std::uint32_t b[kPhases][Traits::COLUMN_TILES][2];
 #pragma unroll
-    for (int row = 0; row < Traits::ROW_TILES; ++row) load_rows(place + rows_[row], a[row]);
-    if constexpr (kFirst) multiply_phase<kBegins>(a, fragment, start, acc.at[0]);
-    if constexpr (kSecond) multiply_phase<kBegins>(a, fragment, start, acc.at[Traits::PAIRED - 1]);
+    for (int i = 0; i < kPhases; ++i) load_columns(walk.fragment + i * Traits::FRAGMENT_BYTES, b[i]);
+    walk.fragment += kPhases * Traits::FRAGMENT_BYTES;
+#pragma unroll
+    for (int row = 0; row < Traits::ROW_TILES; ++row) {
+      if constexpr (std::is_same_v<typename Traits::Element, float>) {
+#pragma unroll
+        for (std::uint32_t& word : walk.a[row]) word = to_tf32(__uint_as_float(word));
+      }
+#pragma unroll
+      for (int i = 0; i < kPhases; ++i) {
+        multiply_row<kBegins>(walk.a[row], b[i], start, acc.at[kFirst ? i : Traits::PAIRED - 1][row]);
+      }
+      load_rows(next + rows_[row], walk.a[row]);
+    }
   }
 
   __device__ __forceinline__ static void load_rows(std::uint32_t from, std::uint32_t (&a)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                  : "r"(from));
-    if constexpr (std::is_same_v<typename Traits::Element, float>) {
-#pragma unroll
-      for (std::uint32_t& word : a) word = to_tf32(__uint_as_float(word));
-    }
   }
 
-  template <bool kBegins>
-  __device__ __forceinline__ static void multiply_phase(
-      const std::uint32_t (&a)[Traits::ROW_TILES][4], const char*& fragment,
-      const float (&start)[Traits::RUN], float (&acc)[Traits::ROW_TILES][Traits::COLUMN_TILES][4]) {
-    std::uint32_t b[Traits::COLUMN_TILES][2];
+  __device__ __forceinline__ static void load_columns(const char* fragment,
+                                                      std::uint32_t (&b)[Traits::COLUMN_TILES][2]) {
     if constexpr (Traits::COLUMN_TILES == 1) {
       const uint2 words = *reinterpret_cast<const uint2*>(fragment);
       b[0][0] = words.x, b[0][1] = words.y;
@@ -131,20 +151,23 @@ class FewMultiplier {
         b[i][0] = words.x, b[i][1] = words.y, b[i + 1][0] = words.z, b[i + 1][1] = words.w;
       }
     }
-    fragment += Traits::FRAGMENT_BYTES;
+  }
+
+  template <bool kBegins>
+  __device__ __forceinline__ static void multiply_row(const std::uint32_t (&a)[4],
+                                                      const std::uint32_t (&b)[Traits::COLUMN_TILES][2],
+                                                      const float (&start)[Traits::RUN],
+                                                      float (&acc)[Traits::COLUMN_TILES][4]) {
+    using T = typename Traits::Element;
 #pragma unroll
-    for (int row = 0; row < Traits::ROW_TILES; ++row) {
-#pragma unroll
-      for (int column = 0; column < Traits::COLUMN_TILES; ++column) {
-        using T = typename Traits::Element;
-        float(&d)[4] = acc[row][column];
-        if constexpr (kBegins) {
-          const float first = start[2 * column], second = start[2 * column + 1];
-          const float begun[4] = {first, second, first, second};
-          multiply_add<T>(d, a[row], b[column][0], b[column][1], begun);
-        } else {
-          multiply_add<T>(d, a[row], b[column][0], b[column][1], d);
-        }
+    for (int column = 0; column < Traits::COLUMN_TILES; ++column) {
+      float(&d)[4] = acc[column];
+      if constexpr (kBegins) {
+        const float first = start[2 * column], second = start[2 * column + 1];
+        const float begun[4] = {first, second, first, second};
+        multiply_add<T>(d, a, b[column][0], b[column][1], begun);
+      } else {
+        multiply_add<T>(d, a, b[column][0], b[column][1], d);
       }
     }
   }

@@ -57,6 +57,22 @@ __device__ __forceinline__ void clear_padding(const FewParams& params, char* x) 
   }
 }
 
+/// The first `count` elements, `step` apart, and zeros. Few channels are most of what is gathered: of those
+/// that no position has, the second half costs one comparison.
+template <class T, int kChunk>
+__device__ __forceinline__ void gather_elements(const T* from, int step, int count, T (&elements)[kChunk]) {
+#pragma unroll
+  for (int half = 0; half < kChunk; half += kChunk / 2) {
+#pragma unroll
+    for (int e = half; e < half + kChunk / 2; ++e) elements[e] = T(0.f);
+    if (half > 0 && count <= half) continue;
+#pragma unroll
+    for (int e = half; e < half + kChunk / 2; ++e) {
+      if (e < count) elements[e] = from[std::int64_t(e) * step];
+    }
+  }
+}
+
 /// Loads the box of x that a tile reads, zeros outside of the volume. Copies are under way when it returns.
 template <class Traits>
 __device__ __forceinline__ void load_box(const FewParams& params, const FewItem& item, char* to) {
@@ -89,12 +105,8 @@ __device__ __forceinline__ void load_box(const FewParams& params, const FewItem&
       continue;
     }
     T elements[Traits::CHUNK];
-#pragma unroll
-    for (int e = 0; e < Traits::CHUNK; ++e) {
-      elements[e] = T(0.f);
-      if (inside && chunk * Traits::CHUNK + e < params.channels)
-        elements[e] = x[offset + e * params.x_channel];
-    }
+    const int count = inside ? params.channels - chunk * Traits::CHUNK : 0;
+    gather_elements(x + offset, params.x_channel, count, elements);
     *reinterpret_cast<uint4*>(to + place) = chunk_words(elements);
   }
 }
