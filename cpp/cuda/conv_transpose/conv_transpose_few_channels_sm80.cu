@@ -15,6 +15,27 @@ cutlass::FastDivmod divmod(std::int64_t divisor) {
   return cutlass::FastDivmod(static_cast<int>(divisor));
 }
 
+/// kFewThreads chunks further, in the order in which load_box takes them.
+FewBoxPlace box_step(const FewChannelsLayout& layout, bool chunks_first) {
+  int left = kFewThreads;
+  const auto digit = [&left](std::int64_t radix) {
+    const int value = left % static_cast<int>(radix);
+    left /= static_cast<int>(radix);
+    return value;
+  };
+  FewBoxPlace step{};
+  if (chunks_first) step.chunk = digit(layout.chunks);
+  step.width = digit(layout.box[2]);
+  step.height = digit(layout.box[1]);
+  if (chunks_first) {
+    step.depth = left;
+  } else {
+    step.depth = digit(layout.box[0]);
+    step.chunk = left;
+  }
+  return step;
+}
+
 void set_tensors(const ConvTransposeDirectParams& from, FewParams& params) {
   const Problem& p = from.problem;
   params.x = from.x, params.w = from.w, params.bias = from.bias;
@@ -53,8 +74,10 @@ void set_layout(const Problem& p, const FewChannelsLayout& layout, FewParams& pa
   params.tiles = divmod(layout.tile_count());
   params.tiles_height = divmod(layout.tiles[1]), params.tiles_width = divmod(layout.tiles[2]);
   params.tile_height = divmod(layout.tile[1]), params.tile_width = divmod(layout.tile[2]);
+  params.box_depth = static_cast<int>(layout.box[0]);
   params.box_height = divmod(layout.box[1]), params.box_width = divmod(layout.box[2]);
   params.chunks = divmod(layout.chunks), params.box = divmod(layout.box_positions());
+  params.box_step = box_step(layout, params.copies);
   params.pitch_bytes = layout.pitch * 16;
   params.row_warps = layout.row_warps, params.groups = static_cast<int>(layout.groups.size());
   params.taps = static_cast<int>(layout.taps.size()), params.steps = static_cast<int>(layout.steps.size());

@@ -86,10 +86,18 @@ class FewEpilogue {
 
   /// Before a tile, between barriers: what its rows and channels need.
   __device__ __forceinline__ void begin(const FewItem& item) {
-    const int shift = Traits::STAGED ? stage_.shift(item) : 0;
-    for (int row = threadIdx.x; row < 16 * Traits::ROW_TILES * params_.row_warps; row += kFewThreads) {
-      rows_[row] = locate(item, row, shift);
+    bool inside = true;
+    std::int64_t first = 0;
+#pragma unroll
+    for (int axis = 0; axis < 3; ++axis) {
+      const int o = item.first[axis] * params_.stride[axis];
+      inside = inside && o + params_.tile[axis] * params_.stride[axis] <= params_.out[axis];
+      first = first * params_.out[axis] + o;
     }
+    first_output_ = first * params_.y_position;
+    // Tiles that are inside throughout have the same rows.
+    if (Traits::STAGED || !inside || !inside_) locate_rows(item);
+    inside_ = inside;
     if (item.sample != sample_) load_channels(item.sample);
     has_start_ = false;
     sample_ = item.sample;
@@ -148,7 +156,14 @@ class FewEpilogue {
   enum { kStart, kRest, kParameter, kScale, kShift, kChannelParameters };
   static_assert(kChannelParameters == kFewChannelParameters);
 
-  /// Where row's first output lies in its sample, or in the stage, and how many phases of each axis are
+  __device__ __forceinline__ void locate_rows(const FewItem& item) {
+    const int shift = Traits::STAGED ? stage_.shift(item) : 0;
+    for (int row = threadIdx.x; row < 16 * Traits::ROW_TILES * params_.row_warps; row += kFewThreads) {
+      rows_[row] = locate(item, row, shift);
+    }
+  }
+
+  /// Where row's first output lies from the tile's, or in the stage, and how many phases of each axis are
   /// inside, as few_phase_counts.
   __device__ __forceinline__ int2 locate(const FewItem& item, int row, int shift) const {
     int at[3];
@@ -158,9 +173,10 @@ class FewEpilogue {
     int phases[3];
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) {
-      const int o = (item.first[axis] + at[axis]) * params_.stride[axis];
+      const int o = at[axis] * params_.stride[axis];
       offset = offset * unsigned(params_.out[axis]) + unsigned(o);
-      phases[axis] = max(0, min(params_.out[axis] - o, params_.stride[axis]));
+      const int left = params_.out[axis] - item.first[axis] * params_.stride[axis] - o;
+      phases[axis] = max(0, min(left, params_.stride[axis]));
     }
     const int counts = few_phase_counts(phases[0], phases[1], phases[2]);
     if constexpr (Traits::STAGED) return make_int2(stage_.place(shift, at), counts);
@@ -317,8 +333,8 @@ class FewEpilogue {
 
   __device__ __forceinline__ void store(const FewGroupParams& group, const Accumulators& acc) const {
     const int first = first_channel_ + run_;
-    T* const y =
-        static_cast<T*>(params_.y) + sample_ * params_.y_sample + std::int64_t(first) * params_.y_channel;
+    T* const y = static_cast<T*>(params_.y) + sample_ * params_.y_sample + first_output_ +
+                 std::int64_t(first) * params_.y_channel;
     const int channels = params_.k - first;  // from the thread's first on
     if (!params_.channels_first && params_.whole_runs) {
       if (channels > 0) store_runs(group, acc, y + group.y_offset);
@@ -438,6 +454,8 @@ class FewEpilogue {
   const int first_row_;  // the thread's
   const int run_;        // its first column
   int sample_ = -1;
+  bool inside_ = false;              // of the tile, all outputs are
+  std::int64_t first_output_ = 0;    // elements from the sample's first to the tile's
   bool whole_ = false;      // of the tile, all rows and phases of this warp's are inside
   bool has_start_ = false;  // moments pass: of this sample
   FewMoments<Traits> moments_;

@@ -73,41 +73,90 @@ __device__ __forceinline__ void gather_elements(const T* from, int step, int cou
   }
 }
 
+/// A thread's chunks of a box, one after the other.
+/// \tparam kChunksFirst neighbouring threads have chunks of one position, else positions: what lies together
+template <bool kChunksFirst>
+class FewBoxWalk {
+ public:
+  __device__ __forceinline__ explicit FewBoxWalk(const FewParams& params) : params_(params) {
+    int position;
+    if constexpr (kChunksFirst) {
+      position = params.chunks.divmod(at_.chunk, int(threadIdx.x));
+    } else {
+      at_.chunk = params.box.divmod(position, int(threadIdx.x));
+    }
+    at_.depth = params.box_height.divmod(at_.height, params.box_width.divmod(at_.width, position));
+  }
+
+  __device__ __forceinline__ const FewBoxPlace& at() const { return at_; }
+
+  /// Digit by digit: divisions would take most of what a chunk takes.
+  __device__ __forceinline__ void advance() {
+    const FewBoxPlace& step = params_.box_step;
+    bool carry = false;
+    if constexpr (kChunksFirst) carry = add(at_.chunk, step.chunk, false, params_.chunks.divisor);
+    carry = add(at_.width, step.width, carry, params_.box_width.divisor);
+    carry = add(at_.height, step.height, carry, params_.box_height.divisor);
+    at_.depth += step.depth + int(carry);
+    if constexpr (!kChunksFirst) {
+      const int depths = params_.box_depth;
+      carry = at_.depth >= depths;
+      at_.depth -= carry ? depths : 0;
+      at_.chunk += step.chunk + int(carry);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static bool add(int& digit, int step, bool carry, int radix) {
+    digit += step + int(carry);
+    const bool over = digit >= radix;
+    digit -= over ? radix : 0;
+    return over;
+  }
+
+  const FewParams& params_;
+  FewBoxPlace at_;
+};
+
 /// Loads the box of x that a tile reads, zeros outside of the volume. Copies are under way when it returns.
-template <class Traits>
-__device__ __forceinline__ void load_box(const FewParams& params, const FewItem& item, char* to) {
+/// \tparam kCopies params.copies
+template <class Traits, bool kCopies>
+__device__ __forceinline__ void load_box_as(const FewParams& params, const FewItem& item, char* to) {
   using T = typename Traits::Element;
   const T* const x = static_cast<const T*>(params.x) + item.sample * params.x_sample;
   const int total = params.box.divisor * params.chunks.divisor;
   const std::uint32_t to_shared = shared_address(to);
-#pragma unroll 2
-  for (int i = threadIdx.x; i < total; i += kFewThreads) {
-    // Neighbouring lanes take what lies together: chunks of a position, or positions.
-    int position, chunk;
-    if (params.copies) {
-      position = params.chunks.divmod(chunk, i);
-    } else {
-      chunk = params.box.divmod(position, i);
-    }
-    int at[3];
-    at[0] = params.box_height.divmod(at[1], params.box_width.divmod(at[2], position));
-    bool inside = true;
-#pragma unroll
-    for (int axis = 0; axis < 3; ++axis) {
-      at[axis] += item.first[axis] + params.lower[axis];
-      inside = inside && unsigned(at[axis]) < unsigned(params.in[axis]);
-    }
-    const int offset = ((at[0] * params.in[1] + at[1]) * params.in[2] + at[2]) * params.x_position +
-                       chunk * Traits::CHUNK * params.x_channel;
-    const int place = position * params.pitch_bytes + chunk * 16;
-    if (params.copies) {
+  const int depth = item.first[0] + params.lower[0], height = item.first[1] + params.lower[1];
+  const int width = item.first[2] + params.lower[2];
+  FewBoxWalk<kCopies> walk(params);
+#pragma unroll kCopies ? 1 : 2  // gathered elements are waited for
+  for (int i = threadIdx.x; i < total; i += kFewThreads, walk.advance()) {
+    const FewBoxPlace& at = walk.at();
+    const int z = depth + at.depth, h = height + at.height, w = width + at.width;
+    const bool inside = unsigned(z) < unsigned(params.in[0]) && unsigned(h) < unsigned(params.in[1]) &&
+                        unsigned(w) < unsigned(params.in[2]);
+    const int offset = ((z * params.in[1] + h) * params.in[2] + w) * params.x_position +
+                       at.chunk * Traits::CHUNK * params.x_channel;
+    const int position =
+        (at.depth * params.box_height.divisor + at.height) * params.box_width.divisor + at.width;
+    const int place = position * params.pitch_bytes + at.chunk * 16;
+    if constexpr (kCopies) {
       copy_chunk_async(to_shared + place, x + (inside ? offset : 0), inside);
-      continue;
+    } else {
+      T elements[Traits::CHUNK];
+      const int count = inside ? params.channels - at.chunk * Traits::CHUNK : 0;
+      gather_elements(x + offset, params.x_channel, count, elements);
+      *reinterpret_cast<uint4*>(to + place) = chunk_words(elements);
     }
-    T elements[Traits::CHUNK];
-    const int count = inside ? params.channels - chunk * Traits::CHUNK : 0;
-    gather_elements(x + offset, params.x_channel, count, elements);
-    *reinterpret_cast<uint4*>(to + place) = chunk_words(elements);
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void load_box(const FewParams& params, const FewItem& item, char* to) {
+  if (params.copies) {
+    load_box_as<Traits, true>(params, item, to);
+  } else {
+    load_box_as<Traits, false>(params, item, to);
   }
 }
 
@@ -123,7 +172,7 @@ __device__ __forceinline__ void load_weights(const FewParams& params, int first,
     const int channel = params.taps_first ? i / params.taps : i - tap * channels;
     const int plane = tap / params.kernel[2], s = tap - plane * params.kernel[2];
     const int t = plane / params.kernel[1], r = plane - t * params.kernel[1];
-    const T* const from = w + channel * params.w_strides[1] + t * params.w_strides[2] +
+    const T* next = w + channel * params.w_strides[1] + t * params.w_strides[2] +
                           r * params.w_strides[3] + s * params.w_strides[4];
     const int column_tile = channel % Traits::RUN / 2;
     const int column = channel / Traits::RUN * 2 + channel % 2;
@@ -135,9 +184,8 @@ __device__ __forceinline__ void load_weights(const FewParams& params, int first,
     for (int chunk = 0; chunk < params.chunks.divisor; ++chunk) {
       T elements[Traits::CHUNK];
 #pragma unroll
-      for (int e = 0; e < Traits::CHUNK; ++e) {
-        const int c = chunk * Traits::CHUNK + e;
-        elements[e] = c < params.channels ? from[c * params.w_strides[0]] : T(0.f);
+      for (int e = 0; e < Traits::CHUNK; ++e, next += params.w_strides[0]) {
+        elements[e] = chunk * Traits::CHUNK + e < params.channels ? *next : T(0.f);
         if constexpr (std::is_same_v<T, float>) elements[e] = __uint_as_float(to_tf32(elements[e]));
       }
       const int number = place.first_chunk + chunk;

@@ -30,8 +30,11 @@ struct FewTraits {
   static constexpr bool STAGED = kStaged;
   static constexpr int ROW_TILES = kColumnTiles * kPaired >= 8 ? 2 : 4;  // 64 accumulators at most
   static constexpr int COLUMNS = 8 * kColumnTiles;
+  // Of a multiprocessor: the fewest accumulators, 32 and little beside them, leave registers for three.
   // 64 accumulators beside 16 sums leave 128 registers too few.
-  static constexpr int BLOCKS = kOutput || kColumnTiles * kPaired < 8 ? 2 : 1;
+  static constexpr int BLOCKS = kColumnTiles == 1                      ? 3
+                                : kOutput || kColumnTiles * kPaired < 8 ? 2
+                                                                        : 1;
   static constexpr int RUN = 2 * kColumnTiles;       // neighbouring channels that a thread has
   static constexpr int CHUNK = 16 / int(sizeof(T));  // input channels of 16 bytes
   // Weights of a step and phase; 16 bytes more, so that those of neighbouring taps lie in different banks.
@@ -63,6 +66,12 @@ struct FewGroupParams {
   std::uint16_t first_step, first_fragment;
 };
 
+/// A chunk of a box of x: where its position lies in the box, and which of its chunks it is. Also the
+/// difference of two such, digit by digit.
+struct FewBoxPlace {
+  int depth, height, width, chunk;
+};
+
 struct FewParams {
   const void* x;         // [N,C,D,H,W] or [N,D,H,W,C]
   const void* w;         // [C,K,T,R,S] of w_strides
@@ -89,7 +98,9 @@ struct FewParams {
   cutlass::FastDivmod tiles_height, tiles_width;
   cutlass::FastDivmod tile_height, tile_width;
   cutlass::FastDivmod box_height, box_width;
+  int box_depth;
   cutlass::FastDivmod chunks, box;  // of a position; positions
+  FewBoxPlace box_step;             // from one of a thread's chunks of x to its next
   int pitch_bytes;
   int row_warps, groups;
   int taps, steps, fragments, buffers;
