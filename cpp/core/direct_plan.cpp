@@ -91,7 +91,10 @@ double library_convolution_us(const Problem& p, const Work& work) {
     return work.outputs * (half_width ? 15 + 1.5 * work.products : 10 + 7 * work.products);
   }
   const double positions = work.outputs / static_cast<double>(p.k);  // millions
-  const double per_position = library_us_per_million_positions(p);
+  // Of up to 27/8 taps per output; more of them show where channels are few.
+  constexpr double kPerTap = 10, kTaps = 27.0 / 8;
+  const double taps = static_cast<double>(volume(p.kernel)) / static_cast<double>(volume(p.stride));
+  const double per_position = library_us_per_million_positions(p) + kPerTap * std::max(0.0, taps - kTaps);
   const double per_gflop = half_width ? 1.6 : p.precision == Precision::kTF32 ? 3.5 : 20;
   constexpr double kTile = 64;
   return per_position * positions * std::max(1.0, static_cast<double>(p.k) / kTile) +
@@ -178,13 +181,13 @@ Plan few_channels_plan(const Problem& p, const FewChannelsLayout& layout) {
   return plan;
 }
 
-/// What the SM90 plan with half k-blocks takes of its estimate, relative to whole ones. Computed twice, what
-/// is packed took 0.9 to 1.2 of it (perf/NOTES.md, "Half a k-block"); the others have not been compared.
+/// What the SM90 plan with half k-blocks takes of its estimate, relative to whole ones: of kernel = stride and
+/// of stored blocks the same, 0.96 to 1.14 and 1.0 to 1.3; computed twice, what is packed 0.85 to 1.2, the
+/// others 0.75 to 1.03 (perf/NOTES.md, "Few channels by either plan").
 double less_for_half_blocks(const Problem& p, const Plan& sm90, bool in_place) {
   if (!sm90.instance || sm90.instance->block_inputs == kBlockInputs) return 1.0;
-  if (p.kernel == p.stride) return 1.15;
-  if (!sm90.twice) return 1.25;
-  return in_place ? 1.3 : 0.85;
+  if (p.kernel == p.stride || !sm90.twice) return 1.0;
+  return in_place ? 0.95 : 0.8;
 }
 
 }  // namespace
@@ -222,12 +225,13 @@ bool beats_sm90(const Problem& p, const Plan& direct, const Plan& sm90) {
   const double ours = compared_ms(sm90);
   if (p.n == 0 || !was_compared(p, direct)) return false;
   if (direct.few_channels) {
-    // What the SM90 plan took of its estimate in such blocks, with the packing and the transposed stores that
-    // it leaves out; stored with a stride, less than that (perf/NOTES.md, "Few channels by either plan").
+    // What the SM90 plan took of its estimate in such blocks, and beside it for packing and for transposed
+    // stores, in ms; stored with a stride, less than that (perf/NOTES.md, "Few channels by either plan").
+    constexpr double kSeen = 1.13, kPacking = 0.025;
     const bool in_place = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
     const bool strided = p.stride != Extent3{1, 1, 1};
-    const double seen = in_place || (strided && !sm90.twice) ? 1.0 : 1.3;
-    return direct.estimated_direct_ms < seen * less_for_half_blocks(p, sm90, in_place) * ours;
+    const double whole = in_place || (strided && !sm90.twice) ? ours : kSeen * ours + kPacking;
+    return direct.estimated_direct_ms < less_for_half_blocks(p, sm90, in_place) * whole;
   }
   // That, in ms, and by how much this one is to be ahead.
   constexpr double kBeside = 0.025, kAhead = 1.25;

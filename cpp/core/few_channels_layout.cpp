@@ -175,21 +175,22 @@ struct TileWork {
   }
 };
 
-/// Estimated times of both passes: us of an H200 with L2 cold, fitted to 14 blocks in two dtypes and both
-/// orders, and to other tiles of some of them; off by 20 % at most (perf/NOTES.md, "Few channels").
+/// Estimated times of both passes: us of an H200 with L2 cold, fitted to 23 blocks in two dtypes and both
+/// orders; off by 13 % as a rule, by 35 % at most (perf/NOTES.md, "Few channels").
 void set_estimate(const Problem& p, FewChannelsLayout& layout) {
   constexpr double kPerMs = 1e3;
   const bool is_float = p.dtype == DType::kFloat32;
+  const bool rows = p.y_layout == Layout::kNDHWC;
   const bool copies = p.x_layout == Layout::kNDHWC && p.c % chunk_elements(p) == 0 && p.x_aligned;
   const TileWork tile(layout);
   // Tiles of the multiprocessor that gets most.
   const double tiles =
       static_cast<double>(ceil_div(p.n * layout.tile_count() * layout.channel_blocks, kMultiprocessors));
   const double units = static_cast<double>(layout.fragments * layout.column_tiles);  // of weights
-  layout.moments_ms = (2 + 0.088 * units +
-                       tiles * (1.4 + 1.81e-3 * tile.products + 0.058e-3 * tile.values +
-                                (copies ? 0.65e-3 : 1.86e-3) * tile.chunks)) /
-                      kPerMs;
+  const double moments_of_tile = 0.7 + (is_float ? 2.2e-3 : 1.53e-3) * tile.products +
+                                 (is_float ? 0.026e-3 : 0.039e-3) * tile.values +
+                                 (copies ? 0.27e-3 : 1.38e-3) * tile.chunks;
+  layout.moments_ms = (6.5 + 0.044 * units + tiles * moments_of_tile) / kPerMs;
   // Odd rows of y are written in pieces that share sectors: of 8 positions or pairs, which begin and end in
   // such, or where staged of whole rows, whose values go through shared memory for that. kPiece is what
   // pairs' took; kStaged was not measured (perf/NOTES.md, "Few channels").
@@ -202,10 +203,10 @@ void set_estimate(const Problem& p, FewChannelsLayout& layout) {
   } else if (has_odd_rows(p)) {
     pieces = kPiece / piece_values * static_cast<double>(p.n * p.k) * static_cast<double>(p.positions());
   }
-  layout.output_ms = (19 + 0.025 * units + pieces +
-                      tiles * (0.65 + 1.85e-3 * tile.products + (is_float ? 0.1e-3 : 0.055e-3) * tile.values +
-                               (copies ? 0.2e-3 : 1.6e-3) * tile.chunks)) /
-                     kPerMs;
+  const double of_value = is_float ? 0.093e-3 : rows ? 0.043e-3 : 0.077e-3;
+  const double output_of_tile = 0.5 + (is_float ? 2.08e-3 : 1.37e-3) * tile.products +
+                                of_value * tile.values + (copies ? 0.1e-3 : 1.03e-3) * tile.chunks;
+  layout.output_ms = (9.2 + 0.0145 * units + pieces + tiles * output_of_tile) / kPerMs;
 }
 
 }  // namespace
