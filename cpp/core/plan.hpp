@@ -106,6 +106,7 @@ struct Plan {
   bool instead_of_sm90 = false;          // library: though it could run (library_plan.hpp)
   bool linear = false;                   // SM90: no normalization follows, and so no moments are taken
   bool w_in_place = false;               // SM90: w is read as it lies, [C,T,R,S,K], and not packed
+  bool piles_views = false;              // computed twice: TwiceLayout::pile is 2
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
   int split_axes = 0;                    // axes along which our kernels cut borders off (border_slabs)
   bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)

@@ -364,6 +364,7 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
   plan.launches = 1;
   plan.share_taps = false;
   plan.w_in_place = w_in_place;
+  plan.piles_views = layout.pile > 1;
   plan.tiles = twice_moments(layout);
   // This kernel's own registers hold what it normalizes, so any activation may follow.
   plan.normalizes = plan.activation_in_y = true;

@@ -99,6 +99,33 @@ void make_views(const Problem& problem, const std::vector<Slab>& slabs, TwiceLay
   layout.box = std::gcd(layout.run, kTwiceRows);
 }
 
+/// Piles up views of 32 rows where each two that follow one another, along the width, the height and then the
+/// depth, read alike enough.
+void pile_views(TwiceLayout& layout) {
+  constexpr std::size_t kPile = 2;
+  const auto fold = static_cast<std::size_t>(layout.fold);
+  if (static_cast<std::int64_t>(kPile) * layout.view_rows != kTwiceRows || layout.views.size() % kPile != 0)
+    return;
+  std::vector<std::size_t> order(layout.views.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return layout.views[a].origin < layout.views[b].origin;
+  });
+  TwiceLayout piled = layout;
+  piled.views.clear(), piled.phases.clear();
+  for (const std::size_t view : order) {
+    piled.views.push_back(layout.views[view]);
+    const auto first = layout.phases.begin() + static_cast<std::ptrdiff_t>(view * fold);
+    piled.phases.insert(piled.phases.end(), first, first + layout.fold);
+  }
+  for (auto first = piled.phases.begin(); first != piled.phases.end(); first += kPile * layout.fold) {
+    if (!unites({first, first + kPile * layout.fold})) return;
+  }
+  piled.pile = static_cast<int>(kPile);
+  piled.box = std::min(layout.box, layout.view_rows);
+  layout = std::move(piled);
+}
+
 /// Rows on their own: all that one warpgroup may be given.
 struct Candidate {
   TwiceRows rows;
@@ -107,13 +134,10 @@ struct Candidate {
 };
 
 /// \param slabs the phases, costliest first
-Candidate make_candidate(const Problem& problem, const TwiceLayout& layout, const std::vector<Slab>& slabs,
-                         const TwiceRows& rows) {
-  const auto phase_of = [&](std::int64_t row) {
-    return layout.phases[static_cast<std::size_t>(rows.view * layout.fold + twice_row(layout, row).phase)];
-  };
+Candidate make_candidate(const TwiceLayout& layout, const std::vector<Slab>& slabs, const TwiceRows& rows) {
+  const auto phase_of = [&](std::int64_t row) { return layout.phases[twice_phase(layout, rows, row)]; };
   Candidate candidate{rows, phase_of(rows.row), 0};
-  const std::int64_t end = std::min(rows.row + kTwiceRows, layout.fold * problem.k);
+  const std::int64_t end = std::min(rows.row + kTwiceRows, twice_rows_end(layout));
   for (std::int64_t row = rows.row; row < end; row += layout.box) {
     // Of phases that cannot be united, none are stacked.
     candidate.reads = unite(candidate.reads, phase_of(row)).value_or(candidate.reads);
@@ -129,9 +153,9 @@ Candidate make_candidate(const Problem& problem, const TwiceLayout& layout, cons
 std::vector<Candidate> make_candidates(const Problem& problem, const TwiceLayout& layout,
                                        const std::vector<Slab>& slabs) {
   std::vector<Candidate> candidates;
-  for (std::size_t view = 0; view < layout.views.size(); ++view) {
-    for (std::int64_t row = 0; row < layout.fold * problem.k; row += kTwiceRows) {
-      candidates.push_back(make_candidate(problem, layout, slabs, {static_cast<int>(view), row}));
+  for (int view = 0; view < static_cast<int>(layout.views.size()); view += layout.pile) {
+    for (std::int64_t row = 0; row < twice_rows_end(layout); row += kTwiceRows) {
+      candidates.push_back(make_candidate(layout, slabs, {view, row}));
     }
   }
   std::stable_sort(candidates.begin(), candidates.end(), [&](const Candidate& a, const Candidate& b) {
@@ -183,9 +207,9 @@ TwiceClass make_class(const Problem& problem, const Slab& window, const Candidat
   return made;
 }
 
-bool fits(const Problem& problem, const TwiceClass& made) {
+bool fits(const Problem& problem, const TwiceLayout& layout, const TwiceClass& made) {
   constexpr std::int64_t kMaskBits = 32;
-  const std::int64_t most = max_twice_units(problem);
+  const std::int64_t most = max_twice_units(problem, layout);
   return made.window.tap_count() <= kMaskBits && ceil_div(problem.c, twice_block_inputs(problem)) <= most &&
          made.units[0].count + made.units[1].count <= most;
 }
@@ -233,7 +257,7 @@ void share_loads(const Problem& problem, TwiceLayout& layout) {
   TwiceLayout shared = layout;
   shared.classes = std::move(classes);
   const std::int64_t rows = units * kTwiceRows + kSlots * twice_shared_rows(shared);
-  if (rows * twice_block_inputs(problem) * 2 <= kMaxTwiceWeightBytes) layout = std::move(shared);
+  if (rows * twice_block_inputs(problem) * 2 <= max_twice_weight_bytes(problem, layout)) layout = std::move(shared);
 }
 
 }  // namespace
@@ -259,15 +283,20 @@ std::int64_t twice_shared_rows(const TwiceLayout& layout) {
   return rows;
 }
 
-TwiceLayout twice_layout(const Problem& problem) {
+namespace {
+
+/// The layout, whose views are piled up if they can and `piles`.
+TwiceLayout make_layout(const Problem& problem, bool piles) {
   TwiceLayout layout;
   const std::vector<Slab> slabs = border_slabs(problem, 0);
   make_views(problem, slabs, layout);
+  layout.view_rows = layout.fold * problem.k;
+  if (piles) pile_views(layout);
   if (!stacks_phases(problem, layout) || slabs.size() > static_cast<std::size_t>(kMaxTwicePhases) ||
       layout.views.size() > static_cast<std::size_t>(kMaxTwiceViews)) {
     return layout;
   }
-  const std::int64_t row_blocks = ceil_div(layout.fold * problem.k, kTwiceRows);
+  const std::int64_t row_blocks = ceil_div(layout.view_rows, kTwiceRows);
   if (static_cast<std::int64_t>(layout.views.size()) * row_blocks > 2 * kMaxTwiceSets) return layout;
   const std::vector<Candidate> candidates = make_candidates(problem, layout, slabs);
   std::vector<bool> taken(candidates.size(), false);
@@ -282,7 +311,7 @@ TwiceLayout twice_layout(const Problem& problem) {
       return shared.taps == 1 || shared.axis != 1 || candidates[other].reads.origin[0] == own.reads.origin[0];
     };
     TwiceClass best = make_class(problem, own.reads, own, nullptr);
-    if (!fits(problem, best)) return {};
+    if (!fits(problem, layout, best)) return {};
     std::size_t partner = i;
     for (std::size_t j = i + 1; j < candidates.size(); ++j) {
       // Rows that no tap reaches are satisfied with any others of the kind.
@@ -296,7 +325,7 @@ TwiceLayout twice_layout(const Problem& problem) {
       const bool better = taps < best_taps || (taps == best_taps && beside(j) && !beside(partner));
       if (partner != i && !better) continue;
       const TwiceClass made = make_class(problem, *both, own, &candidates[j]);
-      if (!fits(problem, made)) continue;
+      if (!fits(problem, layout, made)) continue;
       best = made;
       partner = j;
     }
@@ -309,6 +338,33 @@ TwiceLayout twice_layout(const Problem& problem) {
   }
   share_loads(problem, layout);
   return layout;
+}
+
+/// Estimated cycles of all tiles of a sample.
+double cycles(const Problem& problem, const TwiceLayout& layout) {
+  const std::int64_t block_inputs = twice_block_inputs(problem);
+  double sum = 0;
+  for (const TwiceClass& of : layout.classes) {
+    const std::int64_t each = twice_tile_cycles(of, ceil_div(problem.c, block_inputs), block_inputs,
+                                                problem.y_layout == Layout::kNDHWC);
+    sum += static_cast<double>(each) * static_cast<double>(of.sets.size()) *
+           static_cast<double>(ceil_div(of.window.positions(), kTwicePositions));
+  }
+  return sum;
+}
+
+}  // namespace
+
+TwiceLayout twice_layout(const Problem& problem) {
+  TwiceLayout piled = make_layout(problem, true);
+  if (piled.pile == 1 && !piled.classes.empty()) return piled;
+  // Alone, views of more input channels fit, and none is multiplied by another one's zeros. Where a pile gains
+  // little, it is alone in its block, whose other warpgroup idles.
+  constexpr double kWorthIt = 0.9;
+  TwiceLayout alone = make_layout(problem, false);
+  const bool worth_it = !piled.classes.empty() && (alone.classes.empty() || cycles(problem, piled) <
+                                                                  kWorthIt * cycles(problem, alone));
+  return worth_it ? piled : alone;
 }
 
 std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks, std::int64_t block_inputs,

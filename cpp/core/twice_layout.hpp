@@ -11,6 +11,9 @@
 /// or given to the two warpgroups of a block, share loads of x; a tap that only some of them use is skipped
 /// by the other warpgroup, and multiplied by zeros within one.
 ///
+/// Views of 32 rows, which would leave half of a warpgroup's rows empty, lie in pairs below each other in its
+/// 64, where both can be read together: neighbours along the height as a rule.
+///
 /// Where kernel and stride are equal all phases read the same x: they are one class then, of as many sets of
 /// weights as it takes.
 #pragma once
@@ -43,9 +46,9 @@ inline constexpr int kMaxTwiceViews = 27;
 inline constexpr int kMaxTwiceClasses = 32;
 inline constexpr int kMaxTwiceSets = 256;
 
-/// The 64 rows of a view that one warpgroup computes at a time.
+/// The 64 rows that one warpgroup computes at a time: of a view, or of two that lie below each other.
 struct TwiceRows {
-  int view = -1;         // index into TwiceLayout::views; -1: nothing
+  int view = -1;         // index into TwiceLayout::views, of two the first; -1: nothing
   std::int64_t row = 0;  // first of 64, of fold*K
 };
 
@@ -78,6 +81,8 @@ struct TwiceLayout {
   int fold = 1;                   // phases along the width that are folded
   std::int64_t run = kTwiceRows;  // channels of a phase that follow each other; then come the next phase's
   std::int64_t box = kTwiceRows;  // rows of any 64 that are one phase's for certain, a divisor of 64
+  std::int64_t view_rows = 0;     // fold*K
+  int pile = 1;                   // views below each other in 64 rows, from every pile-th on: 1 or 2
   std::vector<Slab> phases;       // of all positions; phases view*fold to view*fold + fold - 1 make up a view
   std::vector<Slab> views;        // where they lie: origin, extent and step in [N,Z,P,Q/fold,fold*K]
   std::vector<TwiceClass> classes;  // empty where the kernel cannot run
@@ -111,14 +116,27 @@ inline bool stacks_phases(const Problem& problem, const TwiceLayout& layout) {
   return problem.y_layout == Layout::kNDHWC || layout.fold == 2;
 }
 
-/// What a row of a view computes.
+/// What a row of a view, or of a pile of them, computes.
 struct TwiceRow {
+  int view;   // of the pile
   int phase;  // of the view's fold
   std::int64_t channel;
 };
 inline TwiceRow twice_row(const TwiceLayout& layout, std::int64_t row) {
-  const std::int64_t run = row / layout.run;
-  return {static_cast<int>(run % layout.fold), run / layout.fold * layout.run + row % layout.run};
+  const std::int64_t of_view = row % layout.view_rows, run = of_view / layout.run;
+  return {static_cast<int>(row / layout.view_rows), static_cast<int>(run % layout.fold),
+          run / layout.fold * layout.run + of_view % layout.run};
+}
+
+/// Rows behind the last one of a view, or of a pile of them.
+inline std::int64_t twice_rows_end(const TwiceLayout& layout) {
+  return layout.pile * layout.view_rows;
+}
+
+/// Index among the layout's phases of what a row of `rows` computes.
+inline std::size_t twice_phase(const TwiceLayout& layout, const TwiceRows& rows, std::int64_t row) {
+  const TwiceRow at = twice_row(layout, row);
+  return static_cast<std::size_t>((rows.view + at.view) * layout.fold + at.phase);
 }
 
 /// Of the taps of `window`, along one axis: the index of its tap 0 among `phase`'s, times -1. Whole, since
@@ -130,9 +148,21 @@ inline std::int64_t twice_block_inputs(const Problem& problem) {
   return fits_half_block(problem) ? kHalfBlockInputs : kTwiceBlockC;
 }
 
+/// Whether piled views are staged in a buffer each, as those of 16 bit are.
+inline bool stages_views_apart(const Problem& problem, const TwiceLayout& layout) {
+  return layout.pile > 1 && problem.y_layout == Layout::kNDHWC && size_of(problem.dtype) == 2;
+}
+
+/// What weights of a layout may take: less by buffers that others can do without, where views are staged
+/// apart.
+inline std::int64_t max_twice_weight_bytes(const Problem& problem, const TwiceLayout& layout) {
+  constexpr std::int64_t kBuffers = 32 * 1024;
+  return kMaxTwiceWeightBytes - (stages_views_apart(problem, layout) ? kBuffers : 0);
+}
+
 /// k-blocks of weights, 64 rows of 16-bit input channels, that may be held: 16, or 32 half ones.
-inline std::int64_t max_twice_units(const Problem& problem) {
-  return kMaxTwiceWeightBytes / (kTwiceRows * 2 * twice_block_inputs(problem));
+inline std::int64_t max_twice_units(const Problem& problem, const TwiceLayout& layout) {
+  return max_twice_weight_bytes(problem, layout) / (kTwiceRows * 2 * twice_block_inputs(problem));
 }
 
 /// Estimated cycles of one tile of a class: the slowest of the tensor cores, shared memory and TMA.

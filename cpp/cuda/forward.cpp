@@ -148,6 +148,7 @@ ConvTransposeParams conv_params(const Problem& problem, const Plan& plan, const 
   conv.x_packed = plan.pack_x;
   conv.x_lo = workspace.operands.x_lo;
   conv.w_in_place = plan.w_in_place;
+  conv.piles_views = plan.piles_views;
   conv.w_hi = workspace.operands.w(plan, tensors);
   conv.w_lo = workspace.operands.w_lo;
   conv.bias = tensors.bias;

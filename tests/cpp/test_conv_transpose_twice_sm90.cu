@@ -123,12 +123,24 @@ const Case kCases[] = {
     // 16 taps, which reach as far as im2col can, and 17, of which each is loaded.
     {1, 32, 16, {2, 17, 8}, {1, 16, 3}, {1, 1, 3}, kNone, kNone, kOnes},
     {1, 32, 16, {2, 16, 8}, {1, 17, 3}, {1, 1, 3}, kNone, kNone, kOnes},
+    // Views of 32 rows, in pairs below each other: of one warpgroup and of two, one k-block and three, less
+    // than a tile and more, a last tile of two positions; taps that one of the pair lacks; pairs of phases
+    // along the height alone. The same of half k-blocks.
+    {2, 64, 16, {5, 6, 8}, {2, 2, 2}, {2, 2, 2}, kNone, kNone, kOnes},
+    {1, 136, 16, {4, 8, 17}, {2, 2, 2}, {2, 2, 2}, kNone, kNone, kOnes},
+    {2, 64, 16, {6, 8, 7}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, {1, 1, 1}, kOnes},
+    {3, 64, 16, {4, 8, 16}, {1, 2, 2}, {1, 2, 2}, kNone, kNone, kOnes},
+    {2, 64, 16, {1, 2, 129}, {1, 2, 2}, {1, 2, 2}, kNone, kNone, kOnes, kNaN},
+    {1, 64, 32, {4, 6, 9}, {2, 2, 1}, {2, 2, 1}, kNone, kNone, kOnes},
+    {2, 32, 16, {6, 8, 7}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, {1, 1, 1}, kOnes},
+    {1, 24, 16, {4, 8, 17}, {2, 2, 2}, {2, 2, 2}, kNone, kNone, kOnes},
+    {2, 32, 16, {1, 2, 129}, {1, 2, 2}, {1, 2, 2}, kNone, kNone, kOnes, kNaN},
 };
 
 /// Cases of k-blocks of 64 and of 32 input channels, and those that y [N,K,Z,P,Q] takes.
-constexpr int kWholeBlockCases = 18, kHalfBlockCases = 22;
+constexpr int kWholeBlockCases = 24, kHalfBlockCases = 25;
 static_assert(kWholeBlockCases + kHalfBlockCases == std::size(kCases));
-constexpr int kChannelsFirstWhole = 13, kChannelsFirstHalf = 13;
+constexpr int kChannelsFirstWhole = 18, kChannelsFirstHalf = 16;
 
 int expected_cases(const ConvInstance& instance, Layout y_layout) {
   const bool whole = instance.block_inputs == upconv3d::kTwiceBlockC;
@@ -136,9 +148,10 @@ int expected_cases(const ConvInstance& instance, Layout y_layout) {
   return whole ? kChannelsFirstWhole : kChannelsFirstHalf;
 }
 
-/// Cases that are launched again and again: three samples, two channel tiles; phases that share loads.
+/// Cases that are launched again and again: three samples, two channel tiles; phases that share loads; pairs
+/// of views.
 bool is_repeated(int index) {
-  return index == 9 || index == 28;
+  return index == 9 || index == 28 || index == 43;
 }
 
 /// Few blocks, so that each walks several classes and waits for the others.
@@ -250,6 +263,7 @@ class Fixture {
     params.x_hi = x_.get(), params.w_hi = w_.get(), params.bias = bias_.get();
     params.x_packed = true;
     params.w_in_place = params.clears_counters = w_in_place;
+    params.piles_views = upconv3d::twice_layout(problem).pile > 1;
     if (w_in_place) params.w_hi = w_in_place_.get();
     if (w_in_place && has_operand_channels(problem)) {
       params.x_packed = false;

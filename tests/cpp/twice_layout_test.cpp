@@ -75,15 +75,16 @@ void test_loads_of(const Problem& p, const TwiceClass& made) {
 void count_rows(const Problem& p, const TwiceLayout& layout, const TwiceClass& made, int group,
                 const TwiceRows& rows, std::vector<std::int64_t>& computed) {
   const std::string what = "computed twice: " + describe(p);
-  const std::int64_t end = std::min(rows.row + kTwiceRows, layout.fold * p.k);
+  const std::int64_t end = std::min(rows.row + kTwiceRows, twice_rows_end(layout));
   for (std::int64_t row = rows.row; row < end; ++row) {
     const TwiceRow at = twice_row(layout, row), box = twice_row(layout, row / layout.box * layout.box);
     expect(at.channel < p.k, what + ", channel");
-    expect(at.phase == box.phase && at.channel == box.channel + row % layout.box, what + ", boxes of w");
-    const std::size_t index = static_cast<std::size_t>(rows.view * layout.fold + at.phase);
+    expect(at.view == box.view && at.phase == box.phase && at.channel == box.channel + row % layout.box,
+           what + ", boxes of w");
+    const std::size_t index = twice_phase(layout, rows, row);
     ++computed[index];
     const Slab& phase = layout.phases[index];
-    const Slab& view = layout.views[static_cast<std::size_t>(rows.view)];
+    const Slab& view = layout.views[static_cast<std::size_t>(rows.view + at.view)];
     expect(phase.origin[2] == view.origin[2] + at.phase && phase.extent == made.window.extent,
            what + ", phases of the view");
     if (phase.tap_count() == 0) continue;
@@ -102,7 +103,7 @@ void test_twice_layout_of(const Problem& p) {
   const TwiceLayout layout = twice_layout(p);
   std::vector<std::int64_t> computed(layout.phases.size(), 0);
   for (const TwiceClass& made : layout.classes) {
-    expect(made.units[0].count + made.units[1].count <= max_twice_units(p), what + ", weights fit");
+    expect(made.units[0].count + made.units[1].count <= max_twice_units(p, layout), what + ", weights fit");
     test_loads_of(p, made);
     for (const TwiceSet& set : made.sets) {
       for (int group = 0; group < 2; ++group) {
@@ -275,7 +276,7 @@ void test_half_blocks() {
   p.n = 4, p.c = 32, p.k = 16, p.kernel = {4, 4, 4}, p.stride = {2, 2, 2}, p.padding = {1, 1, 1};
   test_twice_layout_of(p);
   const TwiceLayout half = twice_layout(p);
-  expect(max_twice_units(p) == 32 && half.classes.size() == 2 && half.classes[0].units[1].count == 12,
+  expect(max_twice_units(p, half) == 32 && half.classes.size() == 2 && half.classes[0].units[1].count == 12,
          "12 taps of two rows of phases side by side");
   Device device = hopper();
   device.forced_plan = "twice";
@@ -287,11 +288,57 @@ void test_half_blocks() {
                                   "or not at all");
   p.c = 64;
   test_twice_layout_of(p);
-  expect(max_twice_units(p) == 16 && twice_layout(p).classes[0].units[1].count == 0, "whole ones do not fit");
+  const TwiceLayout whole_blocks = twice_layout(p);
+  expect(max_twice_units(p, whole_blocks) == 16 && whole_blocks.classes[0].units[1].count == 0,
+         "whole ones do not fit");
   expect(select_plan(p, device, all_compiled()).instance->block_inputs == 64, "but run");
   const TwiceClass& one = half.classes[0];
   expect(twice_tile_cycles(one, 1, kHalfBlockInputs, true) < twice_tile_cycles(one, 1, kTwiceBlockC, true),
          "half k-blocks take less");
+}
+
+/// Views of 32 rows, two in a warpgroup's 64.
+void test_piles() {
+  Problem p = kernel_is_stride();
+  p.c = 64, p.k = 16, p.num_groups = 8;
+  for (const Layout layout : {Layout::kNDHWC, Layout::kNCDHW}) {
+    p.y_layout = layout;
+    p.kernel = p.stride = {2, 2, 2}, p.padding = p.output_padding = {0, 0, 0};
+    test_twice_layout_of(p);
+    const TwiceLayout all = twice_layout(p);
+    expect(all.pile == 2 && all.classes.size() == 1 && twice_sets(all) == 1, "all phases in one set");
+    expect(twice_row(all, 31).view == 0 && twice_row(all, 32).view == 1 && twice_row(all, 32).channel == 0,
+           "one below the other");
+    const TwiceRows(&rows)[2] = all.classes[0].sets[0].rows;
+    expect(rows[0].view == 0 && rows[1].view == 2 && all.views[1].origin == Extent3{0, 1, 0},
+           "neighbours along the height");
+    p.kernel = p.stride = {1, 2, 2};
+    test_twice_layout_of(p);
+    expect(twice_layout(p).pile == 2 && twice_layout(p).classes[0].units[1].count == 0, "four phases in 64 rows");
+    p.kernel = {3, 3, 3}, p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};
+    test_twice_layout_of(p);
+    const TwiceLayout three = twice_layout(p);
+    expect(three.pile == 2 && three.classes.size() == 1 && three.classes[0].units[0].count == 8 &&
+               three.classes[0].units[1].count == 4,
+           "by zeros where a tap is the other view's");
+    p.output_padding = {0, 0, 1};
+    expect(twice_layout(p).pile == 1, "planes of unequal extents");
+    p.kernel = {4, 4, 4}, p.output_padding = {0, 0, 0}, p.c = 32;
+    expect(twice_layout(p).pile == 1, "18 taps instead of 12 and 12 gain little");
+    p.c = 64;
+  }
+  p.kernel = p.stride = {2, 2, 2}, p.padding = {0, 0, 0};
+  for (const std::int64_t k : {8, 24, 32}) {
+    p.k = p.num_groups = k;
+    expect(twice_layout(p).pile == 1, "views of other rows");
+  }
+  p.y_layout = Layout::kNDHWC;
+  p.k = p.num_groups = 32, p.kernel = p.stride = {2, 2, 1};
+  test_twice_layout_of(p);
+  expect(twice_layout(p).pile == 2 && twice_layout(p).box == 32, "of one phase each");
+  p.k = 16, p.num_groups = 8, p.c = 512, p.kernel = p.stride = {2, 2, 2};
+  test_twice_layout_of(p);
+  expect(twice_layout(p).pile == 2, "as many weights as there is room for");
 }
 
 /// Loads that serve several taps: along the height, along the depth of small planes, and where they would
@@ -352,6 +399,7 @@ void test_twice() {
   test_slab_launches();
   test_transposed();
   test_half_blocks();
+  test_piles();
   test_shared();
   p = headline();
   p.n = 2, p.k = 32, p.in = {64, 64, 64}, p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};

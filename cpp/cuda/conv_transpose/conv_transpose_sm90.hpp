@@ -31,6 +31,7 @@ struct ConvTransposeParams {
   const void* x_lo = nullptr;  // as x_hi, three products only
   bool x_split = false;        // x_hi and x_lo are the same SplitRows, x_pitch channels each
   bool w_in_place = false;     // w_hi is w as it lies (reads_w_in_place), 16-byte aligned
+  bool piles_views = false;    // computed twice: TwiceLayout::pile is 2
   const void* w_hi = nullptr;  // [T*R*S,K,operand_channels] operand; in place: [C,T*R*S,K]
   const void* w_lo = nullptr;  // the same, three products only
   const void* bias = nullptr;  // [K] dtype, or null

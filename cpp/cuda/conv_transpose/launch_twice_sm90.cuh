@@ -42,14 +42,14 @@ void fill_views(const Problem& problem, const TwiceLayout& layout, DType output,
   const Extent3 out = problem.out();
   copy_extent({out[0], out[1], out[2] / layout.fold}, to.view_out);
   to.fold = layout.fold;
-  to.view_k = static_cast<int>(layout.fold * problem.k);
+  to.view_k = static_cast<int>(layout.view_rows);
   for (std::size_t i = 0; i < layout.views.size(); ++i) {
     const Slab& from = layout.views[i];
     TwiceView& view = to.views[i];
     if constexpr (!Traits::CHANNELS_FIRST) {
       maps.place(view.y, Mapped::kA,
-                 encode_slab_output(problem, from, output, layout.fold * problem.k, y, Traits::STAGE_POS,
-                                    kPanelChannels<typename Traits::Output>, layout.fold));
+                 encode_slab_output(problem, from, output, layout.view_rows, y, Traits::STAGE_POS,
+                                    Traits::STAGE_CHANNELS, layout.fold));
     }
     view.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
     view.height = cutlass::FastDivmod(static_cast<int>(from.extent[1]));
@@ -160,9 +160,8 @@ void fill_shared_memory(std::int64_t shared_rows, TwiceParams<Traits>& to) {
             2 * buffers * kStageBytes) /
            to.x_slot_bytes;
   };
-  to.staging_buffers = Traits::CHANNELS_FIRST                                 ? 0
-                       : slots(kManyStagingBuffers) >= Traits::WANTED_X_SLOTS ? kManyStagingBuffers
-                                                                              : kFewStagingBuffers;
+  const bool takes_many = Traits::VIEWS_APART || slots(kManyStagingBuffers) >= Traits::WANTED_X_SLOTS;
+  to.staging_buffers = Traits::CHANNELS_FIRST ? 0 : takes_many ? kManyStagingBuffers : kFewStagingBuffers;
   to.x_slots = std::min(slots(to.staging_buffers), Traits::MAX_X_SLOTS);
 }
 
@@ -183,6 +182,11 @@ void fill_twice_params(const ConvTransposeParams& params, DType operand, DType o
                            std::to_string(twice_block_inputs(problem)) + " input channels; got " +
                            std::to_string(Traits::BLK_C) + " for " + describe(problem) +
                            ". select_plan must choose the other variant.");
+  }
+  if ((layout.pile > 1) != Traits::PILED) {
+    throw std::logic_error("upconv3d: conv_transpose_twice_sm90 is to have piles of " +
+                           std::to_string(layout.pile) + " views; got the other variant for " +
+                           describe(problem) + ". piles_views must be the plan's.");
   }
   fill_views(problem, layout, output, params.a, to, maps);
   fill_classes(problem, layout, operand, params.x_hi, params.x_packed ? operand_channels(problem) : problem.c,
@@ -241,7 +245,7 @@ void point_to(const ConvTransposeParams& params, TwiceParams<Traits>& to) {
 }
 
 /// A launch of one persistent block per multiprocessor, all at once.
-template <class Operand, class Output, bool kChannelsFirst, bool kWInPlace, int BLK_C>
+template <class Operand, class Output, bool kChannelsFirst, bool kWInPlace, bool kPiled, int BLK_C>
 class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
  public:
   explicit ConvTransposeTwiceLaunchSm90(const ConvTransposeParams& params)
@@ -268,7 +272,7 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
   }
 
  private:
-  using Traits = TwiceTraitsSm90<Operand, Output, kChannelsFirst, kWInPlace, BLK_C>;
+  using Traits = TwiceTraitsSm90<Operand, Output, kChannelsFirst, kWInPlace, kPiled, BLK_C>;
   static constexpr const char* kName = "conv_transpose_twice_sm90";
   static inline const void* const kKernel = reinterpret_cast<const void*>(conv_transpose_twice_sm90<Traits>);
 
@@ -279,19 +283,29 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
 };
 
 /// The kernel that stores y in the problem's layout and takes w as it lies.
-template <class Operand, class Output, int BLK_C = int(kBlockInputs)>
-void launch_conv_transpose_twice_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
+template <class Operand, class Output, bool kPiled, int BLK_C>
+void launch_twice_of_views(const ConvTransposeParams& params, cudaStream_t stream) {
   if (params.problem.y_layout == Layout::kNCDHW) {
-    run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, true, false, BLK_C>>(params, stream);
+    run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, true, false, kPiled, BLK_C>>(params, stream);
     return;
   }
-  if constexpr (std::is_same_v<Operand, Output>) {
+  if constexpr (std::is_same_v<Operand, Output> && !kPiled) {
     if (params.w_in_place) {
-      run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, true, BLK_C>>(params, stream);
+      run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, true, false, BLK_C>>(params,
+                                                                                               stream);
       return;
     }
   }
-  run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, false, BLK_C>>(params, stream);
+  run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, false, kPiled, BLK_C>>(params, stream);
+}
+
+template <class Operand, class Output, int BLK_C = int(kBlockInputs)>
+void launch_conv_transpose_twice_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
+  if (params.piles_views) {
+    launch_twice_of_views<Operand, Output, true, BLK_C>(params, stream);
+  } else {
+    launch_twice_of_views<Operand, Output, false, BLK_C>(params, stream);
+  }
 }
 
 }  // namespace upconv3d::cuda

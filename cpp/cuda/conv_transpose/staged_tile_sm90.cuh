@@ -13,7 +13,8 @@
 /// Or channels first, for results that are wanted so:
 ///   16 bit   [STAGED_POS/64] buffers of [64 channels][64 positions], chunk ^ channel%8
 ///   float    [STAGED_POS/32] buffers of [64 channels][32 positions], the same
-/// Buffers are 8 KB with rows of 128 bytes, as TMA stores with a 128-byte swizzle want them.
+/// Buffers are 8 KB with rows of 128 bytes, as TMA stores with a 128-byte swizzle want them; but for
+/// narrow_staged_chunk's.
 #pragma once
 
 #include <cstdint>
@@ -46,6 +47,12 @@ CUTLASS_DEVICE int staged_chunk(int position, int chunk) {
          ((chunk % 8) ^ (position % 8)) * 16;
 }
 
+/// The same where a buffer holds 32 channels of 16 bit, of 128 positions: rows of 64 bytes, as TMA stores with
+/// a 64-byte swizzle want them.
+CUTLASS_DEVICE int narrow_staged_chunk(int position, int chunk) {
+  return position * 64 + (chunk ^ (position / 2 % 4)) * 16;
+}
+
 /// Positions of a buffer that is staged channels first.
 template <class Stored>
 inline constexpr int kPanelPositions = 128 / int(sizeof(Stored));
@@ -73,6 +80,24 @@ struct StagedTile {
       stage_float<kFirst, kBlocks>(acc, staging);
     } else {
       stage_half<kFirst, kBlocks, kRelu>(acc, staging, see);
+    }
+  }
+
+  /// 16 bit, the 32 channels of two of the warps, in rows of their own (narrow_staged_chunk).
+  template <int kFirst, int kBlocks, class Accumulator>
+  CUTLASS_DEVICE static void stage_narrow(Accumulator const& acc, char* staging) {
+    static_assert(sizeof(Stored) == 2);
+    int lane = threadIdx.x % 32;
+    asm volatile("" : "+r"(lane));  // as in stage_half
+    int const matrix = lane / 8;
+    int const chunk = (threadIdx.x / 32) % 2 * 2 + matrix / 2;
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < kBlocks; b += 2) {
+      std::uint32_t packed[4];
+      pack_matrices<false>(acc, kFirst + b, packed);
+      char* const address = staging + narrow_staged_chunk((b + matrix % 2) * 8 + lane % 8, chunk);
+      cute::SM90_U16x8_STSM_T::copy(packed[0], packed[1], packed[2], packed[3],
+                                    *reinterpret_cast<cute::uint128_t*>(address));
     }
   }
 

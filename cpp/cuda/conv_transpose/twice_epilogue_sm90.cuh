@@ -49,7 +49,7 @@ class TwiceEpilogue {
   template <class Accumulator>
   CUTLASS_DEVICE void add_moments(TwiceTile const& tile, Accumulator& acc) {
     if (tile.set != rows_set_) enter(tile.set);
-    if (view_ < 0) return;
+    if (rows_.view < 0) return;
     if (tile.n != scales_sample_) load_scales(tile.n);
     pending_ = true;
     pending_n_ = tile.n;
@@ -99,7 +99,7 @@ class TwiceEpilogue {
   template <class Accumulator>
   CUTLASS_DEVICE void normalize(TwiceTile const& tile, Accumulator& acc) {
     if (tile.set != rows_set_) enter(tile.set);
-    if (view_ < 0) return;
+    if (rows_.view < 0) return;
     if (tile.n != scales_sample_) load_scales(tile.n);
     if (tile.n != maps_sample_) load_maps(tile.n);
     if (!folded_) unscale(acc);
@@ -121,7 +121,9 @@ class TwiceEpilogue {
     if constexpr (Traits::CHANNELS_FIRST) {
       store_channels_first(tile, acc);
     } else {
-      if (params_.staging_buffers == kManyStagingBuffers) {
+      if constexpr (Traits::VIEWS_APART) {
+        stage_views(tile, acc);
+      } else if (params_.staging_buffers == kManyStagingBuffers) {
         stage_sets<kManyStagingBuffers / kStagingSets>(tile, acc);
       } else {
         stage_sets<kFewStagingBuffers / kStagingSets>(tile, acc);
@@ -162,11 +164,11 @@ class TwiceEpilogue {
   CUTLASS_DEVICE void enter(int set) {
     rows_set_ = set;
     scales_sample_ = maps_sample_ = -1;
-    TwiceRowsParams const rows = twice_rows(params_, set, group_);
-    view_ = rows.view;
-    row_ = rows.row;
-    if (view_ < 0) return;
-    positions_ = params_.views[view_].positions;
+    rows_ = twice_rows(params_, set, group_);
+    if (rows_.view < 0) return;
+    int const first = threadIdx.x / 32 % 4 * 16;
+    row_ = Traits::PILED ? twice_rows_from<Traits>(rows_, first).row - first : rows_.row;
+    positions_ = params_.views[rows_.view].positions;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       int const row = min(row_ + accumulator_row() + 8 * j, params_.view_k - 1);
@@ -346,7 +348,8 @@ class TwiceEpilogue {
     if (!is_channel(0)) return;  // none of the warp's, whose 8 are all of K or none
     TwicePlane const plane{std::int64_t(tile.n) * params_.k.divisor + channel_[0],
                            tile.pos_tile * Traits::BLK_POS, positions_};
-    cuda::store_channels_first(params_, params_.views[view_], plane, acc);
+    int const view = twice_rows_from<Traits>(rows_, threadIdx.x / 32 % 4 * 16).view;
+    cuda::store_channels_first(params_, params_.views[view], plane, acc);
   }
 
   /// Stages the tile in sets of kBuffers rounds of STAGE_POS positions.
@@ -358,6 +361,20 @@ class TwiceEpilogue {
     int const begin = tile.pos_tile * Traits::BLK_POS + kRound * Traits::STAGE_POS;
     announce_set(make_int4(tile.set, tile.n, begin, 0));
     if constexpr (kRound + kBuffers < Traits::ROUNDS) stage_sets<kBuffers, kRound + kBuffers>(tile, acc);
+  }
+
+  /// Stages piled views, each in a buffer of its own, a round at a time.
+  template <int kRound = 0, class Accumulator>
+  CUTLASS_DEVICE void stage_views(TwiceTile const& tile, Accumulator const& acc) {
+    constexpr int kBlocksOfRound = Traits::STAGE_POS / 8;
+    control_.staged[group_].wait_empty(staged_);
+    int const view = threadIdx.x / 64 % 2;
+    StagedTile<Output>::template stage_narrow<kRound * kBlocksOfRound, kBlocksOfRound>(
+        acc, staging_ + (staged_.slot * 2 + view) * kStageBytes);
+    cute::tma_store_fence();
+    int const begin = tile.pos_tile * Traits::BLK_POS + kRound * Traits::STAGE_POS;
+    announce_set(make_int4(tile.set, tile.n, begin, 0));
+    if constexpr (kRound + 1 < Traits::ROUNDS) stage_views<kRound + 1>(tile, acc);
   }
 
   /// Tell the helper what lies there for it.
@@ -390,7 +407,9 @@ class TwiceEpilogue {
   std::uint32_t const barrier_;
   // Of the set whose tile was last.
   int rows_set_ = -1;
-  int view_, row_, positions_;
+  TwiceRowsParams rows_;
+  int positions_;  // of each of their views
+  int row_;        // of the warp's view the number that the warpgroup's first row would have there
   // Of the thread's two rows in that set, and for the sample last seen.
   int channel_[2];
   float bias_[2], low_[2], unscale_[2][2];

@@ -96,10 +96,8 @@ class TwiceHelper {
   /// memory.
   CUTLASS_DEVICE void enter(int number) {
     set_ = number;
-    TwiceRowsParams const rows = twice_rows(params_, number, group_);
-    view_ = rows.view;
-    row_ = rows.row;
-    TwiceView const& view = params_.views[view_];
+    rows_ = twice_rows(params_, number, group_);
+    TwiceView const& view = params_.views[rows_.view];
     positions_ = view.positions;
     width_ = view.width;
     height_ = view.height;
@@ -121,9 +119,10 @@ class TwiceHelper {
       mean = 0.5f * mean + 0.5f * other_mean;
       count *= 2.f;
     }
-    if ((row & ((1 << shift) - 1)) != 0 || row_ + row >= params_.view_k) return;
+    TwiceRowsParams const at = twice_rows_from<Traits>(rows_, row);
+    if ((row & ((1 << shift) - 1)) != 0 || at.row >= params_.view_k) return;
     int channel;
-    int const phase = view_ * params_.fold + twice_phase_of(params_, channel, row_ + row);
+    int const phase = at.view * params_.fold + twice_phase_of(params_, channel, at.row);
     std::int64_t const moment = first + control_.first_moment[phase];
     params_.part[moment * (params_.k.divisor >> shift) + (channel >> shift)] = make_float2(mean, m2);
   }
@@ -133,20 +132,28 @@ class TwiceHelper {
   CUTLASS_DEVICE void store_set(int n, int begin) const {
     int const buffers = params_.staging_buffers / kStagingSets;
     char const* const from = staging_ + staged_.slot * buffers * kStageBytes;
-    int const valid = min(buffers * Traits::STAGE_POS, positions_ - begin);
+    int const rounds = Traits::VIEWS_APART ? buffers / 2 : buffers;
+    int const valid = min(rounds * Traits::STAGE_POS, positions_ - begin);
     int const whole = max(valid, 0) / Traits::STAGE_POS;
     constexpr int kPanel = kPanelChannels<Output>;
     if (threadIdx.x % 32 == 0) {
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int buffer = 0; buffer < whole; ++buffer) {
+      for (int round = 0; round < whole; ++round) {
         int q, p;
-        int const z = height_.divmod(p, width_.divmod(q, begin + buffer * Traits::STAGE_POS));
+        int const z = height_.divmod(p, width_.divmod(q, begin + round * Traits::STAGE_POS));
+        if constexpr (Traits::PILED) {
+          char const* const first = from + (Traits::VIEWS_APART ? 2 * round : round) * kStageBytes;
+          char const* const second = first + (Traits::VIEWS_APART ? kStageBytes : kStageBytes / 2);
+          store_im2col_evict_first(&params_.views[rows_.view].y, first, 0, q, p, z, n);
+          store_im2col_evict_first(&params_.views[rows_.view + 1].y, second, 0, q, p, z, n);
+          continue;
+        }
         CUTLASS_PRAGMA_UNROLL
         for (int panel = 0; panel < Traits::ROWS / kPanel; ++panel) {
-          int const row = row_ + panel * kPanel;
+          int const row = rows_.row + panel * kPanel;
           if (row >= params_.view_k) continue;
-          store_im2col_evict_first(&params_.views[view_].y,
-                                   from + buffer * kStageBytes + panel * (kStageBytes / 2), row, q, p, z, n);
+          store_im2col_evict_first(&params_.views[rows_.view].y,
+                                   from + round * kStageBytes + panel * (kStageBytes / 2), row, q, p, z, n);
         }
       }
       cute::tma_store_arrive();
@@ -158,17 +165,20 @@ class TwiceHelper {
   CUTLASS_DEVICE void store_rest(int n, int begin, int first, int end, char const* from) const {
     constexpr int kVector = 16 / int(sizeof(Output));
     constexpr int kChunks = Traits::ROWS / kVector;
-    TwiceView const& view = params_.views[view_];
     std::int64_t const sample =
         std::int64_t(n) * params_.view_out[0] * params_.view_out[1] * params_.view_out[2];
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = first * kChunks + threadIdx.x % 32; i < end * kChunks; i += 32) {
       int const position = i / kChunks, chunk = i % kChunks;
-      int const row = row_ + chunk * kVector;
-      if (row >= params_.view_k) continue;
-      std::int64_t const pixel = sample + view.pixel(params_.view_out, begin + position);
-      __stcs(reinterpret_cast<uint4*>(params_.y + pixel * params_.view_k + row),
-             *reinterpret_cast<uint4 const*>(from + staged_chunk<Output>(position, chunk)));
+      TwiceRowsParams const at = twice_rows_from<Traits>(rows_, chunk * kVector);
+      if (at.row >= params_.view_k) continue;
+      std::int64_t const pixel = sample + params_.views[at.view].pixel(params_.view_out, begin + position);
+      int const offset = Traits::VIEWS_APART
+                             ? chunk / (kChunks / 2) * kStageBytes +
+                                   narrow_staged_chunk(position, chunk % (kChunks / 2))
+                             : staged_chunk<Output>(position, chunk);
+      __stcs(reinterpret_cast<uint4*>(params_.y + pixel * params_.view_k + at.row),
+             *reinterpret_cast<uint4 const*>(from + offset));
     }
   }
 
@@ -179,7 +189,8 @@ class TwiceHelper {
   RingCursor sums_, staged_;
   // Of the set whose tile was last.
   int set_ = -1;
-  int view_, row_, positions_;
+  TwiceRowsParams rows_;
+  int positions_;  // of each of its views
   cutlass::FastDivmod width_, height_;
 };
 

@@ -175,10 +175,11 @@ class TwiceWeightLoader {
     int const lane = threadIdx.x % 32;
     int const boxes = Traits::ROWS / params_.w_rows;  // of a unit, at most 8
     int const row = lane % boxes * params_.w_rows, c_first = lane / boxes, c_step = 32 / boxes;
-    bool const is_row = rows.row + row < params_.view_k;
+    TwiceRowsParams const at = twice_rows_from<Traits>(rows, row);
+    bool const is_row = at.row < params_.view_k;
     int channel;
-    int const stacked = twice_phase_of(params_, channel, rows.row + row);
-    TwicePhase const& phase = params_.phases[rows.view * params_.fold + min(stacked, params_.fold - 1)];
+    int const stacked = twice_phase_of(params_, channel, at.row);
+    TwicePhase const& phase = params_.phases[at.view * params_.fold + min(stacked, params_.fold - 1)];
     // Of the class's taps the first that is the phase's, the number of those, and the one of w that is read
     // by the class's tap 0, if only in theory.
     int first[3], taps[3], origin = 0;

@@ -18,14 +18,20 @@ namespace upconv3d::cuda {
 /// \tparam kChannelsFirst y is [N,K,Z,P,Q], not [N,Z,P,Q,K]
 /// \tparam kWInPlace w is [C,T,R,S,K], as PyTorch's channels_last_3d leaves it: of the operand's dtype, and a
 /// warpgroup's rows are output channels as they follow each other
+/// \tparam kPiled two views of 32 rows lie below each other in a warpgroup's 64
 /// \tparam BLK_C_ input channels of a k-block
-template <class Operand_, class Output_, bool kChannelsFirst, bool kWInPlace, int BLK_C_>
+template <class Operand_, class Output_, bool kChannelsFirst, bool kWInPlace, bool kPiled, int BLK_C_>
 struct TwiceTraitsSm90 {
   using Operand = Operand_;
   using Output = Output_;  // y, bias, gamma, beta
   static constexpr bool CHANNELS_FIRST = kChannelsFirst;
   static constexpr bool W_IN_PLACE = kWInPlace;
-  static_assert(!W_IN_PLACE || (std::is_same_v<Operand, Output> && !CHANNELS_FIRST));
+  static constexpr bool PILED = kPiled;
+  static_assert(!W_IN_PLACE || (std::is_same_v<Operand, Output> && !CHANNELS_FIRST && !PILED));
+  /// Piled views of 16 bit are staged in a buffer each, of rows of 64 bytes: rows of 128 would begin with the
+  /// first one's channels and end with the other's, and TMA stores but the beginnings of rows. Of float32 that
+  /// is as many channels as a view has.
+  static constexpr bool VIEWS_APART = PILED && !CHANNELS_FIRST && sizeof(Output) == 2;
   static constexpr int ROWS = int(kTwiceRows);          // of a warpgroup: output channels of its phases
   static constexpr int BLK_POS = int(kTwicePositions);  // positions of a tile
   static constexpr int BLK_C = BLK_C_;                  // input channels of a k-block: a swizzled row
@@ -55,8 +61,10 @@ struct TwiceTraitsSm90 {
   static constexpr int MAX_X_SLOTS = BLK_C == int(kBlockInputs) ? 6 : 9;
   static constexpr int WANTED_X_SLOTS = BLK_C == int(kBlockInputs) ? 4 : 8;
 
-  /// A staging buffer holds 64 channels of this many positions.
-  static constexpr int STAGE_POS = kStagePositions<Output>;
+  /// A staging buffer holds 64 channels of this many positions, or 32 of twice as many.
+  static constexpr int STAGE_POS = kStagePositions<Output> * (VIEWS_APART ? 2 : 1);
+  /// Channels that a store takes.
+  static constexpr int STAGE_CHANNELS = VIEWS_APART ? ROWS / 2 : kPanelChannels<Output>;
   static constexpr int ROUNDS = BLK_POS / STAGE_POS;
 
   /// Channels of one phase, then of the other, where two are stacked for y [N,K,Z,P,Q].
@@ -89,7 +97,7 @@ struct TwicePhase {
 
 /// One phase, or `fold` of them side by side, in y as [N,Z,P,Q/fold,fold*K] or [N,K,Z,P,Q/fold,fold].
 struct TwiceView : SlabGeometry {
-  CUtensorMap y;  // boxes of STAGE_POS positions x 128 bytes; not for y [N,K,Z,P,Q]
+  CUtensorMap y;  // boxes of STAGE_POS positions x STAGE_CHANNELS; not for y [N,K,Z,P,Q]
 };
 
 /// core's TwiceSet: weights that a block keeps.
@@ -173,10 +181,10 @@ struct TwiceParams {
   int* dealt;     // [2,kMaxTwiceSets] tiles handed out in either pass
 };
 
-/// A warpgroup's rows of a set.
+/// A warpgroup's rows of a set, or some of them.
 struct TwiceRowsParams {
-  int view;  // -1: nothing to compute
-  int row;   // first of 64, of fold*K
+  int view;  // of the first of them; -1: nothing to compute
+  int row;   // that one, of fold*K
 };
 template <class Traits>
 CUTLASS_DEVICE TwiceRowsParams twice_rows(TwiceParams<Traits> const& params, int set, int group) {
@@ -186,6 +194,14 @@ CUTLASS_DEVICE TwiceRowsParams twice_rows(TwiceParams<Traits> const& params, int
   rows.view = params.row_blocks.divmod(rows.row, number);
   rows.row *= Traits::ROWS;
   return rows;
+}
+
+/// Where of a warpgroup's 64 rows those from `row` on begin: of a warp's 16 all are of one view.
+template <class Traits>
+CUTLASS_DEVICE TwiceRowsParams twice_rows_from(TwiceRowsParams const& rows, int row) {
+  constexpr int kHalf = Traits::ROWS / 2;
+  if (Traits::PILED && row >= kHalf) return {rows.view + 1, row - kHalf};
+  return {rows.view, rows.row + row};
 }
 
 /// A tile's place.
