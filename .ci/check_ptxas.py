@@ -19,12 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Kernels that may spill or use a stack frame: a regular expression for "SOURCE FUNCTION", and why.
-ALLOWED: dict[str, str] = {
-    r"conv_transpose_few_channels_f32_sm80 \S*FewTraitsIf\S*ELb0ELb0E": (
-        "4 to 28 bytes in float32's pass for moments, of 16 sums or beside conversions to TF32: once per group of "
-        "phases or box of x"
-    ),
-}
+ALLOWED: dict[str, str] = {}
 
 SOURCE = re.compile(r"([\w.+-]+)\.cu\.o\b")
 FUNCTION = re.compile(r"Function properties for (\S+)")

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kFewThreads, Traits::BLOCKS)
     const FewItem item = item_of(number);
     if (!ahead) load_box<Traits>(params, item, x);
     epilogue.begin(item);
-    wait_for_copies();
+    finish_box<Traits>(params, x + buffer * params.x_bytes);
     __syncthreads();
     epilogue.begin_warp();
     const int next = number + int(gridDim.x);

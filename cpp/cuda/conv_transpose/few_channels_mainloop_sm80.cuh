@@ -121,10 +121,6 @@ class FewMultiplier {
     walk.fragment += kPhases * Traits::FRAGMENT_BYTES;
 #pragma unroll
     for (int row = 0; row < Traits::ROW_TILES; ++row) {
-      if constexpr (std::is_same_v<typename Traits::Element, float>) {
-#pragma unroll
-        for (std::uint32_t& word : walk.a[row]) word = to_tf32(__uint_as_float(word));
-      }
 #pragma unroll
       for (int i = 0; i < kPhases; ++i) {
         multiply_row<kBegins>(walk.a[row], b[i], start, acc.at[kFirst ? i : Traits::PAIRED - 1][row]);

@@ -2,7 +2,8 @@
 /// \file
 /// conv_transpose_few_channels_sm80: how x and w come into shared memory.
 ///
-/// x: a box of positions, `pitch` chunks of 16 bytes each: the position's channels, then zeros.
+/// x: a box of positions, `pitch` chunks of 16 bytes each: the position's channels, then zeros. Floats are
+/// rounded to TF32 there, once for all taps that read them.
 /// w: in the order in which the tensor cores take it. A unit is 32 bytes of gemm_k by COLUMNS output
 /// channels, of one step and phase: [1 or 2][32 lanes][2 or 4] words, a lane's words of up to two column
 /// tiles together. Column c of tile i is output channel c/2*RUN + 2*i + c%2, so that a thread's results are
@@ -118,6 +119,26 @@ class FewBoxWalk {
   FewBoxPlace at_;
 };
 
+/// Where the chunk that `at` names lies in a box.
+__device__ __forceinline__ int box_place(const FewParams& params, const FewBoxPlace& at) {
+  const int row = at.depth * params.box_height.divisor + at.height;
+  return (row * params.box_width.divisor + at.width) * params.pitch_bytes + at.chunk * 16;
+}
+
+/// Rounds to TF32 what the thread's own copies have brought, which it alone may read before a barrier.
+__device__ __forceinline__ void round_copies(const FewParams& params, char* x) {
+  const int total = params.box.divisor * params.chunks.divisor;
+  FewBoxWalk<true> walk(params);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < total; i += kFewThreads, walk.advance()) {
+    uint4* const chunk = reinterpret_cast<uint4*>(x + box_place(params, walk.at()));
+    uint4 words = *chunk;
+    words.x = to_tf32(__uint_as_float(words.x)), words.y = to_tf32(__uint_as_float(words.y));
+    words.z = to_tf32(__uint_as_float(words.z)), words.w = to_tf32(__uint_as_float(words.w));
+    *chunk = words;
+  }
+}
+
 /// Loads the box of x that a tile reads, zeros outside of the volume. Copies are under way when it returns.
 /// \tparam kCopies params.copies
 template <class Traits, bool kCopies>
@@ -137,17 +158,28 @@ __device__ __forceinline__ void load_box_as(const FewParams& params, const FewIt
                         unsigned(w) < unsigned(params.in[2]);
     const int offset = ((z * params.in[1] + h) * params.in[2] + w) * params.x_position +
                        at.chunk * Traits::CHUNK * params.x_channel;
-    const int position =
-        (at.depth * params.box_height.divisor + at.height) * params.box_width.divisor + at.width;
-    const int place = position * params.pitch_bytes + at.chunk * 16;
+    const int place = box_place(params, at);
     if constexpr (kCopies) {
       copy_chunk_async(to_shared + place, x + (inside ? offset : 0), inside);
     } else {
       T elements[Traits::CHUNK];
       const int count = inside ? params.channels - at.chunk * Traits::CHUNK : 0;
       gather_elements(x + offset, params.x_channel, count, elements);
+      if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+        for (T& element : elements) element = __uint_as_float(to_tf32(element));
+      }
       *reinterpret_cast<uint4*>(to + place) = chunk_words(elements);
     }
+  }
+}
+
+/// Waits for the thread's share of a box.
+template <class Traits>
+__device__ __forceinline__ void finish_box(const FewParams& params, char* x) {
+  wait_for_copies();
+  if constexpr (std::is_same_v<typename Traits::Element, float>) {
+    if (params.copies) round_copies(params, x);
   }
 }
 

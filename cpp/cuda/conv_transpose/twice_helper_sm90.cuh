@@ -135,7 +135,6 @@ class TwiceHelper {
     int const rounds = Traits::VIEWS_APART ? buffers / 2 : buffers;
     int const valid = min(rounds * Traits::STAGE_POS, positions_ - begin);
     int const whole = max(valid, 0) / Traits::STAGE_POS;
-    constexpr int kPanel = kPanelChannels<Output>;
     if (threadIdx.x % 32 == 0) {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int round = 0; round < whole; ++round) {
@@ -146,14 +145,15 @@ class TwiceHelper {
           char const* const second = first + (Traits::VIEWS_APART ? kStageBytes : kStageBytes / 2);
           store_im2col_evict_first(&params_.views[rows_.view].y, first, 0, q, p, z, n);
           store_im2col_evict_first(&params_.views[rows_.view + 1].y, second, 0, q, p, z, n);
-          continue;
-        }
-        CUTLASS_PRAGMA_UNROLL
-        for (int panel = 0; panel < Traits::ROWS / kPanel; ++panel) {
-          int const row = rows_.row + panel * kPanel;
-          if (row >= params_.view_k) continue;
-          store_im2col_evict_first(&params_.views[rows_.view].y,
-                                   from + round * kStageBytes + panel * (kStageBytes / 2), row, q, p, z, n);
+        } else {
+          constexpr int kPanel = Traits::STAGE_CHANNELS;
+          CUTLASS_PRAGMA_UNROLL
+          for (int panel = 0; panel < Traits::ROWS / kPanel; ++panel) {
+            int const row = rows_.row + panel * kPanel;
+            if (row >= params_.view_k) continue;
+            store_im2col_evict_first(&params_.views[rows_.view].y,
+                                     from + round * kStageBytes + panel * (kStageBytes / 2), row, q, p, z, n);
+          }
         }
       }
       cute::tma_store_arrive();
