@@ -187,10 +187,12 @@ void set_estimate(const Problem& p, FewChannelsLayout& layout) {
   const double tiles =
       static_cast<double>(ceil_div(p.n * layout.tile_count() * layout.channel_blocks, kMultiprocessors));
   const double units = static_cast<double>(layout.fragments * layout.column_tiles);  // of weights
-  const double moments_of_tile = 0.7 + (is_float ? 2.2e-3 : 1.53e-3) * tile.products +
+  const double moments_of_tile = 0.7 + (is_float ? 1.98e-3 : 1.53e-3) * tile.products +
                                  (is_float ? 0.026e-3 : 0.039e-3) * tile.values +
                                  (copies ? 0.27e-3 : 1.38e-3) * tile.chunks;
-  layout.moments_ms = (6.5 + 0.044 * units + tiles * moments_of_tile) / kPerMs;
+  // 32 columns, of half the positions per warp, took 1.04 to 1.5 of the rest.
+  const double wide = layout.column_tiles == 4 ? 1.12 : 1.0;
+  layout.moments_ms = wide * (6.5 + 0.044 * units + tiles * moments_of_tile) / kPerMs;
   // Odd rows of y are written in pieces that share sectors: of 8 positions or pairs, which begin and end in
   // such, or where staged of whole rows, whose values go through shared memory for that. kPiece is what
   // pairs' took; kStaged was not measured (perf/NOTES.md, "Few channels").
@@ -204,9 +206,9 @@ void set_estimate(const Problem& p, FewChannelsLayout& layout) {
     pieces = kPiece / piece_values * static_cast<double>(p.n * p.k) * static_cast<double>(p.positions());
   }
   const double of_value = is_float ? 0.093e-3 : rows ? 0.043e-3 : 0.077e-3;
-  const double output_of_tile = 0.5 + (is_float ? 2.08e-3 : 1.37e-3) * tile.products +
+  const double output_of_tile = 0.5 + (is_float ? 1.87e-3 : 1.37e-3) * tile.products +
                                 of_value * tile.values + (copies ? 0.1e-3 : 1.03e-3) * tile.chunks;
-  layout.output_ms = (9.2 + 0.0145 * units + pieces + tiles * output_of_tile) / kPerMs;
+  layout.output_ms = wide * (9.2 + 0.0145 * units + pieces + tiles * output_of_tile) / kPerMs;
 }
 
 }  // namespace
