@@ -257,7 +257,8 @@ void share_loads(const Problem& problem, TwiceLayout& layout) {
   TwiceLayout shared = layout;
   shared.classes = std::move(classes);
   const std::int64_t rows = units * kTwiceRows + kSlots * twice_shared_rows(shared);
-  if (rows * twice_block_inputs(problem) * 2 <= max_twice_weight_bytes(problem, layout)) layout = std::move(shared);
+  if (rows * twice_block_inputs(problem) * 2 <= max_twice_weight_bytes(problem, layout))
+    layout = std::move(shared);
 }
 
 }  // namespace
@@ -358,12 +359,12 @@ double cycles(const Problem& problem, const TwiceLayout& layout) {
 TwiceLayout twice_layout(const Problem& problem) {
   TwiceLayout piled = make_layout(problem, true);
   if (piled.pile == 1 && !piled.classes.empty()) return piled;
-  // Alone, views of more input channels fit, and none is multiplied by another one's zeros. Where a pile gains
-  // little, it is alone in its block, whose other warpgroup idles.
+  // Alone, views of more input channels fit, and none is multiplied by another one's zeros. Where a pile
+  // gains little, it is alone in its block, whose other warpgroup idles.
   constexpr double kWorthIt = 0.9;
   TwiceLayout alone = make_layout(problem, false);
-  const bool worth_it = !piled.classes.empty() && (alone.classes.empty() || cycles(problem, piled) <
-                                                                  kWorthIt * cycles(problem, alone));
+  const bool worth_it = !piled.classes.empty() &&
+                        (alone.classes.empty() || cycles(problem, piled) < kWorthIt * cycles(problem, alone));
   return worth_it ? piled : alone;
 }
 

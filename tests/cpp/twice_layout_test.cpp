@@ -314,7 +314,8 @@ void test_piles() {
            "neighbours along the height");
     p.kernel = p.stride = {1, 2, 2};
     test_twice_layout_of(p);
-    expect(twice_layout(p).pile == 2 && twice_layout(p).classes[0].units[1].count == 0, "four phases in 64 rows");
+    expect(twice_layout(p).pile == 2 && twice_layout(p).classes[0].units[1].count == 0,
+           "four phases in 64 rows");
     p.kernel = {3, 3, 3}, p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};
     test_twice_layout_of(p);
     const TwiceLayout three = twice_layout(p);

@@ -454,10 +454,10 @@ class FewEpilogue {
   const int first_row_;  // the thread's
   const int run_;        // its first column
   int sample_ = -1;
-  bool inside_ = false;              // of the tile, all outputs are
-  std::int64_t first_output_ = 0;    // elements from the sample's first to the tile's
-  bool whole_ = false;      // of the tile, all rows and phases of this warp's are inside
-  bool has_start_ = false;  // moments pass: of this sample
+  bool inside_ = false;            // of the tile, all outputs are
+  std::int64_t first_output_ = 0;  // elements from the sample's first to the tile's
+  bool whole_ = false;             // of the tile, all rows and phases of this warp's are inside
+  bool has_start_ = false;         // moments pass: of this sample
   FewMoments<Traits> moments_;
   FewOutputStage<Traits> stage_;
 };

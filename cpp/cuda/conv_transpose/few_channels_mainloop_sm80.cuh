@@ -47,8 +47,7 @@ template <class Traits>
 class FewMultiplier {
  public:
   /// \param first_row the warp's first of the tile's rows
-  __device__ FewMultiplier(const FewParams& params, const char* shared, int first_row)
-      : weights_(shared) {
+  __device__ FewMultiplier(const FewParams& params, const char* shared, int first_row) : weights_(shared) {
     const int lane = int(threadIdx.x) % 32;
     steps_ = reinterpret_cast<const std::uint32_t*>(shared + params.steps_at) + lane / 16;
 #pragma unroll
@@ -157,7 +156,7 @@ class FewMultiplier {
     using T = typename Traits::Element;
 #pragma unroll
     for (int column = 0; column < Traits::COLUMN_TILES; ++column) {
-      float(&d)[4] = acc[column];
+      float (&d)[4] = acc[column];
       if constexpr (kBegins) {
         const float first = start[2 * column], second = start[2 * column + 1];
         const float begun[4] = {first, second, first, second};

@@ -204,8 +204,8 @@ __device__ __forceinline__ void load_weights(const FewParams& params, int first,
     const int channel = params.taps_first ? i / params.taps : i - tap * channels;
     const int plane = tap / params.kernel[2], s = tap - plane * params.kernel[2];
     const int t = plane / params.kernel[1], r = plane - t * params.kernel[1];
-    const T* next = w + channel * params.w_strides[1] + t * params.w_strides[2] +
-                          r * params.w_strides[3] + s * params.w_strides[4];
+    const T* next = w + channel * params.w_strides[1] + t * params.w_strides[2] + r * params.w_strides[3] +
+                    s * params.w_strides[4];
     const int column_tile = channel % Traits::RUN / 2;
     const int column = channel / Traits::RUN * 2 + channel % 2;
     constexpr int kWords = Traits::COLUMN_TILES == 1 ? 2 : 4;  // of a lane

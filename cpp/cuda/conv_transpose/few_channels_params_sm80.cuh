@@ -32,9 +32,7 @@ struct FewTraits {
   static constexpr int COLUMNS = 8 * kColumnTiles;
   // Of a multiprocessor: the fewest accumulators, 32 and little beside them, leave registers for three.
   // 64 accumulators beside 16 sums leave 128 registers too few.
-  static constexpr int BLOCKS = kColumnTiles == 1                      ? 3
-                                : kOutput || kColumnTiles * kPaired < 8 ? 2
-                                                                        : 1;
+  static constexpr int BLOCKS = kColumnTiles == 1 ? 3 : kOutput || kColumnTiles * kPaired < 8 ? 2 : 1;
   static constexpr int RUN = 2 * kColumnTiles;       // neighbouring channels that a thread has
   static constexpr int CHUNK = 16 / int(sizeof(T));  // input channels of 16 bytes
   // Weights of a step and phase; 16 bytes more, so that those of neighbouring taps lie in different banks.

@@ -47,8 +47,8 @@ CUTLASS_DEVICE int staged_chunk(int position, int chunk) {
          ((chunk % 8) ^ (position % 8)) * 16;
 }
 
-/// The same where a buffer holds 32 channels of 16 bit, of 128 positions: rows of 64 bytes, as TMA stores with
-/// a 64-byte swizzle want them.
+/// The same where a buffer holds 32 channels of 16 bit, of 128 positions: rows of 64 bytes, as TMA stores
+/// with a 64-byte swizzle want them.
 CUTLASS_DEVICE int narrow_staged_chunk(int position, int chunk) {
   return position * 64 + (chunk ^ (position / 2 % 4)) * 16;
 }

@@ -173,10 +173,9 @@ class TwiceHelper {
       TwiceRowsParams const at = twice_rows_from<Traits>(rows_, chunk * kVector);
       if (at.row >= params_.view_k) continue;
       std::int64_t const pixel = sample + params_.views[at.view].pixel(params_.view_out, begin + position);
-      int const offset = Traits::VIEWS_APART
-                             ? chunk / (kChunks / 2) * kStageBytes +
-                                   narrow_staged_chunk(position, chunk % (kChunks / 2))
-                             : staged_chunk<Output>(position, chunk);
+      int const offset = Traits::VIEWS_APART ? chunk / (kChunks / 2) * kStageBytes +
+                                                   narrow_staged_chunk(position, chunk % (kChunks / 2))
+                                             : staged_chunk<Output>(position, chunk);
       __stcs(reinterpret_cast<uint4*>(params_.y + pixel * params_.view_k + at.row),
              *reinterpret_cast<uint4 const*>(from + offset));
     }

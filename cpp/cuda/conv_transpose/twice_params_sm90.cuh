@@ -29,8 +29,8 @@ struct TwiceTraitsSm90 {
   static constexpr bool PILED = kPiled;
   static_assert(!W_IN_PLACE || (std::is_same_v<Operand, Output> && !CHANNELS_FIRST && !PILED));
   /// Piled views of 16 bit are staged in a buffer each, of rows of 64 bytes: rows of 128 would begin with the
-  /// first one's channels and end with the other's, and TMA stores but the beginnings of rows. Of float32 that
-  /// is as many channels as a view has.
+  /// first one's channels and end with the other's, and TMA stores but the beginnings of rows. Of float32
+  /// that is as many channels as a view has.
   static constexpr bool VIEWS_APART = PILED && !CHANNELS_FIRST && sizeof(Output) == 2;
   static constexpr int ROWS = int(kTwiceRows);          // of a warpgroup: output channels of its phases
   static constexpr int BLK_POS = int(kTwicePositions);  // positions of a tile
