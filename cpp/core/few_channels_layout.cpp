@@ -383,7 +383,9 @@ std::string few_channels_shape_obstacle(const Problem& p, FewChannelsLayout& lay
     return concat("its taps read inputs ", halo, " apart along an axis, of which a box has less than ",
                   1 << kFewOffsetBits);
   }
-  if (saturating_product(volume(p.kernel) + groups * (kFewLists + 1), fixed.chunks) > 2 * kFewMaxSteps) {
+  // A list's last step may lack a chunk, and a leading list without taps gets a step of zeros.
+  if (saturating_sum(saturating_product(volume(p.kernel), fixed.chunks), groups * (kFewLists + 1)) >
+      2 * kFewMaxSteps) {
     return concat("its taps and channels, ", volume(p.kernel), " and ", p.c, ", take more than ",
                   kFewMaxSteps, " steps");
   }

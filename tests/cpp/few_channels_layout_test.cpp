@@ -202,7 +202,7 @@ void test_obstacles() {
   q = p, q.tail.returns_conv = true;
   refuses(q, "to be stored");
   refuses(with(p, {6, 6, 6}, {2, 2, 2}, {0, 0, 0}), "216 taps");
-  refuses(up_block(256, 64, {9, 10, 11}), "steps");
+  refuses(up_block(512, 64, {9, 10, 11}), "steps");
   refuses(up_block(128, 32, {9, 10, 11}), "shared memory");
   refuses(up_block(32, 16, {1000, 1000, 1000}), "32-bit");
   // Products of these would wrap.
@@ -266,6 +266,12 @@ void test_choice() {
   const Problem gan = with(up_block(32, 16, {32, 32, 32}), {4, 4, 4}, {2, 2, 2}, {1, 1, 1});
   expect(!chosen(as(gan, kFloat, kLast, 4)), "211 us, the SM90 plan 151 in half k-blocks");
   expect(!chosen(as(gan, kFloat, kFirst, 4)), "272 us, the SM90 plan 144");
+  const Problem training = up_block(32, 16, {48, 48, 48});
+  expect(select_training_plan(training, hopper(), all_compiled()).algorithm == Algorithm::kSm90ImplicitGemm,
+         "training keeps what it has");
+  Problem taps = with(up_block(1, 8, {64, 64, 64}), {7, 7, 7}, {1, 1, 1}, {3, 3, 3});
+  expect(select_plan(taps, hopper(), all_compiled()).algorithm == Algorithm::kCudaLibrary,
+         "of 343 taps cuDNN's convolution was not compared");
 }
 
 }  // namespace

@@ -95,13 +95,17 @@ void set_layout(const Problem& p, const FewChannelsLayout& layout, FewParams& pa
   for (std::size_t i = 0; i < layout.groups.size(); ++i) {
     const FewGroup& group = layout.groups[i];
     FewGroupParams& to = params.group[i];
-    to.least_counts = 0, to.y_offset = 0;
+    to.least_counts = 0;
+    std::int64_t offset = 0;
+    bool inside = true;
     for (int axis = 0; axis < 3; ++axis) {
       to.phase[axis] = static_cast<std::int16_t>(group.phase[axis]);
       to.least_counts += few_counts_of_axis(group.phase[axis] + 1, axis);
-      to.y_offset = to.y_offset * params.out[axis] + group.phase[axis];
+      offset = offset * params.out[axis] + group.phase[axis];
+      inside = inside && group.phase[axis] < params.out[axis];
     }
-    to.y_offset *= params.y_position;
+    // That of a phase beyond the volume, which nobody uses, may not fit.
+    to.y_offset = inside ? static_cast<int>(offset * params.y_position) : 0;
     for (int list = 0; list < kFewLists; ++list)
       to.steps[list] = static_cast<std::uint16_t>(group.steps[list]);
     to.first_step = static_cast<std::uint16_t>(group.first_step);
