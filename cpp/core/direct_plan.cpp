@@ -188,9 +188,9 @@ Plan few_channels_plan(const Problem& p, const FewChannelsLayout& layout) {
   return plan;
 }
 
-/// What the SM90 plan with half k-blocks takes of its estimate, relative to whole ones: of kernel = stride
-/// and of stored blocks the same, 0.96 to 1.14 and 1.0 to 1.3; computed twice, what is packed 0.85 to 1.2,
-/// the others 0.75 to 1.03 (perf/NOTES.md, "Few channels by either plan").
+/// What the SM90 plan with half k-blocks takes of what beats_sm90 expects of whole ones: the same for kernel
+/// = stride and for stored blocks, less for others that are computed twice, most where operands are packed
+/// (perf/NOTES.md, "Few channels by either plan", has the times behind it).
 double less_for_half_blocks(const Problem& p, const Plan& sm90, bool in_place) {
   if (!sm90.instance || sm90.instance->block_inputs == kBlockInputs) return 1.0;
   if (p.kernel == p.stride || !sm90.twice) return 1.0;

@@ -140,8 +140,8 @@ void set_steps(const Problem& p, FewChannelsLayout& layout) {
       // The chunk of zeros behind the channels of the position itself.
       const auto zeros = static_cast<std::uint32_t>(layout.chunks);
       if (places.size() % 2 != 0) places.push_back(zeros);
-      const bool begins = list == (layout.paired == 2 ? kFewBoth : kFewFirst);
-      if (begins && places.empty()) places = {zeros, zeros};
+      const bool leads = list == (layout.paired == 2 ? kFewBoth : kFewFirst);
+      if (leads && places.empty()) places = {zeros, zeros};
       groups[i].steps[list] = static_cast<int>(places.size() / 2);
       for (std::size_t at = 0; at < places.size(); at += 2) {
         layout.steps.push_back(places[at] | places[at + 1] << kFewOffsetBits);

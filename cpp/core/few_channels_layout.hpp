@@ -11,7 +11,8 @@
 /// Along gemm_k, 16 bytes of input channels of one offset are a chunk, and two chunks a step of the tensor
 /// cores (m16n8k16, or m16n8k8 of TF32). A group's chunks come in lists: those that both phases of a pair
 /// use, and those of one of them alone. Where a list is odd, its last step takes the chunk of zeros that lies
-/// behind each position's channels.
+/// behind each position's channels. The leading list (kFewBoth, or kFewFirst of single phases) has a step in
+/// any case, of zeros if need be: accumulators begin in it.
 #pragma once
 
 #include <array>

@@ -185,17 +185,17 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
   const std::int64_t block_inputs = twice_block_inputs(p), c_blocks = ceil_div(p.c, block_inputs);
   // Two results of the special function unit per value, 64 x 256 values by 16 lanes, of each warpgroup.
   constexpr double kExponentialCycles = 2048;
-  double cycles = 0, longest = 0, exponentials = 0;
+  double longest = 0, exponentials = 0;
   for (const TwiceClass& from : layout.classes) {
     const bool staged = p.y_layout == Layout::kNDHWC;
     const double tile = static_cast<double>(twice_tile_cycles(from, c_blocks, block_inputs, staged));
     const std::int64_t sets = static_cast<std::int64_t>(from.sets.size());
     const double tiles = static_cast<double>(p.n * sets * ceil_div(from.window.positions(), kTwicePositions));
-    cycles += tile * tiles;
     if (!is_piecewise_linear(p.tail.after()))
       exponentials += tiles * kExponentialCycles * (from.units[1].count == 0 ? 1 : 2);
     longest = std::max(longest, tile);
   }
+  const double cycles = static_cast<double>(p.n) * twice_cycles(p, layout);
   const double pass = (cycles / std::max(sm_count, 1) + longest) / kCyclesPerMs;
   const double x = tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(DType::kFloat16));
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype));

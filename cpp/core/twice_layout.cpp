@@ -14,6 +14,8 @@
 namespace upconv3d {
 namespace {
 
+constexpr std::int64_t kPile = 2;  // views
+
 /// Windows and taps of `a` and `b` together, at the positions of `a`; nothing where positions or the grids of
 /// their taps differ.
 std::optional<Slab> unite(const Slab& a, const Slab& b) {
@@ -102,10 +104,8 @@ void make_views(const Problem& problem, const std::vector<Slab>& slabs, TwiceLay
 /// Piles up views of 32 rows where each two that follow one another, along the width, the height and then the
 /// depth, read alike enough.
 void pile_views(TwiceLayout& layout) {
-  constexpr std::size_t kPile = 2;
   const auto fold = static_cast<std::size_t>(layout.fold);
-  if (static_cast<std::int64_t>(kPile) * layout.view_rows != kTwiceRows || layout.views.size() % kPile != 0)
-    return;
+  if (kPile * layout.view_rows != kTwiceRows || layout.views.size() % kPile != 0) return;
   std::vector<std::size_t> order(layout.views.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
@@ -341,8 +341,21 @@ TwiceLayout make_layout(const Problem& problem, bool piles) {
   return layout;
 }
 
-/// Estimated cycles of all tiles of a sample.
-double cycles(const Problem& problem, const TwiceLayout& layout) {
+}  // namespace
+
+TwiceLayout twice_layout(const Problem& problem) {
+  TwiceLayout alone = make_layout(problem, false);
+  // What does not fit alone does not in a pile, whose taps are those of both.
+  if (alone.classes.empty() || kPile * alone.view_rows != kTwiceRows) return alone;
+  // Where a pile gains little, it is alone in its block, whose other warpgroup idles.
+  constexpr double kWorthIt = 0.9;
+  TwiceLayout piled = make_layout(problem, true);
+  const bool is_worth_it =
+      !piled.classes.empty() && twice_cycles(problem, piled) < kWorthIt * twice_cycles(problem, alone);
+  return is_worth_it ? piled : alone;
+}
+
+double twice_cycles(const Problem& problem, const TwiceLayout& layout) {
   const std::int64_t block_inputs = twice_block_inputs(problem);
   double sum = 0;
   for (const TwiceClass& of : layout.classes) {
@@ -352,20 +365,6 @@ double cycles(const Problem& problem, const TwiceLayout& layout) {
            static_cast<double>(ceil_div(of.window.positions(), kTwicePositions));
   }
   return sum;
-}
-
-}  // namespace
-
-TwiceLayout twice_layout(const Problem& problem) {
-  TwiceLayout piled = make_layout(problem, true);
-  if (piled.pile == 1 && !piled.classes.empty()) return piled;
-  // Alone, views of more input channels fit, and none is multiplied by another one's zeros. Where a pile
-  // gains little, it is alone in its block, whose other warpgroup idles.
-  constexpr double kWorthIt = 0.9;
-  TwiceLayout alone = make_layout(problem, false);
-  const bool worth_it = !piled.classes.empty() &&
-                        (alone.classes.empty() || cycles(problem, piled) < kWorthIt * cycles(problem, alone));
-  return worth_it ? piled : alone;
 }
 
 std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks, std::int64_t block_inputs,

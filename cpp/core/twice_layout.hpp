@@ -148,19 +148,21 @@ inline std::int64_t twice_block_inputs(const Problem& problem) {
   return fits_half_block(problem) ? kHalfBlockInputs : kTwiceBlockC;
 }
 
+/// What piled views that are staged in a buffer each take of shared memory beyond the fewest buffers.
+inline constexpr std::int64_t kTwicePiledBufferBytes = 32 * 1024;
+
 /// Whether piled views are staged in a buffer each, as those of 16 bit are.
 inline bool stages_views_apart(const Problem& problem, const TwiceLayout& layout) {
   return layout.pile > 1 && problem.y_layout == Layout::kNDHWC && size_of(problem.dtype) == 2;
 }
 
-/// What weights of a layout may take: less by buffers that others can do without, where views are staged
-/// apart.
+/// What weights of a layout may take.
 inline std::int64_t max_twice_weight_bytes(const Problem& problem, const TwiceLayout& layout) {
-  constexpr std::int64_t kBuffers = 32 * 1024;
-  return kMaxTwiceWeightBytes - (stages_views_apart(problem, layout) ? kBuffers : 0);
+  return kMaxTwiceWeightBytes - (stages_views_apart(problem, layout) ? kTwicePiledBufferBytes : 0);
 }
 
-/// k-blocks of weights, 64 rows of 16-bit input channels, that may be held: 16, or 32 half ones.
+/// k-blocks of weights, 64 rows of 16-bit input channels, that may be held: 16, or 32 half ones; 12 or 24
+/// where views are staged apart.
 inline std::int64_t max_twice_units(const Problem& problem, const TwiceLayout& layout) {
   return max_twice_weight_bytes(problem, layout) / (kTwiceRows * 2 * twice_block_inputs(problem));
 }
@@ -171,6 +173,9 @@ inline std::int64_t max_twice_units(const Problem& problem, const TwiceLayout& l
 /// \param staged whether y goes through shared memory, as it does but for NCDHW
 std::int64_t twice_tile_cycles(const TwiceClass& of, std::int64_t c_blocks, std::int64_t block_inputs,
                                bool staged);
+
+/// That of all tiles of a sample.
+double twice_cycles(const Problem& problem, const TwiceLayout& layout);
 
 /// Neighbouring channels of one norm group that share a partial moment, as a power of two.
 int twice_granule_shift(const Problem& problem);

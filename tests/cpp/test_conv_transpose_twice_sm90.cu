@@ -125,22 +125,24 @@ const Case kCases[] = {
     {1, 32, 16, {2, 16, 8}, {1, 17, 3}, {1, 1, 3}, kNone, kNone, kOnes},
     // Views of 32 rows, in pairs below each other: of one warpgroup and of two, one k-block and three, less
     // than a tile and more, a last tile of two positions; taps that one of the pair lacks; pairs of phases
-    // along the height alone. The same of half k-blocks.
+    // along the height alone; two sets; four phases along the width. The same of half k-blocks.
     {2, 64, 16, {5, 6, 8}, {2, 2, 2}, {2, 2, 2}, kNone, kNone, kOnes},
     {1, 136, 16, {4, 8, 17}, {2, 2, 2}, {2, 2, 2}, kNone, kNone, kOnes},
     {2, 64, 16, {6, 8, 7}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, {1, 1, 1}, kOnes},
     {3, 64, 16, {4, 8, 16}, {1, 2, 2}, {1, 2, 2}, kNone, kNone, kOnes},
     {2, 64, 16, {1, 2, 129}, {1, 2, 2}, {1, 2, 2}, kNone, kNone, kOnes, kNaN},
     {1, 64, 32, {4, 6, 9}, {2, 2, 1}, {2, 2, 1}, kNone, kNone, kOnes},
+    {2, 64, 16, {5, 6, 8}, {4, 2, 2}, {4, 2, 2}, kNone, kNone, kOnes},
+    {1, 40, 8, {4, 6, 11}, {2, 2, 4}, {2, 2, 4}, kNone, kNone, kOnes},
     {2, 32, 16, {6, 8, 7}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, {1, 1, 1}, kOnes},
     {1, 24, 16, {4, 8, 17}, {2, 2, 2}, {2, 2, 2}, kNone, kNone, kOnes},
     {2, 32, 16, {1, 2, 129}, {1, 2, 2}, {1, 2, 2}, kNone, kNone, kOnes, kNaN},
 };
 
 /// Cases of k-blocks of 64 and of 32 input channels, and those that y [N,K,Z,P,Q] takes.
-constexpr int kWholeBlockCases = 24, kHalfBlockCases = 25;
+constexpr int kWholeBlockCases = 26, kHalfBlockCases = 25;
 static_assert(kWholeBlockCases + kHalfBlockCases == std::size(kCases));
-constexpr int kChannelsFirstWhole = 18, kChannelsFirstHalf = 16;
+constexpr int kChannelsFirstWhole = 19, kChannelsFirstHalf = 16;
 
 int expected_cases(const ConvInstance& instance, Layout y_layout) {
   const bool whole = instance.block_inputs == upconv3d::kTwiceBlockC;

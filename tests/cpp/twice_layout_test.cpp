@@ -337,7 +337,13 @@ void test_piles() {
   p.k = p.num_groups = 32, p.kernel = p.stride = {2, 2, 1};
   test_twice_layout_of(p);
   expect(twice_layout(p).pile == 2 && twice_layout(p).box == 32, "of one phase each");
-  p.k = 16, p.num_groups = 8, p.c = 512, p.kernel = p.stride = {2, 2, 2};
+  p.k = p.num_groups = 8, p.kernel = p.stride = {2, 2, 4};
+  test_twice_layout_of(p);
+  expect(twice_layout(p).pile == 2 && twice_layout(p).fold == 4, "four phases along the width in each");
+  p.k = 16, p.num_groups = 8, p.kernel = p.stride = {4, 2, 2};
+  test_twice_layout_of(p);
+  expect(twice_layout(p).pile == 2 && twice_sets(twice_layout(p)) == 2, "four piles in two sets");
+  p.c = 512, p.kernel = p.stride = {2, 2, 2};
   test_twice_layout_of(p);
   expect(twice_layout(p).pile == 2, "as many weights as there is room for");
 }

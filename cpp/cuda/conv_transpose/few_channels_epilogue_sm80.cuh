@@ -447,7 +447,7 @@ class FewEpilogue {
   }
 
   const FewParams& params_;
-  int2* const rows_;       // [rows] offset and phases
+  int2* const rows_;       // [rows] place of the first output, and counts of phases, as `locate` says
   float* const channels_;  // [kChannelParameters][COLUMNS]
   float* const starts_;    // [COLUMNS] bias; in the moments pass this warp's, less its pivots
   const int first_channel_;

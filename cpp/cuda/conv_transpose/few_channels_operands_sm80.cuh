@@ -174,7 +174,8 @@ __device__ __forceinline__ void load_box_as(const FewParams& params, const FewIt
   }
 }
 
-/// Waits for the thread's share of a box.
+/// Waits for the copies of the thread's share of a box, and rounds floats among them to TF32. A barrier later
+/// the box is there.
 template <class Traits>
 __device__ __forceinline__ void finish_box(const FewParams& params, char* x) {
   wait_for_copies();
@@ -183,6 +184,7 @@ __device__ __forceinline__ void finish_box(const FewParams& params, char* x) {
   }
 }
 
+/// The same for either way of loading.
 template <class Traits>
 __device__ __forceinline__ void load_box(const FewParams& params, const FewItem& item, char* to) {
   if (params.copies) {

@@ -143,7 +143,8 @@ void place_blocks(int blocks, TwiceParams<Traits>& to) {
   to.sets[to.num_sets].first_block = static_cast<std::int16_t>(blocks);
 }
 
-/// Divides shared memory: what the weights leave goes to x first, then to staging.
+/// Divides shared memory: what the weights leave goes to x first, then to staging, of which views that are
+/// staged apart take the larger share at once.
 /// \param shared_rows twice_shared_rows
 template <class Traits>
 void fill_shared_memory(std::int64_t shared_rows, TwiceParams<Traits>& to) {
@@ -155,6 +156,9 @@ void fill_shared_memory(std::int64_t shared_rows, TwiceParams<Traits>& to) {
       kSharedMemoryBytes - kTwiceControlBytes - kMaxTwiceWeightBytes - 2 * kFewStagingBuffers * kStageBytes >=
           2 * Traits::X_BYTES,
       "warpgroups take turns after all but one of the slots");
+  static_assert(!Traits::VIEWS_APART ||
+                    kTwicePiledBufferBytes == 2 * (kManyStagingBuffers - kFewStagingBuffers) * kStageBytes,
+                "weights leave as much to the buffers of piled views");
   const auto slots = [&](int buffers) {
     return (kSharedMemoryBytes - kTwiceControlBytes - to.w_units * Traits::W_BYTES -
             2 * buffers * kStageBytes) /
@@ -282,7 +286,8 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
   int blocks_ = 0;
 };
 
-/// The kernel that stores y in the problem's layout and takes w as it lies.
+/// The kernel of such views that stores y in the problem's layout and takes w as it lies or packed.
+/// \tparam kPiled as TwiceTraitsSm90's
 template <class Operand, class Output, bool kPiled, int BLK_C>
 void launch_twice_of_views(const ConvTransposeParams& params, cudaStream_t stream) {
   if (params.problem.y_layout == Layout::kNCDHW) {
@@ -299,6 +304,7 @@ void launch_twice_of_views(const ConvTransposeParams& params, cudaStream_t strea
   run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, false, kPiled, BLK_C>>(params, stream);
 }
 
+/// The kernel that the plan chose.
 template <class Operand, class Output, int BLK_C = int(kBlockInputs)>
 void launch_conv_transpose_twice_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
   if (params.piles_views) {

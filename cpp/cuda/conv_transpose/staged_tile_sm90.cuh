@@ -101,7 +101,7 @@ struct StagedTile {
     }
   }
 
-  /// The same, channels first.
+  /// As `stage`, channels first.
   template <int kFirst, int kBlocks, bool kRelu = false, class Accumulator>
   CUTLASS_DEVICE static void stage_channels_first(Accumulator const& acc, char* staging) {
     if constexpr (sizeof(Stored) == 4) {

@@ -84,7 +84,7 @@ inline constexpr int kTwiceTileSlots = 4;
 inline constexpr int kManyStagingBuffers = 4, kFewStagingBuffers = 2;
 /// Their halves: one is staged while the other is stored.
 inline constexpr int kStagingSets = 2;
-/// Small enough that beside kMaxTwiceWeightBytes and the staging buffers two slots of x fit.
+/// Small enough that beside max_twice_weight_bytes and the staging buffers two slots of x fit.
 inline constexpr int kTwiceControlBytes = 3072;
 
 /// One phase of the stride.
