@@ -81,6 +81,13 @@ def test_does_not_wait_for_the_gpu(cuda):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def check_sm90_or_small(block):
+    """The SM90 plan, or a reason of a small block's: test_forced_sm90.py has those by the SM90 plan."""
+    plan = block.plan()
+    reasons = {"cuda_library": "a small block", "cuda_direct": "few channels"}
+    assert plan.algorithm == "sm90_implicit_gemm" or reasons[plan.algorithm] in plan.reason
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "channels",
@@ -91,8 +98,7 @@ def test_channels_around_the_tile(hopper, channels, extent, dtype):
     c, k = channels
     num_groups = 4 if k % 4 == 0 else 1
     block = make_block(2, c, k, extent, 3, num_groups=num_groups, device=hopper, dtype=dtype)
-    plan = block.plan()  # test_forced_sm90.py has what cuDNN takes here
-    assert plan.algorithm == "sm90_implicit_gemm" or "a small block" in plan.reason
+    check_sm90_or_small(block)
     check_like_eager(block)
     check_like_eager(block.channels_last())
 
@@ -118,8 +124,7 @@ def test_kernels_and_paddings_of_the_sm90_plan(hopper, kernel):
         block = make_block(2, 16, 24, 8, kernel, num_groups=3, padding=padding, device=hopper)
         for precision in ("ieee", "tf32"):
             case = replace(block, precision=precision)
-            # test_forced_sm90.py has what cuDNN takes here
-            assert case.plan().algorithm == "sm90_implicit_gemm" or "a small block" in case.plan().reason
+            check_sm90_or_small(case)
             assert precision == "tf32" or case.plan().algorithm == "sm90_implicit_gemm"
             check_like_eager(case)
 

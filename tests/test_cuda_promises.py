@@ -398,8 +398,10 @@ def random_block(index, device) -> tuple[str, Block]:
 def test_random_stride_1_shapes(hopper, index):
     text, block = random_block(index, hopper)
     print(text)
-    library = any(why in block.plan().reason for why in ("a small block", "tiles are filled"))
-    assert block.plan().algorithm == ("cuda_library" if library else "sm90_implicit_gemm")
+    plan = block.plan()
+    library = any(why in plan.reason for why in ("a small block", "tiles are filled"))
+    few = "few channels" in plan.reason
+    assert plan.algorithm == ("cuda_library" if library else "cuda_direct" if few else "sm90_implicit_gemm")
     check_like_eager(block)
     assert torch.equal(bits(block.ours()), bits(block.ours()))
 

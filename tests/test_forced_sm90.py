@@ -35,6 +35,7 @@ SHAPES = {
     "channels-100-3": ((2, 100, 3, (9, 4, 17), 3), {"num_groups": 1}),
     "channels-20-20": ((2, 20, 20, (9, 4, 17), 3), {}),
     "channels-64-2": ((2, 64, 2, (1, 1, 3), 3), {"num_groups": 1}),
+    "kernel-1": ((2, 16, 24, 8, 1), {"num_groups": 3}),
     "kernel-7": ((2, 16, 24, 8, 7), {"padding": 3}),
     "kernel-5x1x3": ((2, 16, 24, 8, (5, 1, 3)), {}),
     "stride-4x4x2": ((1, 64, 64, (3, 4, 5), (4, 5, 2)), {"stride": (4, 4, 2), "padding": (0, 1, 0)}),
@@ -42,7 +43,7 @@ SHAPES = {
 STORED_ALONE = {"channels-72-136", "channels-136-72", "channels-256-64"}
 # What the library plan takes of test_cuda.py's blocks.
 STORED_ALONE |= {"channels-8-8", "channels-3-100", "channels-100-3", "channels-20-20", "channels-64-2"}
-STORED_ALONE |= {"kernel-7", "kernel-5x1x3"}
+STORED_ALONE |= {"kernel-1", "kernel-7", "kernel-5x1x3"}
 # Phases along the width that read differently are not folded, and are then too many views.
 STORED_ALONE.add("stride-2x4x4-odd")
 # Computed twice, an NCDHW result wants a stride of 2 along the width, or more than 27 phases (transposed).
