@@ -23,7 +23,7 @@ inline int leaving_blocks(double multiply, double normalize, bool steps, std::in
   const double bandwidth_share = (steps ? 40.0 : 60.0) / 4200.0;
   constexpr int kMostShare = 5;                // of all blocks, 1 / this
   constexpr double kWorthwhileGain = 0.97;     // of the time without
-  constexpr double kWorthwhileGainMs = 0.002;  // and less by this
+  constexpr double kWorthwhileGainMs = 0.003;  // and less by this: of small blocks, what it takes to begin
   const double later = static_cast<double>(samples - 1) / static_cast<double>(samples);  // samples of all
   const double all = static_cast<double>(tiles);
   // All blocks compute the first sample.
