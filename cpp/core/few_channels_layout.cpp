@@ -6,6 +6,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <utility>
@@ -217,7 +218,7 @@ FewSharedBytes few_shared_bytes(const FewChannelsLayout& layout) {
   FewSharedBytes bytes;
   const std::int64_t columns = kColumnTile * layout.column_tiles;
   bytes.weights = layout.fragments * (columns * kFewColumnBytes + kFewFragmentPadding);
-  bytes.x = layout.buffers * layout.box_positions() * layout.pitch * kChunkBytes;
+  bytes.x = layout.box_positions() * layout.pitch * kChunkBytes;
   bytes.rows = layout.rows() * 8;
   bytes.channels = (kFewChannelParameters + kFewWarps) * columns * 4;
   bytes.moments = kFewWarps * (columns + 1) * 8;
@@ -274,8 +275,7 @@ void set_stage(const Problem& p, FewChannelsLayout& layout) {
 }
 
 /// The layout with another tile, all but its steps: those of a tile and its halo depend on the box.
-void set_tile(const Problem& p, const Extent3& halo, const Extent3& tile, int buffers,
-              FewChannelsLayout& layout) {
+void set_tile(const Problem& p, const Extent3& halo, const Extent3& tile, FewChannelsLayout& layout) {
   const Extent3 out = p.out();
   layout.tile = tile;
   for (int axis = 0; axis < 3; ++axis) {
@@ -284,7 +284,6 @@ void set_tile(const Problem& p, const Extent3& halo, const Extent3& tile, int bu
   }
   const std::int64_t row_tiles = ceil_div(volume(tile), kRowTile * layout.row_tiles);
   layout.row_warps = static_cast<int>(std::bit_ceil(static_cast<std::uint64_t>(row_tiles)));
-  layout.buffers = buffers;
   if (layout.staged) set_stage(p, layout);
   layout.shared_bytes = few_shared_bytes(layout).total();
 }
@@ -304,27 +303,24 @@ bool set_best_tile(const Problem& p, const Extent3& halo, const TileChoice& choi
   constexpr std::int64_t kDepths[] = {1, 2, 4, 8}, kHeights[] = {1, 2, 4, 8, 16};
   const std::int64_t most = kRowTile * layout.row_tiles * kFewWarps;
   double best_ms = std::numeric_limits<double>::infinity();
-  Extent3 best{};
-  int best_buffers = 0;
+  std::optional<Extent3> best;
   for (const std::int64_t depth : kDepths) {
     for (const std::int64_t height : kHeights) {
       for (const std::int64_t width : choice.widths) {
         const std::int64_t positions = depth * height * width;
         if (positions > most || positions < choice.least) continue;
-        for (int buffers = 1; buffers <= 2; ++buffers) {
-          set_tile(p, halo, {depth, height, width}, buffers, layout);
-          if (layout.shared_bytes > choice.shared) break;
-          if (layout.box_positions() * layout.pitch >= (1 << kFewOffsetBits)) break;
-          set_estimate(p, layout);
-          const double ms = layout.output_ms + (layout.staged ? 0 : layout.moments_ms);
-          if (ms >= best_ms) continue;
-          best_ms = ms, best = layout.tile, best_buffers = buffers;
-        }
+        set_tile(p, halo, {depth, height, width}, layout);
+        if (layout.shared_bytes > choice.shared) continue;
+        if (layout.box_positions() * layout.pitch >= (1 << kFewOffsetBits)) continue;
+        set_estimate(p, layout);
+        const double ms = layout.output_ms + (layout.staged ? 0 : layout.moments_ms);
+        if (ms >= best_ms) continue;
+        best_ms = ms, best = layout.tile;
       }
     }
   }
-  if (best_buffers == 0) return false;
-  set_tile(p, halo, best, best_buffers, layout);
+  if (!best) return false;
+  set_tile(p, halo, *best, layout);
   set_estimate(p, layout);
   return true;
 }

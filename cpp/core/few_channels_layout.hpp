@@ -79,7 +79,6 @@ struct FewChannelsLayout {
   Extent3 box{};           // inputs that a tile reads
   int chunks = 0;          // of a position's input channels
   int pitch = 0;           // chunks from one position to the next: odd, so that eight lie in different banks
-  int buffers = 1;         // boxes of x: with two, the next tile's is loaded meanwhile
   std::vector<FewGroup> groups;      // in falling order of their steps
   std::vector<std::uint32_t> steps;  // two places of kFewOffsetBits: a chunk's, from its position's first
   std::vector<FewTap> taps;          // [T*R*S]

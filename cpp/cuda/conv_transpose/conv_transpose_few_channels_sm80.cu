@@ -81,9 +81,8 @@ void set_layout(const Problem& p, const FewChannelsLayout& layout, FewParams& pa
   params.pitch_bytes = layout.pitch * 16;
   params.row_warps = layout.row_warps, params.groups = static_cast<int>(layout.groups.size());
   params.taps = static_cast<int>(layout.taps.size()), params.steps = static_cast<int>(layout.steps.size());
-  params.fragments = layout.fragments, params.buffers = layout.buffers;
+  params.fragments = layout.fragments;
   const FewSharedBytes bytes = few_shared_bytes(layout);
-  params.x_bytes = static_cast<int>(bytes.x / layout.buffers);
   params.x_at = static_cast<int>(bytes.weights);
   params.rows_at = params.x_at + static_cast<int>(bytes.x);
   params.channels_at = params.rows_at + static_cast<int>(bytes.rows);

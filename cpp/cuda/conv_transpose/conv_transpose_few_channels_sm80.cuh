@@ -65,25 +65,20 @@ __global__ void __launch_bounds__(kFewThreads, Traits::BLOCKS)
   const auto item_of = [&](int number) {
     return few_item(params, Traits::OUTPUT ? params.items - 1 - number : number);
   };
-  char* const x = shared + params.x_at;
-  const bool ahead = params.buffers == 2;
-  int number = int(blockIdx.x);
-  if (ahead && number < params.items) load_box<Traits>(params, item_of(number), x);
   prepare_few_channels<Traits>(params, first_channel, shared);
   const FewMultiplier<Traits> multiplier(params, shared, first_row);
   FewEpilogue<Traits> epilogue(params, shared, first_channel, first_row);
-  int buffer = 0;
-  for (; number < params.items; number += int(gridDim.x)) {
+  for (int number = int(blockIdx.x); number < params.items; number += int(gridDim.x)) {
     const FewItem item = item_of(number);
-    if (!ahead) load_box<Traits>(params, item, x);
+    char* const x = shared + params.x_at;
+    load_box<Traits>(params, item, x);
     epilogue.begin(item);
-    finish_box<Traits>(params, x + buffer * params.x_bytes);
+    finish_box<Traits>(params, x);
     __syncthreads();
     epilogue.begin_warp();
-    const int next = number + int(gridDim.x);
-    if (ahead && next < params.items)
-      load_box<Traits>(params, item_of(next), x + (buffer ^ 1) * params.x_bytes);
-    const std::uint32_t box = shared_address(x + buffer * params.x_bytes);
+    std::uint32_t box = shared_address(x);
+    // Found anew for each tile: kept from one to the next, it costs a variant its last register.
+    asm volatile("" : "+r"(box));
     // Groups fall in work: to and fro, warps get about equal shares.
     for (int round = 0; round * shares < params.groups; ++round) {
       const int index = round * shares + (round % 2 == 0 ? share : shares - 1 - share);
@@ -98,7 +93,6 @@ __global__ void __launch_bounds__(kFewThreads, Traits::BLOCKS)
     __syncthreads();
     if constexpr (!Traits::OUTPUT) epilogue.write_moments(item);
     if constexpr (Traits::STAGED) epilogue.write_stage(item);
-    if (ahead) buffer ^= 1;
   }
 }
 

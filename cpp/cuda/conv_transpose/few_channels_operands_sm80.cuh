@@ -51,7 +51,7 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* at) {
 /// Zeros behind every position's channels, which no load overwrites.
 __device__ __forceinline__ void clear_padding(const FewParams& params, char* x) {
   const int chunks = params.chunks.divisor, padding = params.pitch_bytes / 16 - chunks;
-  const int positions = params.box.divisor * params.buffers;
+  const int positions = params.box.divisor;
   for (int i = threadIdx.x; i < positions * padding; i += kFewThreads) {
     const int position = i / padding, chunk = chunks + i - position * padding;
     *reinterpret_cast<uint4*>(x + position * params.pitch_bytes + chunk * 16) = make_uint4(0, 0, 0, 0);

@@ -101,9 +101,9 @@ struct FewParams {
   FewBoxPlace box_step;             // from one of a thread's chunks of x to its next
   int pitch_bytes;
   int row_warps, groups;
-  int taps, steps, fragments, buffers;
+  int taps, steps, fragments;
   // Shared memory, in bytes from its beginning; weights lie first.
-  int x_at, rows_at, channels_at, moments_at, steps_at, x_bytes;
+  int x_at, rows_at, channels_at, moments_at, steps_at;
   FewGroupParams group[kFewMaxGroups];
   FewTap tap[kFewMaxTaps];
   std::uint32_t step[kFewMaxSteps];
