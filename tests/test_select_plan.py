@@ -314,6 +314,30 @@ def test_small_blocks_take_the_library_and_one_launch(name):
     assert plan(forced_plan="sm90").algorithm == "sm90_implicit_gemm"
 
 
+# Of which the schedule of the SM90 plan expects less than its older estimate, and than the library's.
+SCHEDULED_BLOCKS = {
+    "short-rows": {"n": 2, "c": 64, "k": 32, "extent": (48, 48, 48), "padding": [1, 1, 1]},
+    "kernel-7": {"n": 1, "c": 32, "k": 32, "extent": (32, 32, 32), "kernel": (7, 7, 7), "padding": [3, 3, 3]},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULED_BLOCKS)
+def test_small_blocks_of_stride_1_are_compared_by_their_schedule(name):
+    def plan(**changes):
+        return plan_of(facts(**SCHEDULED_BLOCKS[name] | {"weight_layout": "NDHWC"} | changes))
+
+    for dtype in ("bfloat16", "float16"):
+        assert plan(dtype=dtype).algorithm == "sm90_implicit_gemm"
+    # In half the volume the library's two launches are the shorter ones.
+    extent = SCHEDULED_BLOCKS[name]["extent"]
+    assert plan(extent=tuple(e // 2 for e in extent)).algorithm == "cuda_library"
+
+
+def test_pointwise_blocks_are_not_compared_by_their_schedule():
+    block = {"n": 4, "c": 256, "k": 48, "extent": (16, 32, 32), "kernel": (1, 1, 1), "num_groups": 48}
+    assert plan_of(facts(**block)).algorithm == "cuda_library"
+
+
 def test_pointwise_blocks_in_ncdhw_need_no_copies():
     block = {"n": 1, "c": 256, "k": 256, "extent": (64, 64, 5), "kernel": (1, 1, 1), "num_groups": 32}
     for changes in ({"dtype": "bfloat16"}, {"dtype": "float32", "precision": "tf32"}):
@@ -451,6 +475,19 @@ def test_normalization_runs_beside_the_convolution_of_later_samples(changes):
     # No later sample, or few tiles: nothing to gain.
     for small in ({"n": 1}, {"extent": (8, 8, 8)}):
         assert plan_of(facts(**changes | small)).leaving_blocks == 0
+
+
+def test_no_block_leaves_for_less_than_a_launch_beside_it_takes():
+    block = {
+        "n": 2,
+        "k": 320,
+        "extent": (7, 15, 15),
+        "kernel": (2, 2, 2),
+        "stride": [2, 2, 2],
+        "num_groups": 320,
+    }
+    plan = plan_of(facts(**block, layout="NCDHW", dtype="float32", precision="tf32"))
+    assert plan.stages[-1] == "group_norm_normalize" and plan.leaving_blocks == 0
 
 
 def test_the_convolutions_kernel_normalizes_without_blocks_that_leave():
