@@ -328,7 +328,7 @@ def test_small_blocks_of_stride_1_are_compared_by_their_schedule(name):
 
     for dtype in ("bfloat16", "float16"):
         assert plan(dtype=dtype).algorithm == "sm90_implicit_gemm"
-    # In half the volume the library's two launches are the shorter ones.
+    # Of half the extent the library's two launches are the shorter ones.
     extent = SCHEDULED_BLOCKS[name]["extent"]
     assert plan(extent=tuple(e // 2 for e in extent)).algorithm == "cuda_library"
 
