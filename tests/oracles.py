@@ -183,6 +183,19 @@ def error_floor(block: Block) -> float:
     return torch.finfo(dtype).eps
 
 
+def check_sm90_or_small(plan: upconv3d.Plan, channels: int) -> None:
+    """The SM90 plan, or another with a reason of its own: a small block, tiles that samples leave empty, few
+    channels. test_forced_sm90.py has such blocks by the SM90 plan.
+
+    channels: of the output; the kernel for few channels is not for more than 32.
+    """
+    reasons = {"cuda_library": ("a small block", "tiles are filled"), "cuda_direct": ("few channels",)}
+    if plan.algorithm == "sm90_implicit_gemm":
+        return
+    assert any(reason in plan.reason for reason in reasons[plan.algorithm]), plan
+    assert plan.algorithm == "cuda_library" or channels <= 32, plan
+
+
 def check_like_eager(block: Block, floor_factor: float = 1) -> None:
     """Shape, dtype, device, and oracle 2 on the values; floor_factor widens error_floor."""
     y, y_eager = block.ours(), block.eager()

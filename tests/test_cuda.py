@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracles import check_exact_relu_conv, check_like_eager, integer_block, make_block
+from oracles import check_exact_relu_conv, check_like_eager, check_sm90_or_small, integer_block, make_block
 from test_values import shape_block
 
 
@@ -81,13 +81,6 @@ def test_does_not_wait_for_the_gpu(cuda):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def check_sm90_or_small(block):
-    """The SM90 plan, or a reason of a small block's: test_forced_sm90.py has those by the SM90 plan."""
-    plan = block.plan()
-    reasons = {"cuda_library": "a small block", "cuda_direct": "few channels"}
-    assert plan.algorithm == "sm90_implicit_gemm" or reasons[plan.algorithm] in plan.reason
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "channels",
@@ -98,7 +91,7 @@ def test_channels_around_the_tile(hopper, channels, extent, dtype):
     c, k = channels
     num_groups = 4 if k % 4 == 0 else 1
     block = make_block(2, c, k, extent, 3, num_groups=num_groups, device=hopper, dtype=dtype)
-    check_sm90_or_small(block)
+    check_sm90_or_small(block.plan(), k)
     check_like_eager(block)
     check_like_eager(block.channels_last())
 
@@ -124,7 +117,7 @@ def test_kernels_and_paddings_of_the_sm90_plan(hopper, kernel):
         block = make_block(2, 16, 24, 8, kernel, num_groups=3, padding=padding, device=hopper)
         for precision in ("ieee", "tf32"):
             case = replace(block, precision=precision)
-            check_sm90_or_small(case)
+            check_sm90_or_small(case.plan(), 24)
             assert precision == "tf32" or case.plan().algorithm == "sm90_implicit_gemm"
             check_like_eager(case)
 

@@ -34,7 +34,7 @@
 
 namespace upconv3d::cuda {
 
-/// What a block keeps: weights, steps, and zeros behind the channels of its boxes.
+/// What a block keeps: weights, steps, and zeros behind the channels of its box.
 template <class Traits>
 __device__ __forceinline__ void prepare_few_channels(const FewParams& params, int first_channel,
                                                      char* shared) {
