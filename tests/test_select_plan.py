@@ -271,7 +271,7 @@ def test_few_inputs_take_the_direct_plan(name, dtype, layout):
     kernel = "conv_transpose_any_taps"
     if any(fragment in name for fragment in ("mednext", "kernel-5")):
         kernel = "conv_transpose_depthwise"
-    elif name == "kernelbench-60" and dtype != "float32":  # whose precision here is "ieee"
+    elif name == "kernelbench-60":
         kernel = "conv_transpose_few_channels_sm80"
     assert plan.stages == (kernel, "group_norm_finalize", kernel)
     assert "computed for its moments, and once more" in str(plan)

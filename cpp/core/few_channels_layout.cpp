@@ -46,6 +46,11 @@ std::int64_t chunk_elements(const Problem& p) {
   return kChunkBytes / size_of(p.dtype);
 }
 
+/// Of the tensor cores for each of the convolution's: float32's accuracy takes three of TF32.
+int product_count(const Problem& p) {
+  return p.dtype == DType::kFloat32 && p.precision == Precision::kIEEE ? 3 : 1;
+}
+
 /// Whether rows of y begin between two boundaries of its sectors.
 bool has_odd_rows(const Problem& p) {
   return p.y_layout == Layout::kNCDHW && p.out()[2] % 2 != 0;
@@ -59,7 +64,7 @@ FewChannelsLayout fixed_part(const Problem& p) {
                                         static_cast<std::uint64_t>(kMaxColumnTiles));
   // Single phases with eight channels go with those of sixteen: a variant less to compile.
   layout.column_tiles = static_cast<int>(std::max<std::int64_t>(columns, layout.paired == 1 ? 2 : 1));
-  layout.row_tiles = layout.column_tiles * layout.paired >= 8 ? 2 : 4;
+  layout.row_tiles = few_row_tiles(layout.column_tiles, layout.paired, product_count(p));
   layout.channel_blocks = static_cast<int>(ceil_div(p.k, kColumnTile * layout.column_tiles));
   layout.chunks = static_cast<int>(ceil_div(p.c, chunk_elements(p)));
   layout.pitch = (layout.chunks + 1) | 1;
@@ -177,10 +182,12 @@ struct TileWork {
 };
 
 /// Estimated times of both passes: us of an H200 with L2 cold, fitted to 23 blocks in two dtypes and both
-/// orders; off by 13 % as a rule, by 35 % at most (perf/NOTES.md, "Few channels").
+/// orders; off by 13 % as a rule, by 35 % at most (perf/NOTES.md, "Few channels"). What three products take
+/// was fitted to 16 blocks in both orders, which both passes together took 0.89 to 1.17 of (there, "Few
+/// channels at float32's accuracy").
 void set_estimate(const Problem& p, FewChannelsLayout& layout) {
   constexpr double kPerMs = 1e3;
-  const bool is_float = p.dtype == DType::kFloat32;
+  const bool is_float = p.dtype == DType::kFloat32, splits = product_count(p) == 3;
   const bool rows = p.y_layout == Layout::kNDHWC;
   const bool copies = p.x_layout == Layout::kNDHWC && p.c % chunk_elements(p) == 0 && p.x_aligned;
   const TileWork tile(layout);
@@ -188,7 +195,9 @@ void set_estimate(const Problem& p, FewChannelsLayout& layout) {
   const double tiles =
       static_cast<double>(ceil_div(p.n * layout.tile_count() * layout.channel_blocks, kMultiprocessors));
   const double units = static_cast<double>(layout.fragments * layout.column_tiles);  // of weights
-  const double moments_of_tile = 0.7 + (is_float ? 1.98e-3 : 1.53e-3) * tile.products +
+  const double of_product = splits ? 5.7e-3 : is_float ? 1.98e-3 : 1.53e-3;
+  const double of_output_product = splits ? 4.9e-3 : is_float ? 1.87e-3 : 1.37e-3;
+  const double moments_of_tile = 0.7 + of_product * tile.products +
                                  (is_float ? 0.026e-3 : 0.039e-3) * tile.values +
                                  (copies ? 0.27e-3 : 1.38e-3) * tile.chunks;
   // 32 columns, of half the positions per warp, took 1.04 to 1.5 of the rest.
@@ -207,8 +216,8 @@ void set_estimate(const Problem& p, FewChannelsLayout& layout) {
     pieces = kPiece / piece_values * static_cast<double>(p.n * p.k) * static_cast<double>(p.positions());
   }
   const double of_value = is_float ? 0.093e-3 : rows ? 0.043e-3 : 0.077e-3;
-  const double output_of_tile = 0.5 + (is_float ? 1.87e-3 : 1.37e-3) * tile.products +
-                                of_value * tile.values + (copies ? 0.1e-3 : 1.03e-3) * tile.chunks;
+  const double output_of_tile = 0.5 + of_output_product * tile.products + of_value * tile.values +
+                                (copies ? 0.1e-3 : 1.03e-3) * tile.chunks;
   layout.output_ms = wide * (9.2 + 0.0145 * units + pieces + tiles * output_of_tile) / kPerMs;
 }
 
@@ -353,9 +362,6 @@ std::string few_channels_shape_obstacle(const Problem& p, FewChannelsLayout& lay
   if (p.operation != Operation::kConvTranspose) return "it is a plain convolution";
   if (p.groups != 1) return concat("groups ", p.groups, " is not 1");
   if (p.dtype == DType::kFloat64) return "tensor cores have no float64 of this kind";
-  if (p.dtype == DType::kFloat32 && p.precision != Precision::kTF32) {
-    return "float32's accuracy takes more than TF32's products";
-  }
   if (!p.tail.norm) return "nothing is normalized";
   if (p.tail.has_skip) return "a skip is added to the convolution";
   if (p.tail.returns_conv) return "the convolution is to be stored";

@@ -36,6 +36,12 @@ inline constexpr int kFewMaxTaps = 128;
 inline constexpr int kFewMaxGroups = 64;
 inline constexpr int kFewOffsetBits = 14;  // of a chunk's place in a step: 256 KB of x
 
+/// Of 16 positions each, that a warp computes together: 64 accumulators at most, half of them beside the
+/// parts of three products' operands.
+constexpr int few_row_tiles(int column_tiles, int paired, int products) {
+  return (column_tiles * paired >= 8 ? 2 : 4) / (products == 3 ? 2 : 1);
+}
+
 /// Which phases of a pair a list of chunks belongs to.
 enum FewList : std::uint8_t { kFewBoth, kFewSecond, kFewFirst, kFewLists };
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /// Checks both passes of conv_transpose_few_channels_sm80, with group_norm_finalize between them, against a
 /// plain double-precision convolution and norm, to the accuracy of y. Operands are small integers, so that
-/// the convolution is exact; of float also ones that TF32 rounds. What is written is NaN before, so that
-/// nothing is left unwritten, nor anything beside it written, and a second run must give the same bits, one
-/// whose odd rows are not staged too. Needs a GPU of compute capability 8.0. Exit code 0: all passed.
+/// the convolution is exact; of float also fractions, as TF32 rounds them or to float32's accuracy. What is
+/// written is NaN before, so that nothing is left unwritten, nor anything beside it written, and a second run
+/// must give the same bits, one whose odd rows are not staged too. Needs a GPU of compute capability 8.0.
+/// Exit code 0: all passed.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -99,13 +100,14 @@ constexpr DType kDType = std::is_same_v<T, float>           ? DType::kFloat32
                          : std::is_same_v<T, __nv_bfloat16> ? DType::kBFloat16
                                                             : DType::kFloat16;
 
-Problem problem_of(const Case& c, DType dtype, Layout x_layout, Layout y_layout, const Tail& tail) {
+Problem problem_of(const Case& c, DType dtype, Precision precision, Layout x_layout, Layout y_layout,
+                   const Tail& tail) {
   Problem p;
   p.n = c.n, p.c = c.c, p.k = c.k;
   p.in = c.in, p.kernel = c.kernel, p.stride = c.stride, p.padding = c.padding;
   p.output_padding = c.output_padding, p.dilation = c.dilation;
   p.num_groups = c.num_groups;
-  p.dtype = dtype, p.precision = Precision::kTF32;
+  p.dtype = dtype, p.precision = precision;
   p.x_layout = x_layout, p.y_layout = y_layout;
   p.has_bias = true;
   p.tail = tail;
@@ -144,7 +146,8 @@ struct Operands {
       std::transform(x.begin(), x.end(), x_read.begin(), to_tf32);
       std::transform(w.begin(), w.end(), w_read.begin(), to_tf32);
     }
-    const Problem p = problem_of(c, DType::kFloat32, Layout::kNDHWC, Layout::kNDHWC, Tail{});
+    const Problem p =
+        problem_of(c, DType::kFloat32, Precision::kIEEE, Layout::kNDHWC, Layout::kNDHWC, Tail{});
     const std::int64_t values = p.n * p.positions() * p.k;
     DeviceBuffer<double> x64(x.size()), w64(w.size()), bias64(bias.size()), y64(values);
     x64.upload(x_read), w64.upload(w_read), bias64.upload(bias);
@@ -283,6 +286,7 @@ std::vector<T> run(const Case& c, const Problem& p, const FewChannelsLayout& lay
 }
 
 /// The first disagreement, or "".
+/// \param slack absolute, relative a third of it, beside y's own rounding
 template <class T>
 std::string compare(const Problem& p, const std::vector<T>& y, std::vector<double> reference, double slack) {
   if (p.y_layout == Layout::kNCDHW) reference = planes(reference, p.n, p.k);
@@ -290,7 +294,7 @@ std::string compare(const Problem& p, const std::vector<T>& y, std::vector<doubl
   for (std::size_t i = 0; i < y.size(); ++i) {
     const double got = double(float(y[i])), want = reference[i];
     if (std::isnan(got) && std::isnan(want)) continue;
-    if (std::abs(got - want) <= slack + (1.01 * roundoff + 1e-5) * std::abs(want)) continue;
+    if (std::abs(got - want) <= slack + (1.01 * roundoff + slack / 3) * std::abs(want)) continue;
     return concat("y[", i, "] is ", got, ", not ", want);
   }
   return "";
@@ -310,19 +314,21 @@ struct Counts {
   int passed = 0, failed = 0, refused = 0, staged = 0, number = 0;
 };
 
-template <class T>
+template <class T, Precision kPrecision = Precision::kTF32>
 void check_case(const Case& c, Counts& counts) {
   const bool needs_float = c.values == Values::kFractions || c.values == Values::kFarFromZero;
   if (needs_float && kDType<T> != DType::kFloat32) return;
   std::uint64_t state = 88172645463325252u + counts.number;
-  const Operands operands(c, kDType<T> == DType::kFloat32, state);
+  constexpr bool kRounds = kDType<T> == DType::kFloat32 && kPrecision == Precision::kTF32;
+  constexpr bool kExact = kPrecision == Precision::kIEEE;
+  const Operands operands(c, kRounds, state);
   const std::vector<Tail> tails = all_tails(c.k);
   for (const Layout x_layout : {Layout::kNDHWC, Layout::kNCDHW}) {
     for (const Layout y_layout : {Layout::kNDHWC, Layout::kNCDHW}) {
       const int number = counts.number++;
       const int order = number % kWeightOrders, apart = number % 5 == 0 ? 0 : number % 8;
       const Tail tail = c.values == Values::kInfinity ? Tail{} : tails[number % tails.size()];
-      const Problem p = problem_of(c, kDType<T>, x_layout, y_layout, tail);
+      const Problem p = problem_of(c, kDType<T>, kPrecision, x_layout, y_layout, tail);
       FewChannelsLayout layout;
       const std::string obstacle = few_channels_shape_obstacle(p, layout);
       std::string failure;
@@ -333,7 +339,10 @@ void check_case(const Case& c, Counts& counts) {
       try {
         const std::vector<T> y = run<T>(c, p, layout, operands, order, apart);
         // One rounding of the mean counts for more where it is far from zero.
-        failure = compare(p, y, expected(p, operands), c.values == Values::kFarFromZero ? 2e-3 : 3e-5);
+        failure = compare(p, y, expected(p, operands),
+                          c.values == Values::kFarFromZero ? 2e-3
+                          : kExact                         ? 4e-6
+                                                           : 3e-5);
         FewChannelsLayout other = layout;
         counts.staged += other.output != nullptr;
         for (const char* what : {"a second run", "a run that stages nothing"}) {
@@ -361,9 +370,10 @@ int main() {
     check_case<__nv_bfloat16>(c, counts);
     check_case<__half>(c, counts);
     check_case<float>(c, counts);
+    check_case<float, Precision::kIEEE>(c, counts);
   }
   std::printf("%d passed, %d failed, %d do not fit into shared memory, %d staged\n", counts.passed,
               counts.failed, counts.refused, counts.staged);
   // Two cases of float, whose weights take more than a block's shared memory.
-  return counts.failed == 0 && counts.refused <= 8 && counts.staged > 0 ? 0 : 1;
+  return counts.failed == 0 && counts.refused <= 16 && counts.staged > 0 ? 0 : 1;
 }

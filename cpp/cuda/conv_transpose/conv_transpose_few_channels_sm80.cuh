@@ -119,24 +119,29 @@ void launch_few_variant(const FewParams& params, int channel_blocks, int shared_
 }
 
 /// The variant of the layout's columns and pairs.
-template <class T, bool kOutput, bool kStaged = false>
+template <class T, bool kOutput, int kProducts = 1, bool kStaged = false>
 void launch_few_columns(const FewParams& params, const FewChannelsLayout& layout, cudaStream_t stream) {
   if constexpr (kOutput && !kStaged) {
-    if (layout.staged) return launch_few_columns<T, true, true>(params, layout, stream);
+    if (layout.staged) return launch_few_columns<T, true, kProducts, true>(params, layout, stream);
   }
   const int blocks = layout.channel_blocks, bytes = int(layout.shared_bytes);
   const int variant = 10 * layout.paired + layout.column_tiles;
   switch (variant) {
     case 12:
-      return launch_few_variant<FewTraits<T, 2, 1, kOutput, kStaged>>(params, blocks, bytes, stream);
+      return launch_few_variant<FewTraits<T, 2, 1, kOutput, kStaged, kProducts>>(params, blocks, bytes,
+                                                                                 stream);
     case 14:
-      return launch_few_variant<FewTraits<T, 4, 1, kOutput, kStaged>>(params, blocks, bytes, stream);
+      return launch_few_variant<FewTraits<T, 4, 1, kOutput, kStaged, kProducts>>(params, blocks, bytes,
+                                                                                 stream);
     case 21:
-      return launch_few_variant<FewTraits<T, 1, 2, kOutput, kStaged>>(params, blocks, bytes, stream);
+      return launch_few_variant<FewTraits<T, 1, 2, kOutput, kStaged, kProducts>>(params, blocks, bytes,
+                                                                                 stream);
     case 22:
-      return launch_few_variant<FewTraits<T, 2, 2, kOutput, kStaged>>(params, blocks, bytes, stream);
+      return launch_few_variant<FewTraits<T, 2, 2, kOutput, kStaged, kProducts>>(params, blocks, bytes,
+                                                                                 stream);
     case 24:
-      return launch_few_variant<FewTraits<T, 4, 2, kOutput, kStaged>>(params, blocks, bytes, stream);
+      return launch_few_variant<FewTraits<T, 4, 2, kOutput, kStaged, kProducts>>(params, blocks, bytes,
+                                                                                 stream);
     default:
       throw std::logic_error("upconv3d: conv_transpose_few_channels_sm80 has no variant " +
                              std::to_string(variant));

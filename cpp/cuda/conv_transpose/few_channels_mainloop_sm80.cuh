@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "cuda/conv_transpose/few_channels_operands_sm80.cuh"
@@ -40,6 +41,56 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const std::uint32_t 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]),
           "f"(c[3]));
   }
+}
+
+/// A thread's words of an operand.
+template <int kWords, int kProducts>
+struct OperandWords {
+  std::uint32_t hi[kWords];
+
+  __device__ __forceinline__ void set(const std::uint32_t (&words)[kWords]) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) hi[i] = words[i];
+  }
+};
+
+/// Of three products, floats as TF32 and what that leaves over, of which the tensor cores read as many bits:
+/// 22 of 24 in all.
+template <int kWords>
+struct OperandWords<kWords, 3> {
+  std::uint32_t hi[kWords], lo[kWords];
+
+  __device__ __forceinline__ void set(const std::uint32_t (&words)[kWords]) {
+    constexpr std::uint32_t kHalfUnit = 0x1000u, kFraction = 0x1fffu;  // of TF32's last bit
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const float v = __uint_as_float(words[i]);
+      // Infinity less infinity is NaN: what is not finite is all in lo.
+      const bool is_finite = fabsf(v) < std::numeric_limits<float>::infinity();
+      hi[i] = is_finite ? (words[i] + kHalfUnit) & ~kFraction : 0u;
+      lo[i] = __float_as_uint(v - __uint_as_float(hi[i]));
+    }
+  }
+};
+
+template <class T>
+__device__ __forceinline__ void multiply_add(float (&d)[4], const OperandWords<4, 1>& a,
+                                             const OperandWords<2, 1>& b, const float (&c)[4]) {
+  multiply_add<T>(d, a.hi, b.hi[0], b.hi[1], c);
+}
+
+/// The small products first, and each sum of 8 inputs by itself: the tensor cores cut off what does not fit
+/// beside what they add to, of a long sum every time (perf/NOTES.md, "Few channels at float32's accuracy").
+template <class T>
+__device__ __forceinline__ void multiply_add(float (&d)[4], const OperandWords<4, 3>& a,
+                                             const OperandWords<2, 3>& b, const float (&c)[4]) {
+  constexpr float kZeros[4] = {};
+  float sum[4];
+  multiply_add<T>(sum, a.lo, b.hi[0], b.hi[1], kZeros);
+  multiply_add<T>(sum, a.hi, b.lo[0], b.lo[1], sum);
+  multiply_add<T>(sum, a.hi, b.hi[0], b.hi[1], sum);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) d[i] = c[i] + sum[i];
 }
 
 /// Reads x and w of one group after the other.
@@ -86,6 +137,9 @@ class FewMultiplier {
   }
 
  private:
+  using Rows = OperandWords<4, Traits::PRODUCTS>;
+  using Column = OperandWords<2, Traits::PRODUCTS>;
+
   /// Where a warp is in a group's steps, whose lists lie one behind the other.
   struct Walk {
     const std::uint32_t* step;
@@ -114,15 +168,17 @@ class FewMultiplier {
     walk.next = walk.step[2 * kFewStepsAhead];
     walk.step += 2;
     constexpr int kPhases = int(kFirst) + int(kSecond);
-    std::uint32_t b[kPhases][Traits::COLUMN_TILES][2];
+    Column b[kPhases][Traits::COLUMN_TILES];
 #pragma unroll
     for (int i = 0; i < kPhases; ++i) load_columns(walk.fragment + i * Traits::FRAGMENT_BYTES, b[i]);
     walk.fragment += kPhases * Traits::FRAGMENT_BYTES;
 #pragma unroll
     for (int row = 0; row < Traits::ROW_TILES; ++row) {
+      Rows a;
+      a.set(walk.a[row]);
 #pragma unroll
       for (int i = 0; i < kPhases; ++i) {
-        multiply_row<kBegins>(walk.a[row], b[i], start, acc.at[kFirst ? i : Traits::PAIRED - 1][row]);
+        multiply_row<kBegins>(a, b[i], start, acc.at[kFirst ? i : Traits::PAIRED - 1][row]);
       }
       load_rows(next + rows_[row], walk.a[row]);
     }
@@ -135,22 +191,21 @@ class FewMultiplier {
   }
 
   __device__ __forceinline__ static void load_columns(const char* fragment,
-                                                      std::uint32_t (&b)[Traits::COLUMN_TILES][2]) {
+                                                      Column (&b)[Traits::COLUMN_TILES]) {
     if constexpr (Traits::COLUMN_TILES == 1) {
       const uint2 words = *reinterpret_cast<const uint2*>(fragment);
-      b[0][0] = words.x, b[0][1] = words.y;
+      b[0].set({words.x, words.y});
     } else {
 #pragma unroll
       for (int i = 0; i < Traits::COLUMN_TILES; i += 2) {
         const uint4 words = *reinterpret_cast<const uint4*>(fragment + i / 2 * 512);
-        b[i][0] = words.x, b[i][1] = words.y, b[i + 1][0] = words.z, b[i + 1][1] = words.w;
+        b[i].set({words.x, words.y}), b[i + 1].set({words.z, words.w});
       }
     }
   }
 
   template <bool kBegins>
-  __device__ __forceinline__ static void multiply_row(const std::uint32_t (&a)[4],
-                                                      const std::uint32_t (&b)[Traits::COLUMN_TILES][2],
+  __device__ __forceinline__ static void multiply_row(const Rows& a, const Column (&b)[Traits::COLUMN_TILES],
                                                       const float (&start)[Traits::RUN],
                                                       float (&acc)[Traits::COLUMN_TILES][4]) {
     using T = typename Traits::Element;
@@ -160,9 +215,9 @@ class FewMultiplier {
       if constexpr (kBegins) {
         const float first = start[2 * column], second = start[2 * column + 1];
         const float begun[4] = {first, second, first, second};
-        multiply_add<T>(d, a, b[column][0], b[column][1], begun);
+        multiply_add<T>(d, a, b[column], begun);
       } else {
-        multiply_add<T>(d, a, b[column][0], b[column][1], d);
+        multiply_add<T>(d, a, b[column], d);
       }
     }
   }

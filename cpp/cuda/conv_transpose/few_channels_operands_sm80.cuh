@@ -2,8 +2,8 @@
 /// \file
 /// conv_transpose_few_channels_sm80: how x and w come into shared memory.
 ///
-/// x: a box of positions, `pitch` chunks of 16 bytes each: the position's channels, then zeros. Floats are
-/// rounded to TF32 there, once for all taps that read them.
+/// x: a box of positions, `pitch` chunks of 16 bytes each: the position's channels, then zeros. Floats that
+/// are multiplied as TF32 are rounded there, once for all taps that read them.
 /// w: in the order in which the tensor cores take it. A unit is 32 bytes of gemm_k by COLUMNS output
 /// channels, of one step and phase: [1 or 2][32 lanes][2 or 4] words, a lane's words of up to two column
 /// tiles together. Column c of tile i is output channel c/2*RUN + 2*i + c%2, so that a thread's results are
@@ -165,7 +165,7 @@ __device__ __forceinline__ void load_box_as(const FewParams& params, const FewIt
       T elements[Traits::CHUNK];
       const int count = inside ? params.channels - at.chunk * Traits::CHUNK : 0;
       gather_elements(x + offset, params.x_channel, count, elements);
-      if constexpr (std::is_same_v<T, float>) {
+      if constexpr (Traits::ROUNDS) {
 #pragma unroll
         for (T& element : elements) element = __uint_as_float(to_tf32(element));
       }
@@ -174,12 +174,12 @@ __device__ __forceinline__ void load_box_as(const FewParams& params, const FewIt
   }
 }
 
-/// Waits for the copies of the thread's share of a box, and rounds floats among them to TF32. A barrier later
-/// the box is there.
+/// Waits for the copies of the thread's share of a box, and rounds them if need be. A barrier later the box
+/// is there.
 template <class Traits>
 __device__ __forceinline__ void finish_box(const FewParams& params, char* x) {
   wait_for_copies();
-  if constexpr (std::is_same_v<typename Traits::Element, float>) {
+  if constexpr (Traits::ROUNDS) {
     if (params.copies) round_copies(params, x);
   }
 }
@@ -220,7 +220,7 @@ __device__ __forceinline__ void load_weights(const FewParams& params, int first,
 #pragma unroll
       for (int e = 0; e < Traits::CHUNK; ++e, next += params.w_strides[0]) {
         elements[e] = chunk * Traits::CHUNK + e < params.channels ? *next : T(0.f);
-        if constexpr (std::is_same_v<T, float>) elements[e] = __uint_as_float(to_tf32(elements[e]));
+        if constexpr (Traits::ROUNDS) elements[e] = __uint_as_float(to_tf32(elements[e]));
       }
       const int number = place.first_chunk + chunk;
       const int fragment = place.fragment + number / 2 * place.stride;

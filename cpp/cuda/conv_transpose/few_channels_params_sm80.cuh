@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cutlass/fast_math.h"
 
@@ -21,18 +22,25 @@ namespace upconv3d::cuda {
 /// \tparam kPaired      phases along the width that a warp computes together
 /// \tparam kOutput      the pass that writes y; else that of the moments
 /// \tparam kStaged      it collects tiles in shared memory (few_channels_stage_sm80.cuh)
-template <class T, int kColumnTiles, int kPaired, bool kOutput, bool kStaged = false>
+/// \tparam kProducts    3: of float at float32's accuracy, as TF32 and what that leaves over; else 1
+template <class T, int kColumnTiles, int kPaired, bool kOutput, bool kStaged = false, int kProducts = 1>
 struct FewTraits {
   using Element = T;
+  static constexpr int PRODUCTS = kProducts;
+  static_assert(kProducts == 1 || (kProducts == 3 && std::is_same_v<T, float>));
+  // Of one product, float operands are rounded to TF32 as they come into shared memory.
+  static constexpr bool ROUNDS = std::is_same_v<T, float> && kProducts == 1;
   static constexpr int COLUMN_TILES = kColumnTiles;
   static constexpr int PAIRED = kPaired;
   static constexpr bool OUTPUT = kOutput;
   static constexpr bool STAGED = kStaged;
-  static constexpr int ROW_TILES = kColumnTiles * kPaired >= 8 ? 2 : 4;  // 64 accumulators at most
+  static constexpr int ROW_TILES = few_row_tiles(kColumnTiles, kPaired, kProducts);
   static constexpr int COLUMNS = 8 * kColumnTiles;
   // Of a multiprocessor: the fewest accumulators, 32 and little beside them, leave registers for three.
-  // 64 accumulators beside 16 sums leave 128 registers too few.
-  static constexpr int BLOCKS = kColumnTiles == 1 ? 3 : kOutput || kColumnTiles * kPaired < 8 ? 2 : 1;
+  // 64 accumulators, or 32 and the parts of operands, beside 16 sums leave 128 registers too few.
+  static constexpr int BLOCKS = kColumnTiles == 1                                              ? 3
+                                : kOutput || kColumnTiles * (kProducts == 3 ? 2 : kPaired) < 8 ? 2
+                                                                                               : 1;
   static constexpr int RUN = 2 * kColumnTiles;       // neighbouring channels that a thread has
   static constexpr int CHUNK = 16 / int(sizeof(T));  // input channels of 16 bytes
   // Weights of a step and phase; 16 bytes more, so that those of neighbouring taps lie in different banks.

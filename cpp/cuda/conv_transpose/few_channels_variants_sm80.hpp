@@ -15,7 +15,11 @@ void launch_few_channels_bf16(const FewParams& params, const FewChannelsLayout& 
                               cudaStream_t stream);
 void launch_few_channels_f16(const FewParams& params, const FewChannelsLayout& layout, bool output,
                              cudaStream_t stream);
+/// As TF32.
 void launch_few_channels_f32(const FewParams& params, const FewChannelsLayout& layout, bool output,
                              cudaStream_t stream);
+/// At float32's accuracy.
+void launch_few_channels_f32x3(const FewParams& params, const FewChannelsLayout& layout, bool output,
+                               cudaStream_t stream);
 
 }  // namespace upconv3d::cuda
