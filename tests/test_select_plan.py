@@ -346,6 +346,16 @@ def test_pointwise_blocks_in_ncdhw_need_no_copies():
         assert plan.conv_layout == "NCDHW" and "a small block" in plan.reason
 
 
+def test_a_pointwise_result_that_one_launch_cannot_hold_takes_three():
+    """Of float32 in channels_last_3d and 20 MB; packing alone takes the SM90 plan longer."""
+    block = {"n": 1, "c": 256, "k": 256, "extent": (64, 64, 5), "kernel": (1, 1, 1), "num_groups": 32}
+    block |= {"dtype": "float32", "precision": "tf32"}
+    plan = plan_of(facts(**block))
+    assert plan.algorithm == "cuda_library" and "and three launches after it" in plan.reason
+    assert plan.stages[1:] == ("activation_moments", "group_norm_finalize", "group_norm_normalize")
+    assert plan_of(facts(**block | {"extent": (64, 64, 8)})).algorithm == "sm90_implicit_gemm"  # 34 MB
+
+
 def test_large_blocks_keep_their_kernel():
     """Where the SM90 plan's fixed time is a small part of it, and where no launch can hold the result."""
     for n in (4, 16):

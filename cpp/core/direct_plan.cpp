@@ -82,6 +82,11 @@ double direct_us(const Problem& p, const DirectTiling& tiling) {
   return kLaunches + std::max(compute, x) + std::max(compute, x + y);
 }
 
+/// Whether products are to have float32's accuracy.
+bool is_ieee(const Problem& p) {
+  return p.dtype == DType::kFloat32 && p.precision == Precision::kIEEE;
+}
+
 /// cuDNN's convolution, benchmarked.
 double library_convolution_us(const Problem& p, const Work& work) {
   const bool half_width = size_of(p.dtype) == 2;
@@ -95,9 +100,8 @@ double library_convolution_us(const Problem& p, const Work& work) {
   // quicker.
   constexpr std::int64_t kFewOutputs = 8;
   constexpr double kOfFewOutputs = 100;
-  const bool is_ieee = p.dtype == DType::kFloat32 && p.precision == Precision::kIEEE;
   const double per_position =
-      is_ieee && p.k < kFewOutputs ? kOfFewOutputs : library_us_per_million_positions(p);
+      is_ieee(p) && p.k < kFewOutputs ? kOfFewOutputs : library_us_per_million_positions(p);
   const double per_gflop = half_width ? 1.6 : p.precision == Precision::kTF32 ? 3.5 : 20;
   constexpr double kTile = 64;
   return per_position * positions * std::max(1.0, static_cast<double>(p.k) / kTile) +
@@ -132,7 +136,12 @@ bool has_few_inputs(const Problem& p) {
 bool was_compared(const Problem& p, const Plan& direct) {
   if (!direct.few_channels) return has_few_inputs(p);
   constexpr std::int64_t kInputs = 64, kOutputs = 32, kTaps = 4, kStride = 2;
-  return p.c <= kInputs && p.k <= kOutputs && *std::max_element(p.kernel.begin(), p.kernel.end()) <= kTaps &&
+  // At float32's accuracy of more, but not of many inputs and less than two tiles of eight outputs, which
+  // took 1.4 to 1.8 of their estimate.
+  constexpr std::int64_t kSplitInputs = 128, kSplitOutputs = 64, kTwoTiles = 16;
+  const bool few = p.c <= kInputs && p.k <= kOutputs;
+  const bool few_split = is_ieee(p) && p.c <= kSplitInputs && p.k <= kSplitOutputs && p.k >= kTwoTiles;
+  return (few || few_split) && *std::max_element(p.kernel.begin(), p.kernel.end()) <= kTaps &&
          *std::max_element(p.stride.begin(), p.stride.end()) <= kStride;
 }
 
@@ -240,11 +249,13 @@ bool beats_sm90(const Problem& p, const Plan& direct, const Plan& sm90) {
   if (p.n == 0 || !was_compared(p, direct)) return false;
   if (direct.few_channels) {
     // What the SM90 plan took of its estimate in such blocks, and beside it for packing and for transposed
-    // stores, in ms; stored with a stride, less than that (perf/NOTES.md, "Few channels by either plan").
+    // stores, in ms; stored with a stride, less than that (perf/NOTES.md, "Few channels by either plan"), but
+    // packing at float32's accuracy.
     constexpr double kSeen = 1.13, kPacking = 0.025;
     const bool in_place = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
     const bool strided = p.stride != Extent3{1, 1, 1};
-    const double whole = in_place || (strided && !sm90.twice) ? ours : kSeen * ours + kPacking;
+    const double stored = ours + (is_ieee(p) ? kPacking : 0);
+    const double whole = in_place || (strided && !sm90.twice) ? stored : kSeen * ours + kPacking;
     return direct.estimated_direct_ms < less_for_half_blocks(p, sm90, in_place) * whole;
   }
   // That, in ms, and by how much this one is to be ahead.

@@ -268,6 +268,17 @@ void test_choice() {
   expect(chosen(ieee(up_block(32, 16, {48, 48, 48}), kFirst)), "425 us, the SM90 plan 704");
   expect(!chosen(ieee(up_block(32, 2, {48, 48, 48}), kFirst)), "236 us, the library plan 223");
   expect(!chosen(ieee(up_block(64, 32, {64, 64, 64}), kFirst)), "weights of 27 taps do not fit");
+  const auto doubled = [&](std::int64_t c, std::int64_t k, const Extent3& in) {
+    Problem q = with(up_block(c, k, in), {2, 2, 2}, {2, 2, 2}, {0, 0, 0});
+    q.n = 1;
+    return ieee(q, kFirst);
+  };
+  // On an H100.
+  expect(chosen(doubled(128, 16, {48, 48, 48})), "344 us, the SM90 plan 468");
+  Problem sixtyfour = doubled(16, 64, {48, 48, 48});
+  sixtyfour.n = 2;
+  expect(chosen(sixtyfour), "409 us, the SM90 plan 1314");
+  expect(!chosen(doubled(256, 8, {32, 32, 32})), "184 us, estimated 126");
   const Problem plain = with(up_block(16, 16, {64, 64, 64}), {3, 3, 3}, {1, 1, 1}, {1, 1, 1});
   expect(chosen(as(plain, kFloat, kLast, 2)), "165 us, the SM90 plan 238");
   expect(chosen(as(plain, kFloat, kFirst, 2)), "202 us, the SM90 plan 231");
