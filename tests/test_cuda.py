@@ -118,7 +118,6 @@ def test_kernels_and_paddings_of_the_sm90_plan(hopper, kernel):
         for precision in ("ieee", "tf32"):
             case = replace(block, precision=precision)
             check_sm90_or_small(case.plan(), 24)
-            assert precision == "tf32" or case.plan().algorithm == "sm90_implicit_gemm"
             check_like_eager(case)
 
 

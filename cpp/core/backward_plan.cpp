@@ -41,7 +41,7 @@ BackwardPlan select_backward_plan(const Problem& p, const Device& device, const 
     return plan;
   }
   plan.scaled = p.dtype == DType::kFloat32 && p.precision != Precision::kIEEE;
-  plan.split = p.dtype == DType::kFloat32 && p.precision == Precision::kIEEE;
+  plan.split = p.is_ieee();
   plan.grad_c_pitch = grad_c_pitch(p);
   if (plan.grad_x)
     plan.stages.insert(plan.stages.end(), plan.grad_x->stages.begin(), plan.grad_x->stages.end());

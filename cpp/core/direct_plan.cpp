@@ -82,13 +82,9 @@ double direct_us(const Problem& p, const DirectTiling& tiling) {
   return kLaunches + std::max(compute, x) + std::max(compute, x + y);
 }
 
-/// Whether products are to have float32's accuracy.
-bool is_ieee(const Problem& p) {
-  return p.dtype == DType::kFloat32 && p.precision == Precision::kIEEE;
-}
-
 /// cuDNN's convolution, benchmarked.
-double library_convolution_us(const Problem& p, const Work& work) {
+/// \param per_position us per million positions at least, without groups
+double library_convolution_us(const Problem& p, const Work& work, double per_position) {
   const bool half_width = size_of(p.dtype) == 2;
   if (p.groups > 1 && group_inputs(p) > 1) return work.outputs * (half_width ? 8 : 34);
   if (p.groups > 1) {
@@ -96,12 +92,6 @@ double library_convolution_us(const Problem& p, const Work& work) {
     return work.outputs * (half_width ? 15 + 1.5 * work.products : 10 + 7 * work.products);
   }
   const double positions = work.outputs / static_cast<double>(p.k);  // millions
-  // In full float32 of the one block that was timed with fewer than eight output channels (it has two) it is
-  // quicker.
-  constexpr std::int64_t kFewOutputs = 8;
-  constexpr double kOfFewOutputs = 100;
-  const double per_position =
-      is_ieee(p) && p.k < kFewOutputs ? kOfFewOutputs : library_us_per_million_positions(p);
   const double per_gflop = half_width ? 1.6 : p.precision == Precision::kTF32 ? 3.5 : 20;
   constexpr double kTile = 64;
   return per_position * positions * std::max(1.0, static_cast<double>(p.k) / kTile) +
@@ -118,11 +108,19 @@ double library_taps_us(const Problem& p) {
   return kPerTap * std::max(0.0, std::min(taps, kMost) - kFitted) * positions;
 }
 
-/// That and our passes after it.
-double library_us(const Problem& p) {
+/// cuDNN's convolution and our passes after it.
+/// \param few_channels as conv_transpose_few_channels_sm80 is compared with it
+double library_us(const Problem& p, bool few_channels) {
   constexpr double kConvolution = 12, kPasses = 10;
+  // At float32's accuracy it took 121, with what both constants are, of the one block that was timed with
+  // fewer than eight output channels.
+  constexpr std::int64_t kFewOutputs = 8;
+  constexpr double kOfFewOutputs = 100;
+  const double per_position =
+      few_channels && p.is_ieee() && p.k < kFewOutputs ? kOfFewOutputs : library_us_per_million_positions(p);
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype)) * kPerMs;
-  return kConvolution + kPasses + library_convolution_us(p, Work(p)) + (p.tail.norm ? 3 : 2) * y;
+  return kConvolution + kPasses + library_convolution_us(p, Work(p), per_position) +
+         (few_channels ? library_taps_us(p) : 0) + (p.tail.norm ? 3 : 2) * y;
 }
 
 /// Whether the estimates were compared with such convolutions: of 4 inputs and fewer per tap the direct
@@ -132,16 +130,27 @@ bool has_few_inputs(const Problem& p) {
   return group_inputs(p) <= kMostInputs;
 }
 
+/// Whether conv_transpose_few_channels_sm80 was compared with others on blocks of such channels at float32's
+/// accuracy.
+bool has_compared_channels_of_ieee(const Problem& p, const Device& device) {
+  // Elsewhere (8.6, 8.9, 12.0) TF32 is multiplied no quicker than float32, and this takes three products.
+  const int capability = device.compute_capability;
+  if (capability != 80 && capability / 10 != 9 && capability / 10 != 10) return false;
+  // Sums of fewer products show that the operands' last bits are left out, at 2 to 3.4 times float32's rms.
+  constexpr double kLeastProducts = 8;
+  const double products = static_cast<double>(p.c * volume(p.kernel)) / static_cast<double>(volume(p.stride));
+  // Of many inputs, less than two tiles of eight outputs, and stride 1, took 1.4 to 1.8 of their estimate.
+  constexpr std::int64_t kInputs = 128, kOutputs = 64, kFewInputs = 32, kTwoTiles = 16;
+  const bool many_fit = p.k >= kTwoTiles && p.stride != Extent3{1, 1, 1};
+  return products >= kLeastProducts && p.c <= (many_fit ? kInputs : kFewInputs) && p.k <= kOutputs;
+}
+
 /// Whether the estimates of the direct plan's kernel were compared with such convolutions.
-bool was_compared(const Problem& p, const Plan& direct) {
+bool was_compared(const Problem& p, const Device& device, const Plan& direct) {
   if (!direct.few_channels) return has_few_inputs(p);
   constexpr std::int64_t kInputs = 64, kOutputs = 32, kTaps = 4, kStride = 2;
-  // At float32's accuracy of more, but not of many inputs and less than two tiles of eight outputs, which
-  // took 1.4 to 1.8 of their estimate.
-  constexpr std::int64_t kSplitInputs = 128, kSplitOutputs = 64, kTwoTiles = 16;
-  const bool few = p.c <= kInputs && p.k <= kOutputs;
-  const bool few_split = is_ieee(p) && p.c <= kSplitInputs && p.k <= kSplitOutputs && p.k >= kTwoTiles;
-  return (few || few_split) && *std::max_element(p.kernel.begin(), p.kernel.end()) <= kTaps &&
+  const bool few = p.is_ieee() ? has_compared_channels_of_ieee(p, device) : p.c <= kInputs && p.k <= kOutputs;
+  return few && *std::max_element(p.kernel.begin(), p.kernel.end()) <= kTaps &&
          *std::max_element(p.stride.begin(), p.stride.end()) <= kStride;
 }
 
@@ -226,7 +235,7 @@ Plan direct_plan(const Problem& p, const Device& device) {
   FewChannelsLayout layout;
   if (few_channels_obstacle(p, device, layout).empty()) {
     const Plan few = few_channels_plan(p, layout);
-    const bool eligible = !device.forced_plan.empty() || was_compared(p, few);
+    const bool eligible = !device.forced_plan.empty() || was_compared(p, device, few);
     if (!plan || (eligible && few.estimated_direct_ms < plan->estimated_direct_ms)) plan = few;
   }
   if (!plan) throw std::logic_error("upconv3d: the direct plan has an obstacle, and was asked for");
@@ -239,22 +248,22 @@ Plan direct_plan(const Problem& p, const Device& device) {
   return *plan;
 }
 
-bool beats_library(const Problem& p, const Plan& direct) {
-  const double library = library_us(p) + (direct.few_channels ? library_taps_us(p) : 0);
-  return p.n > 0 && was_compared(p, direct) && direct.estimated_direct_ms < library / kPerMs;
+bool beats_library(const Problem& p, const Device& device, const Plan& direct) {
+  return p.n > 0 && was_compared(p, device, direct) &&
+         direct.estimated_direct_ms < library_us(p, direct.few_channels) / kPerMs;
 }
 
-bool beats_sm90(const Problem& p, const Plan& direct, const Plan& sm90) {
+bool beats_sm90(const Problem& p, const Device& device, const Plan& direct, const Plan& sm90) {
   const double ours = compared_ms(sm90);
-  if (p.n == 0 || !was_compared(p, direct)) return false;
+  if (p.n == 0 || !was_compared(p, device, direct)) return false;
   if (direct.few_channels) {
     // What the SM90 plan took of its estimate in such blocks, and beside it for packing and for transposed
-    // stores, in ms; stored with a stride, less than that (perf/NOTES.md, "Few channels by either plan"), but
-    // packing at float32's accuracy.
+    // stores, in ms. Stored with a stride it took no more than its estimate (perf/NOTES.md, "Few channels by
+    // either plan"), at float32's accuracy that and the packing.
     constexpr double kSeen = 1.13, kPacking = 0.025;
     const bool in_place = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
     const bool strided = p.stride != Extent3{1, 1, 1};
-    const double stored = ours + (is_ieee(p) ? kPacking : 0);
+    const double stored = ours + (p.is_ieee() ? kPacking : 0);
     const double whole = in_place || (strided && !sm90.twice) ? stored : kSeen * ours + kPacking;
     return direct.estimated_direct_ms < less_for_half_blocks(p, sm90, in_place) * whole;
   }

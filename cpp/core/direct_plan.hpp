@@ -18,9 +18,9 @@ std::string direct_obstacle(const Problem& problem, const Device& device);
 Plan direct_plan(const Problem& problem, const Device& device);
 
 /// Whether the direct plan is expected to be quicker than PyTorch's convolution with our passes after it.
-bool beats_library(const Problem& problem, const Plan& direct);
+bool beats_library(const Problem& problem, const Device& device, const Plan& direct);
 
 /// Whether it is expected to be quicker than the SM90 plan `sm90`.
-bool beats_sm90(const Problem& problem, const Plan& direct, const Plan& sm90);
+bool beats_sm90(const Problem& problem, const Device& device, const Plan& direct, const Plan& sm90);
 
 }  // namespace upconv3d

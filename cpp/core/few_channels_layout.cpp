@@ -48,7 +48,7 @@ std::int64_t chunk_elements(const Problem& p) {
 
 /// Of the tensor cores for each of the convolution's: float32's accuracy takes three of TF32.
 int product_count(const Problem& p) {
-  return p.dtype == DType::kFloat32 && p.precision == Precision::kIEEE ? 3 : 1;
+  return p.is_ieee() ? 3 : 1;
 }
 
 /// Whether rows of y begin between two boundaries of its sectors.
@@ -187,7 +187,7 @@ struct TileWork {
 /// channels at float32's accuracy").
 void set_estimate(const Problem& p, FewChannelsLayout& layout) {
   constexpr double kPerMs = 1e3;
-  const bool is_float = p.dtype == DType::kFloat32, splits = product_count(p) == 3;
+  const bool is_float = p.dtype == DType::kFloat32, splits = p.is_ieee();
   const bool rows = p.y_layout == Layout::kNDHWC;
   const bool copies = p.x_layout == Layout::kNDHWC && p.c % chunk_elements(p) == 0 && p.x_aligned;
   const TileWork tile(layout);

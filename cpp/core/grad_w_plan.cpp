@@ -150,7 +150,7 @@ std::vector<GradWPlan> grad_w_candidates(const Problem& p, const Device& device,
                                          const std::vector<GradWInstance>& instances) {
   std::vector<GradWPlan> candidates;
   if (!find_obstacle(p, device).empty()) return candidates;
-  const bool split = p.dtype == DType::kFloat32 && p.precision == Precision::kIEEE;
+  const bool split = p.is_ieee();
   const DType wanted = p.dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
   constexpr int kChoices = 8;  // of moves_x
   for (const GradWInstance& instance : instances) {

@@ -27,7 +27,7 @@ Problem grad_x_problem(const Problem& block);
 /// operand_channels; a SplitRow of float32's accuracy has as many as before(conv), so that it may take its
 /// place.
 inline std::int64_t grad_c_pitch(const Problem& block) {
-  const bool split = block.dtype == DType::kFloat32 && block.precision == Precision::kIEEE;
+  const bool split = block.is_ieee();
   return split ? padded_channels(block.k) : ceil_div(block.k, kSectorChannels) * kSectorChannels;
 }
 

@@ -96,11 +96,13 @@ double held_normalization(const Problem& p, const Traffic& mb) {
   return kLaunch + per_mb * mb.y;
 }
 
-/// Three launches, where one cannot hold the result: of one block, pointwise, of float32 in channels_last_3d,
-/// whose result has 20 MB (perf/NOTES.md, "Few channels at float32's accuracy").
+/// Three launches, where one cannot hold the result because it is larger than what that takes: of one block,
+/// pointwise, of float32 in channels_last_3d, whose result has 20 MB (perf/NOTES.md, "Few channels at
+/// float32's accuracy").
 std::optional<double> normalization_in_launches(const Problem& p, const Traffic& mb) {
-  constexpr double kLaunches = 8, kPerMB = 0.75, kMostMB = 24;
-  const bool timed = p.dtype == DType::kFloat32 && p.y_layout == Layout::kNDHWC && is_pointwise(p);
+  constexpr double kLaunches = 8, kPerMB = 0.75, kLeastMB = 16, kMostMB = 24;
+  const bool timed = p.tail.norm && p.dtype == DType::kFloat32 && p.y_layout == Layout::kNDHWC &&
+                     is_pointwise(p) && mb.y > kLeastMB;
   if (!timed || mb.y > kMostMB) return std::nullopt;
   return kLaunches + kPerMB * mb.y;
 }

@@ -76,6 +76,9 @@ struct Problem {
   /// Output positions of one sample, Z*P*Q.
   std::int64_t positions() const { return volume(out()); }
 
+  /// Whether products are to have float32's accuracy.
+  bool is_ieee() const { return dtype == DType::kFloat32 && precision == Precision::kIEEE; }
+
   /// Multiplications and additions that touch an input value: 2*N*(C/groups)*K*(taps that hit the output).
   double useful_flops() const;
 };

@@ -151,7 +151,7 @@ std::optional<Plan> choose_direct(const Problem& p, const Device& device, const 
     return std::nullopt;
   }
   Plan plan = direct_plan(p, device);
-  const bool quicker = other ? beats_sm90(p, plan, *other) : beats_library(p, plan);
+  const bool quicker = other ? beats_sm90(p, device, plan, *other) : beats_library(p, device, plan);
   if (!quicker) return std::nullopt;
   plan.reason = concat(reason, separator, plan.reason);
   return plan;

@@ -279,6 +279,15 @@ void test_choice() {
   sixtyfour.n = 2;
   expect(chosen(sixtyfour), "409 us, the SM90 plan 1314");
   expect(!chosen(doubled(256, 8, {32, 32, 32})), "184 us, estimated 126");
+  expect(!chosen(doubled(64, 3, {48, 48, 48})), "as many inputs of few outputs");
+  expect(!chosen(ieee(with(up_block(64, 16, {48, 48, 48}), {3, 3, 3}, {1, 1, 1}, {1, 1, 1}), kFirst)),
+         "578 us, estimated 413");
+  expect(chosen(doubled(8, 16, {96, 96, 96})) && !chosen(doubled(7, 16, {96, 96, 96})),
+         "eight products of an output show no operand's last bits");
+  Device ada = hopper();
+  ada.compute_capability = 89;
+  const Plan elsewhere = select_plan(ieee(vnet, kFirst), ada, all_compiled());
+  expect(!elsewhere.few_channels, "TF32 is no quicker than float32 there");
   const Problem plain = with(up_block(16, 16, {64, 64, 64}), {3, 3, 3}, {1, 1, 1}, {1, 1, 1});
   expect(chosen(as(plain, kFloat, kLast, 2)), "165 us, the SM90 plan 238");
   expect(chosen(as(plain, kFloat, kFirst, 2)), "202 us, the SM90 plan 231");

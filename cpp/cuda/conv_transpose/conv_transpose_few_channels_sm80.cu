@@ -140,7 +140,7 @@ void launch_few_channels(const ConvTransposeDirectParams& from, const FewChannel
     case DType::kFloat16:
       return launch_few_channels_f16(params, layout, output, stream);
     case DType::kFloat32:
-      if (from.problem.precision == Precision::kIEEE) {
+      if (from.problem.is_ieee()) {
         return launch_few_channels_f32x3(params, layout, output, stream);
       }
       return launch_few_channels_f32(params, layout, output, stream);

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <type_traits>
 
 #include "cuda/conv_transpose/few_channels_operands_sm80.cuh"
@@ -55,7 +54,7 @@ struct OperandWords {
 };
 
 /// Of three products, floats as TF32 and what that leaves over, of which the tensor cores read as many bits:
-/// 22 of 24 in all.
+/// of four floats three are whole so, the others off by one unit of their last bit.
 template <int kWords>
 struct OperandWords<kWords, 3> {
   std::uint32_t hi[kWords], lo[kWords];
@@ -65,9 +64,10 @@ struct OperandWords<kWords, 3> {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       const float v = __uint_as_float(words[i]);
-      // Infinity less infinity is NaN: what is not finite is all in lo.
-      const bool is_finite = fabsf(v) < std::numeric_limits<float>::infinity();
-      hi[i] = is_finite ? (words[i] + kHalfUnit) & ~kFraction : 0u;
+      // Infinity less infinity is NaN: what is, or would be rounded to, infinity is all in lo, which TF32's
+      // bits of the latter are enough for. So infinity times infinity is NaN.
+      constexpr float kRoundedToInfinity = 0x1.ffep127f;
+      hi[i] = fabsf(v) < kRoundedToInfinity ? (words[i] + kHalfUnit) & ~kFraction : 0u;
       lo[i] = __float_as_uint(v - __uint_as_float(hi[i]));
     }
   }

@@ -36,8 +36,8 @@ struct FewTraits {
   static constexpr bool STAGED = kStaged;
   static constexpr int ROW_TILES = few_row_tiles(kColumnTiles, kPaired, kProducts);
   static constexpr int COLUMNS = 8 * kColumnTiles;
-  // Of a multiprocessor: the fewest accumulators, 32 and little beside them, leave registers for three.
-  // 64 accumulators, or 32 and the parts of operands, beside 16 sums leave 128 registers too few.
+  // Of a multiprocessor: the fewest accumulators, 32 at most and little beside them, leave registers for
+  // three. 64 accumulators, or 32 and the parts of operands, beside 16 sums leave 128 registers too few.
   static constexpr int BLOCKS = kColumnTiles == 1                                              ? 3
                                 : kOutput || kColumnTiles * (kProducts == 3 ? 2 : kPaired) < 8 ? 2
                                                                                                : 1;

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a small block runs cuDNN's convolution: selection without a GPU, as in test_select_plan.py."""
+
+import pytest
+from test_select_plan import ALONE, facts, plan_of
+
+# Real decoder blocks: x [2,384,6^3], [2,256,8x8x4] and, with norm groups of one channel, [2,320,4^3]
+SMALL_BLOCKS = {
+    "unet-384": {"n": 2, "c": 384, "k": 64, "extent": (6, 6, 6), "num_groups": 2},
+    "vnet-256": {"n": 2, "c": 256, "k": 128, "extent": (8, 8, 4), "kernel": (2, 2, 2)},
+    "instance-norm": {"n": 2, "c": 320, "k": 320, "extent": (4, 4, 4), "num_groups": 320},
+}
+
+
+@pytest.mark.parametrize("name", SMALL_BLOCKS)
+def test_small_blocks_take_the_library_and_one_launch(name):
+    def plan(**changes):
+        defaults = {"stride": [2, 2, 2], "weight_layout": "NDHWC"}
+        device = {key: changes.pop(key) for key in ("forced_plan",) if key in changes}
+        return plan_of(facts(**SMALL_BLOCKS[name] | defaults | changes), **device)
+
+    for changes in ({}, {"dtype": "float16"}, {"dtype": "float32", "precision": "tf32"}):
+        small = plan(**changes)
+        assert small.algorithm == "cuda_library" and small.kernel is None
+        assert small.stages == ("aten::convolution", "activation_group_norm_held")
+        assert "a small block: cuDNN's convolution is expected to take" in small.reason
+        # cuDNN would copy x, w and the result; two launches of ours do.
+        planes = plan(**changes, layout="NCDHW", weight_layout="NCDHW")
+        assert planes.stages == ("channels_last_copies", *small.stages)
+        assert planes.conv_layout == "NDHWC" and planes.problem["y_layout"] == "NCDHW"
+    # cuDNN has no quick convolution for these.
+    for changes in ({"dtype": "float32"}, {"dilation": [2, 2, 2]}):
+        assert plan(**changes).algorithm == "sm90_implicit_gemm"
+    assert plan(training=True).algorithm == "sm90_implicit_gemm" and plan(training=True).keeps_activation
+    assert plan(forced_plan="sm90").algorithm == "sm90_implicit_gemm"
+
+
+# Of which the schedule of the SM90 plan expects less than its older estimate, and than the library's.
+SCHEDULED_BLOCKS = {
+    "short-rows": {"n": 2, "c": 64, "k": 32, "extent": (48, 48, 48), "padding": [1, 1, 1]},
+    "kernel-7": {"n": 1, "c": 32, "k": 32, "extent": (32, 32, 32), "kernel": (7, 7, 7), "padding": [3, 3, 3]},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULED_BLOCKS)
+def test_small_blocks_of_stride_1_are_compared_by_their_schedule(name):
+    def plan(**changes):
+        return plan_of(facts(**SCHEDULED_BLOCKS[name] | {"weight_layout": "NDHWC"} | changes))
+
+    for dtype in ("bfloat16", "float16"):
+        assert plan(dtype=dtype).algorithm == "sm90_implicit_gemm"
+    # Of half the extent the library's two launches are the shorter ones.
+    extent = SCHEDULED_BLOCKS[name]["extent"]
+    assert plan(extent=tuple(e // 2 for e in extent)).algorithm == "cuda_library"
+
+
+def test_pointwise_blocks_are_not_compared_by_their_schedule():
+    block = {"n": 4, "c": 256, "k": 48, "extent": (16, 32, 32), "kernel": (1, 1, 1), "num_groups": 48}
+    assert plan_of(facts(**block)).algorithm == "cuda_library"
+
+
+def test_pointwise_blocks_in_ncdhw_need_no_copies():
+    block = {"n": 1, "c": 256, "k": 256, "extent": (64, 64, 5), "kernel": (1, 1, 1), "num_groups": 32}
+    for changes in ({"dtype": "bfloat16"}, {"dtype": "float32", "precision": "tf32"}):
+        plan = plan_of(facts(**block, layout="NCDHW", **changes))
+        assert plan.stages == ("aten::convolution", "activation_group_norm_held")
+        assert plan.conv_layout == "NCDHW" and "a small block" in plan.reason
+
+
+def test_a_pointwise_result_that_one_launch_cannot_hold_takes_three():
+    """Of float32 in channels_last_3d and 20 MB; packing alone takes the SM90 plan longer."""
+    block = {"n": 1, "c": 256, "k": 256, "extent": (64, 64, 5), "kernel": (1, 1, 1), "num_groups": 32}
+    block |= {"dtype": "float32", "precision": "tf32"}
+    plan = plan_of(facts(**block))
+    assert plan.algorithm == "cuda_library" and "and three launches after it" in plan.reason
+    assert plan.stages[1:] == ("activation_moments", "group_norm_finalize", "group_norm_normalize")
+    for extent in ((64, 64, 8), (64, 64, 3)):  # 34 and 13 MB, of which one launch holds the latter
+        other = plan_of(facts(**block | {"extent": extent}))
+        assert "three launches" not in other.reason
+    assert plan_of(facts(**block | {"extent": (64, 64, 8)})).algorithm == "sm90_implicit_gemm"
+    assert plan_of(facts(**block) | ALONE).algorithm == "sm90_implicit_gemm"
+
+
+def test_large_blocks_keep_their_kernel():
+    """Where the SM90 plan's fixed time is a small part of it, and where no launch can hold the result."""
+    for n in (4, 16):
+        assert plan_of(facts(n=n, weight_layout="NDHWC")).algorithm == "sm90_implicit_gemm"
+    forced = plan_of(facts(weight_layout="NDHWC"), forced_plan="library")
+    assert forced.stages[1:] == ("activation_moments", "group_norm_finalize", "group_norm_normalize")
+
+
+def test_weights_in_another_order_are_copied_by_pytorch():
+    """The copy of a large weight at every call takes longer than the SM90 plan's packing."""
+    block = {"n": 1, "c": 1024, "k": 512, "extent": (5, 10, 10), "stride": [2, 2, 2], "padding": [1, 1, 1]}
+    assert plan_of(facts(**block, weight_layout="NDHWC")).algorithm == "cuda_library"
+    assert plan_of(facts(**block, weight_layout="NCDHW")).algorithm == "sm90_implicit_gemm"
