@@ -64,8 +64,8 @@ struct OperandWords<kWords, 3> {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       const float v = __uint_as_float(words[i]);
-      // Infinity less infinity is NaN: what is, or would be rounded to, infinity is all in lo, which TF32's
-      // bits of the latter are enough for. So infinity times infinity is NaN.
+      // Infinity less infinity is NaN: infinity, and what TF32 would round to it, is all in lo, the latter to
+      // TF32's digits. So infinity times infinity is NaN.
       constexpr float kRoundedToInfinity = 0x1.ffep127f;
       hi[i] = fabsf(v) < kRoundedToInfinity ? (words[i] + kHalfUnit) & ~kFraction : 0u;
       lo[i] = __float_as_uint(v - __uint_as_float(hi[i]));
