@@ -13,8 +13,8 @@
 /// nothing is packed before. An implicit GEMM whose rows are positions j of core/few_channels_layout.hpp,
 /// whose columns are output channels, by mma.sync m16n8k16, of float as TF32 by m16n8k8, or by three of these
 /// for float32's accuracy. From one box of x, a block computes all phases of the stride, so that they are
-/// written next to each other. Where rows of y [N,K,Z,P,Q] are odd, the output pass may have tiles of its own,
-/// of whole rows, that it collects in shared memory first (few_channels_stage_sm80.cuh).
+/// written next to each other. Where rows of y [N,K,Z,P,Q] are odd, the output pass may have tiles of its
+/// own, of whole rows, that it collects in shared memory first (few_channels_stage_sm80.cuh).
 ///
 /// Blocks take tiles in turn, each its own, and keep their weights. A tile's moments are its own, so part
 /// needs no atomics and results repeat bit for bit.
