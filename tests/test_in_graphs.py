@@ -5,6 +5,7 @@ import pytest
 import torch
 import upconv3d
 from functorch.compile import make_boxed_func
+from test_select_plan import facts, plan_of
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config
@@ -132,6 +133,16 @@ def _is_small_kind(model, x, training):
     plans = (plan(False), plan(training))
     few = "conv_transpose_few_channels_sm80"
     return any(p.algorithm == "cuda_library" or few in p.stages for p in plans)
+
+
+@pytest.mark.parametrize(("precision", "is_left"), [("tf32", True), ("ieee", False)])
+def test_few_channels_are_left_but_at_float32s_accuracy(precision, is_left):
+    """By the plan alone, without a GPU."""
+    block = {"n": 1, "c": 16, "k": 8, "extent": (32, 32, 32), "stride": [2, 2, 2], "padding": [1, 1, 1]}
+    plan = plan_of(facts(**block, dtype="float32", precision=precision))
+    kind = {"algorithm": plan.algorithm, "stages": plan.stages}
+    assert "conv_transpose_few_channels_sm80" in plan.stages
+    assert _in_graphs._is_small_kind(kind, precision == "ieee") == is_left
 
 
 @pytest.mark.parametrize("low", [None, torch.bfloat16, torch.float16], ids=str)

@@ -133,7 +133,8 @@ bool has_few_inputs(const Problem& p) {
 /// Whether conv_transpose_few_channels_sm80 was compared with others on blocks of such channels at float32's
 /// accuracy.
 bool has_compared_channels_of_ieee(const Problem& p, const Device& device) {
-  // Elsewhere (8.6, 8.9, 12.0) TF32 is multiplied no quicker than float32, and this takes three products.
+  // Elsewhere (8.6, 8.9, 12.0) TF32's rate is float32's or twice that, by the cards' data sheets, and this
+  // takes three products.
   const int capability = device.compute_capability;
   if (capability != 80 && capability / 10 != 9 && capability / 10 != 10) return false;
   // Sums of fewer products show that the operands' last bits are left out, at 2 to 3.4 times float32's rms.

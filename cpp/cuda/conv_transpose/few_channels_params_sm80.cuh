@@ -38,9 +38,8 @@ struct FewTraits {
   static constexpr int COLUMNS = 8 * kColumnTiles;
   // Of a multiprocessor: the fewest accumulators, 32 at most and little beside them, leave registers for
   // three. 64 accumulators, or 32 and the parts of operands, beside 16 sums leave 128 registers too few.
-  static constexpr int BLOCKS = kColumnTiles == 1                                              ? 3
-                                : kOutput || kColumnTiles * (kProducts == 3 ? 2 : kPaired) < 8 ? 2
-                                                                                               : 1;
+  static constexpr bool FILLS_REGISTERS = !kOutput && kColumnTiles == 4 && (kPaired == 2 || kProducts == 3);
+  static constexpr int BLOCKS = kColumnTiles == 1 ? 3 : FILLS_REGISTERS ? 1 : 2;
   static constexpr int RUN = 2 * kColumnTiles;       // neighbouring channels that a thread has
   static constexpr int CHUNK = 16 / int(sizeof(T));  // input channels of 16 bytes
   // Weights of a step and phase; 16 bytes more, so that those of neighbouring taps lie in different banks.
