@@ -13,6 +13,7 @@
 #include "core/few_channels_layout.hpp"
 #include "core/index_math.hpp"
 #include "core/library_plan.hpp"
+#include "core/sm90_compared.hpp"
 #include "core/sm90_plan.hpp"
 #include "core/text.hpp"
 
@@ -99,10 +100,10 @@ double library_convolution_us(const Problem& p, const Work& work, double per_pos
 }
 
 /// What cuDNN's convolution of few channels takes beyond library_convolution_us, which was fitted to 27/8
-/// taps per output: of one block of 27 taps. Not of more taps, nor of others than
-/// conv_transpose_few_channels_sm80 was compared with.
+/// taps per output: of blocks of 27 to 125 taps. Not of others than conv_transpose_few_channels_sm80 was
+/// compared with.
 double library_taps_us(const Problem& p) {
-  constexpr double kPerTap = 10, kFitted = 27.0 / 8, kMost = 27;  // us per million positions
+  constexpr double kPerTap = 10, kFitted = 27.0 / 8, kMost = 125;  // us per million positions
   const double taps = static_cast<double>(volume(p.kernel)) / static_cast<double>(volume(p.stride));
   const double positions = static_cast<double>(p.n * p.positions()) / kMillion;
   return kPerTap * std::max(0.0, std::min(taps, kMost) - kFitted) * positions;
@@ -149,7 +150,7 @@ bool has_compared_channels_of_ieee(const Problem& p, const Device& device) {
 /// Whether the estimates of the direct plan's kernel were compared with such convolutions.
 bool was_compared(const Problem& p, const Device& device, const Plan& direct) {
   if (!direct.few_channels) return has_few_inputs(p);
-  constexpr std::int64_t kInputs = 64, kOutputs = 32, kTaps = 4, kStride = 2;
+  constexpr std::int64_t kInputs = 64, kOutputs = 32, kTaps = 7, kStride = 4;
   const bool few = p.is_ieee() ? has_compared_channels_of_ieee(p, device) : p.c <= kInputs && p.k <= kOutputs;
   return few && *std::max_element(p.kernel.begin(), p.kernel.end()) <= kTaps &&
          *std::max_element(p.stride.begin(), p.stride.end()) <= kStride;
@@ -213,6 +214,17 @@ Plan few_channels_plan(const Problem& p, const FewChannelsLayout& layout) {
   return plan;
 }
 
+/// What the SM90 plan took beside that, in ms, of fewer input channels than half a k-block has, in 16 bit, so
+/// that the rest of each is zeros: 4 to 44 us of five blocks of 16 and 24 with a stride and bfloat16 in
+/// place, 20 to 30 in NCDHW.
+double of_padding(const Problem& p, bool in_place) {
+  constexpr std::int64_t kHalf = kBlockInputs / 2;
+  constexpr double kInPlace = 0.010, kPacked = 0.025;
+  const bool strided = p.stride != Extent3{1, 1, 1};
+  if (p.c >= kHalf || size_of(p.dtype) != 2 || !strided || p.kernel == p.stride) return 0;
+  return in_place ? kInPlace : kPacked;
+}
+
 /// What the SM90 plan with half k-blocks takes of what beats_sm90 expects of whole ones: the same for kernel
 /// = stride and for stored blocks, less for others that are computed twice, most where operands are packed
 /// (perf/NOTES.md, "Few channels by either plan", has the times behind it).
@@ -255,17 +267,22 @@ bool beats_library(const Problem& p, const Device& device, const Plan& direct) {
 }
 
 bool beats_sm90(const Problem& p, const Device& device, const Plan& direct, const Plan& sm90) {
-  const double ours = compared_ms(sm90);
   if (p.n == 0 || !was_compared(p, device, direct)) return false;
+  const double ours = compared_ms(sm90) * dilated_share(p, sm90);
   if (direct.few_channels) {
     // What the SM90 plan took of its estimate in such blocks, and beside it for packing and for transposed
     // stores, in ms. Stored with a stride it took no more than its estimate (perf/NOTES.md, "Few channels by
-    // either plan"), at float32's accuracy that and the packing.
-    constexpr double kSeen = 1.13, kPacking = 0.025;
+    // either plan"), at float32's accuracy that and the packing; of long strides, computed twice in place,
+    // and dilated, 16 to 23 us more ("What the limits of plans cost").
+    constexpr double kSeen = 1.13, kPacking = 0.025, kUnusual = 0.018;
+    constexpr std::int64_t kLongStride = 3;
     const bool in_place = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
     const bool strided = p.stride != Extent3{1, 1, 1};
-    const double stored = ours + (p.is_ieee() ? kPacking : 0);
-    const double whole = in_place || (strided && !sm90.twice) ? stored : kSeen * ours + kPacking;
+    const bool is_long = *std::max_element(p.stride.begin(), p.stride.end()) >= kLongStride && sm90.twice;
+    const bool unusual = is_long || p.dilation != Extent3{1, 1, 1};
+    const double stored = ours + (p.is_ieee() ? kPacking : unusual ? kUnusual : 0);
+    const double whole =
+        (in_place || (strided && !sm90.twice) ? stored : kSeen * ours + kPacking) + of_padding(p, in_place);
     return direct.estimated_direct_ms < less_for_half_blocks(p, sm90, in_place) * whole;
   }
   // That, in ms, and by how much this one is to be ahead.

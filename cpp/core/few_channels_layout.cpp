@@ -51,9 +51,29 @@ int product_count(const Problem& p) {
   return p.is_ieee() ? 3 : 1;
 }
 
-/// Whether rows of y begin between two boundaries of its sectors.
-bool has_odd_rows(const Problem& p) {
-  return p.y_layout == Layout::kNCDHW && p.out()[2] % 2 != 0;
+/// What a store of 8 positions, or as many pairs, takes in us of all multiprocessors together because it
+/// fills sectors of y only in part: in odd rows one in three pieces, else where rows begin amid a sector, or
+/// where neighbours are no pair, 15 to 34 (perf/NOTES.md, "Few channels" and "What the limits of plans
+/// cost").
+double us_of_pieces(const Problem& p, const FewChannelsLayout& layout) {
+  constexpr double kOddPairs = 72e-6, kInPart = 25e-6;
+  constexpr std::int64_t kSectorBytes = 32;
+  if (p.y_layout != Layout::kNCDHW) return 0;
+  const std::int64_t width = p.out()[2];
+  if (width % 2 != 0) return kOddPairs;
+  const bool fills = layout.paired == p.stride[2] && 8 * layout.paired * size_of(p.dtype) >= kSectorBytes;
+  return fills && width * size_of(p.dtype) % kSectorBytes == 0 ? 0 : kInPart;
+}
+
+/// By how much longer tiles take whose warps leave a multiprocessor mostly empty: 1.5 where four have work
+/// and 1.8 where two do, of 11 blocks that took 1.3 to 2.3 of what they were estimated at without it.
+double idle_warps(const FewChannelsLayout& layout) {
+  constexpr std::int64_t kHalf = 113 * 1024;  // of an H200's shared memory, two blocks' share
+  constexpr double kPerWarp = 0.13;
+  const int groups =
+      std::max(1, std::min(static_cast<int>(layout.groups.size()), kFewWarps / layout.row_warps));
+  const int warps = groups * layout.row_warps * (layout.shared_bytes > kHalf ? 1 : 2);
+  return 1 + kPerWarp * std::max(0, kFewWarps - warps);
 }
 
 /// What does not depend on the tile.
@@ -202,23 +222,24 @@ void set_estimate(const Problem& p, FewChannelsLayout& layout) {
                                  (copies ? 0.27e-3 : 1.38e-3) * tile.chunks;
   // 32 columns, of half the positions per warp, took 1.04 to 1.5 of the rest.
   const double wide = layout.column_tiles == 4 ? 1.12 : 1.0;
-  layout.moments_ms = wide * (6.5 + 0.044 * units + tiles * moments_of_tile) / kPerMs;
-  // Odd rows of y are written in pieces that share sectors: of 8 positions or pairs, which begin and end in
-  // such, or where staged of whole rows, whose values go through shared memory for that. kPiece is what
-  // pairs' took; kStaged was not measured (perf/NOTES.md, "Few channels").
-  constexpr double kPiece = 72e-6, kStaged = 0.025e-3;
+  const double idle = idle_warps(layout);
+  layout.moments_ms = wide * (6.5 + 0.044 * units + tiles * idle * moments_of_tile) / kPerMs;
+  // Pieces of y that share sectors: of 8 positions or pairs, or where staged of whole rows, whose values go
+  // through shared memory for that. kStaged was not measured by itself.
+  constexpr double kRun = 72e-6, kStaged = 0.025e-3;
   const double piece_values = 8.0 * layout.paired;
   double pieces = 0;
   if (layout.staged) {
-    pieces = kPiece * static_cast<double>(p.n * p.k) * static_cast<double>(p.out()[0] * layout.tiles[1]) +
+    pieces = kRun * static_cast<double>(p.n * p.k) * static_cast<double>(p.out()[0] * layout.tiles[1]) +
              tiles * kStaged * tile.values;
-  } else if (has_odd_rows(p)) {
-    pieces = kPiece / piece_values * static_cast<double>(p.n * p.k) * static_cast<double>(p.positions());
+  } else {
+    pieces = us_of_pieces(p, layout) / piece_values * static_cast<double>(p.n * p.k) *
+             static_cast<double>(p.positions());
   }
   const double of_value = is_float ? 0.093e-3 : rows ? 0.043e-3 : 0.077e-3;
   const double output_of_tile = 0.5 + of_output_product * tile.products + of_value * tile.values +
                                 (copies ? 0.1e-3 : 1.03e-3) * tile.chunks;
-  layout.output_ms = wide * (9.2 + 0.0145 * units + pieces + tiles * output_of_tile) / kPerMs;
+  layout.output_ms = wide * (9.2 + 0.0145 * units + pieces + tiles * idle * output_of_tile) / kPerMs;
 }
 
 }  // namespace
@@ -343,7 +364,7 @@ bool set_tile_of_both(const Problem& p, FewChannelsLayout& layout) {
 
 /// Gives the output pass tiles of whole rows where that is estimated to be quicker.
 void set_staged_output(const Problem& p, FewChannelsLayout& layout) {
-  if (!has_odd_rows(p)) return;
+  if (us_of_pieces(p, layout) == 0) return;
   Extent3 halo{};
   for (int axis = 0; axis < 3; ++axis) halo[axis] = layout.box[axis] - layout.tile[axis];
   const std::int64_t width[] = {ceil_div(p.out()[2], p.stride[2])};

@@ -9,6 +9,7 @@
 
 #include "core/held_norm.hpp"
 #include "core/index_math.hpp"
+#include "core/sm90_compared.hpp"
 #include "core/sm90_plan.hpp"
 #include "core/text.hpp"
 
@@ -51,19 +52,48 @@ bool has_uneven_phases(const Problem& p) {
   return uneven;
 }
 
-/// cuDNN's deterministic convolution of channels_last_3d, benchmarked. Output channels fill its tiles as they
-/// do ours.
+/// GFLOP of cuDNN's tiles, which output channels fill as they do ours, and input channels up to 64, of
+/// TF32 32. Of strides fewer than 32 inputs took it twice as long, and of long ones it multiplies the zeros
+/// between inputs, at twice its rate (perf/NOTES.md, "What the limits of plans cost").
+double library_gflops(const Problem& p) {
+  constexpr std::int64_t kTileChannels = 64, kInputs = 64, kFloatInputs = 32, kLongStride = 3;
+  constexpr double kStridedFew = 2, kRateOfZeros = 2, kFilledUp = 0.75;
+  const bool half_width = size_of(p.dtype) == 2;
+  const std::int64_t channels = group_inputs(p),
+                     longest = *std::max_element(p.stride.begin(), p.stride.end());
+  const double outputs = static_cast<double>(ceil_div(p.k, kTileChannels) * kTileChannels);
+  const double inputs = static_cast<double>(std::max(channels, half_width ? kInputs : kFloatInputs));
+  const double of_useful = outputs / static_cast<double>(p.k) * inputs / static_cast<double>(channels);
+  const double gflops = p.useful_flops() * 1e-9 * of_useful;
+  if (longest >= kLongStride && volume(p.kernel) > 1) {
+    const double taps = static_cast<double>(volume(p.kernel));
+    const double products = static_cast<double>(p.n * p.positions()) * taps * outputs * inputs;
+    return std::max(gflops, 2e-9 * products / kRateOfZeros);
+  }
+  if (longest > 1) return (channels < kFloatInputs && p.k <= kTileChannels ? kStridedFew : 1) * gflops;
+  return (half_width && channels < kInputs ? kFilledUp : 1) * gflops;
+}
+
+/// cuDNN's deterministic convolution of channels_last_3d, benchmarked.
 double library_convolution(const Problem& p, const Traffic& mb) {
   constexpr double kLaunch = 12, kStrided = 3, kUneven = 7;
   constexpr double kWeightPerMB = 0.6, kTensorPerMB = 0.25;
-  constexpr std::int64_t kTileChannels = 64;
   const bool is_float = p.dtype == DType::kFloat32;
-  const double per_gflop = is_float ? 3.5 : 1.6;
-  const double padded = static_cast<double>(ceil_div(p.k, kTileChannels) * kTileChannels);
-  const double gflops = p.useful_flops() * 1e-9 * padded / static_cast<double>(p.k);
+  const double per_gflop = p.is_ieee() ? 20 : is_float ? 3.5 : 1.6;
+  const double gflops = library_gflops(p);
   return kLaunch + (p.stride != Extent3{1, 1, 1} ? kStrided : 0) +
          (is_float && has_uneven_phases(p) ? kUneven : 0) + per_gflop * gflops + kWeightPerMB * mb.w +
          kTensorPerMB * (mb.x + mb.y);
+}
+
+/// What cuDNN takes beside that for each tap in TF32, of fewer than 64 inputs: fitted to two blocks of 125
+/// taps.
+double library_taps(const Problem& p) {
+  constexpr std::int64_t kInputs = 64;
+  constexpr double kPerTap = 10e-6;
+  if (p.dtype != DType::kFloat32 || group_inputs(p) >= kInputs) return 0;
+  const double taps = static_cast<double>(volume(p.kernel)) / static_cast<double>(volume(p.stride));
+  return kPerTap * taps * static_cast<double>(p.n * p.positions());
 }
 
 bool is_pointwise(const Problem& p) {
@@ -96,49 +126,69 @@ double held_normalization(const Problem& p, const Traffic& mb) {
   return kLaunch + per_mb * mb.y;
 }
 
-/// Three launches, where one cannot hold the result because it is larger than what that takes: of one block,
-/// pointwise, of float32 in channels_last_3d, whose result has 20 MB (perf/NOTES.md, "Few channels at
-/// float32's accuracy").
+/// Three launches, where one cannot hold the result because it is larger than what that takes: of two blocks
+/// of float32 in channels_last_3d, whose results have 20 and 21 MB (perf/NOTES.md, "Few channels at float32's
+/// accuracy" and "What the limits of plans cost").
 std::optional<double> normalization_in_launches(const Problem& p, const Traffic& mb) {
   constexpr double kLaunches = 8, kPerMB = 0.75, kLeastMB = 16, kMostMB = 24;
-  const bool timed = p.tail.norm && p.dtype == DType::kFloat32 && p.y_layout == Layout::kNDHWC &&
-                     is_pointwise(p) && mb.y > kLeastMB;
+  const bool timed =
+      p.tail.norm && p.dtype == DType::kFloat32 && p.y_layout == Layout::kNDHWC && mb.y > kLeastMB;
   if (!timed || mb.y > kMostMB) return std::nullopt;
   return kLaunches + kPerMB * mb.y;
 }
 
-/// Whether the estimates above were compared with measurements of such convolutions.
-bool was_compared(const Problem& p) {
+/// The three launches in 16 bit, of one block of 58 MB.
+double long_normalization_in_launches(const Traffic& mb) {
+  constexpr double kLaunches = 8, kPerMB = 0.85;
+  return kLaunches + kPerMB * mb.y;
+}
+
+/// Whether the estimates above were compared with measurements of such convolutions, but for dilation.
+bool was_compared_undilated(const Problem& p) {
   const bool tensor_cores = p.dtype != DType::kFloat32 || p.precision == Precision::kTF32;
   const bool whole = p.c % kChannelUnit == 0 && p.k % kChannelUnit == 0 && p.c >= 32 && p.k >= 16;
   // cuDNN's copy of a NCDHW x lies as it wants it, and so does ours.
   const bool aligned = p.x_aligned || (p.x_layout == Layout::kNCDHW && !is_pointwise(p));
-  return tensor_cores && whole && p.groups == 1 && p.dilation == Extent3{1, 1, 1} && aligned &&
-         p.x_layout == p.y_layout && *std::max_element(p.stride.begin(), p.stride.end()) <= 2;
+  return tensor_cores && whole && p.groups == 1 && aligned && p.x_layout == p.y_layout &&
+         *std::max_element(p.stride.begin(), p.stride.end()) <= 2;
+}
+
+bool is_dilated(const Problem& p) {
+  return p.dilation != Extent3{1, 1, 1};
+}
+
+bool was_compared(const Problem& p) {
+  return was_compared_undilated(p) && !is_dilated(p);
 }
 
 /// Whether others are near enough to those for an estimate on the slow side: of any number of channels, and
 /// in 16 bit of longer strides. Of float32 only little arithmetic, and pointwise ones: the kernels that cuDNN
 /// is quick with are not deterministic (4, 512 > 8, 6^3, k5 s2 takes 164 us by deterministic ones, 63 by
-/// any).
+/// any; of many outputs 8, 24 > 384, 3x7x8, k3 s2 takes 23 by deterministic ones). At float32's accuracy only
+/// pointwise ones of little arithmetic, of one block (4, 20 > 192, 7x14x14).
 bool is_near_compared(const Problem& p) {
-  constexpr double kMostFloatFlops = 0.2e9;
+  constexpr double kMostFloatFlops = 0.2e9, kMostOfManyOutputs = 1e9;
+  constexpr std::int64_t kManyOutputs = 64;
   const bool is_float = p.dtype == DType::kFloat32;
-  if (is_float && !is_pointwise(p) && p.useful_flops() > kMostFloatFlops) return false;
-  const bool tensor_cores = !is_float || p.precision == Precision::kTF32;
+  const bool many = p.k >= kManyOutputs && !p.is_ieee();
+  const bool little = p.useful_flops() <= (many ? kMostOfManyOutputs : kMostFloatFlops);
+  if (is_float && !is_pointwise(p) && !little) return false;
+  if (p.is_ieee() && !(is_pointwise(p) && little)) return false;
   const std::int64_t longest = is_float ? 2 : 4;
-  return tensor_cores && p.groups == 1 && p.dilation == Extent3{1, 1, 1} && p.x_layout == p.y_layout &&
+  return p.groups == 1 && !is_dilated(p) && p.x_layout == p.y_layout &&
          *std::max_element(p.stride.begin(), p.stride.end()) <= longest;
 }
 
 /// cuDNN's convolution and the launch after it, in us, of a block near those that were compared: 80 such, of
 /// results of up to 22 MB, are in perf/results/h200_small_channels.txt. Positions cost cuDNN something
 /// whatever the number of channels, its float32 kernels of few channels something per tap, stores of long
-/// strides are what it waits for, and channels that are no multiple of 8 cost it more of everything in 16
-/// bit.
+/// strides and short rows of channels are what it waits for, and channels that are no multiple of 8 cost it
+/// more of everything in 16 bit.
 double near_library_block(const Problem& p, const Traffic& mb) {
   constexpr double kLaunch = 12, kStoresPerMB = 1.5, kFloatPerTap = 20e-6;
-  constexpr double kRagged = 1.6, kRaggedPerPosition = 350e-6;
+  constexpr double kRagged = 1.6, kRaggedPerPosition = 350e-6, kShortRow = 64;
+  constexpr std::int64_t kInputs = 24;  // of 8 it stored rows of 256 channels no quicker
+  const double short_rows = p.c < kInputs ? 1 : std::min(1.0, kShortRow / static_cast<double>(p.k));
   const bool in_rows = p.y_layout == Layout::kNDHWC, is_float = p.dtype == DType::kFloat32;
   const double per_position = 1e-6 * library_us_per_million_positions(p);
   const double positions = static_cast<double>(p.n * p.positions());
@@ -147,12 +197,27 @@ double near_library_block(const Problem& p, const Traffic& mb) {
       library_convolution(p, mb) + (in_rows ? library_weight_copy(p, mb) : library_copies(p, mb));
   const bool pointwise = is_pointwise(p);
   const double convolution = std::max(usual, kLaunch + per_position * positions) +
-                             (pointwise ? 0 : kStoresPerMB * mb.y) +
+                             (pointwise ? 0 : kStoresPerMB * mb.y * short_rows) +
                              (is_float ? kFloatPerTap * taps * positions : 0);
   const double block = convolution + held_normalization(p, mb);
   const bool whole = p.c % kChannelUnit == 0 && p.k % kChannelUnit == 0 && p.x_aligned;
   if (is_float || whole) return block;
   return (pointwise ? 1 : kRagged) * block + kRaggedPerPosition * positions;
+}
+
+/// Whether a block has few outputs of many inputs, at float32's accuracy: kernel = stride, NCDHW. The SM90
+/// plan's three products leave most of their tiles empty there, and conv_transpose_few_channels_sm80 holds
+/// fewer inputs.
+bool has_few_outputs_of_ieee(const Problem& p) {
+  constexpr std::int64_t kOutputs = 24, kInputs = 128;
+  return p.is_ieee() && p.groups == 1 && p.k <= kOutputs && p.c >= kInputs && p.kernel == p.stride &&
+         volume(p.stride) > 1 && p.x_layout == Layout::kNCDHW && p.y_layout == Layout::kNCDHW;
+}
+
+/// The library plan of those: 320 > 8, k2 s2 and 160 > 20, (2,2,1) took 213 and 232, within 25 % of this.
+double few_outputs_block(const Problem& p, const Traffic& mb) {
+  constexpr double kLaunches = 22, kPerGflop = 60, kPassesPerMB = 0.7;
+  return kLaunches + kPerGflop * p.useful_flops() * 1e-9 + kPassesPerMB * mb.y;
 }
 
 /// Whether the library's time is less than the SM90 plan's. Of NCDHW the host takes 15 us longer.
@@ -161,17 +226,18 @@ bool favours_library(const Problem& p, double library, double sm90) {
 }
 
 double sm90_block(const Problem& p, const Traffic& mb, const Plan& sm90) {
-  return 1e3 * compared_ms(sm90) + sm90_beside_estimate(p, mb);
+  return 1e3 * compared_ms(sm90) * dilated_share(p, sm90) + sm90_beside_estimate(p, mb);
 }
 
 /// Whether cuDNN's convolution was compared with the SM90 kernel at any length: stride 1, 16 bit,
 /// channels_last_3d.
 bool was_compared_at_length(const Problem& p) {
-  return was_compared(p) && size_of(p.dtype) == 2 && p.y_layout == Layout::kNDHWC &&
+  return was_compared_undilated(p) && size_of(p.dtype) == 2 && p.y_layout == Layout::kNDHWC &&
          p.stride == Extent3{1, 1, 1};
 }
 
-/// cuDNN's convolution of those, benchmarked, in us, fitted to 115 of 10 us to 1 ms: within 20 % of most.
+/// cuDNN's convolution of those, benchmarked, in us, fitted to 115 of 10 us to 1 ms: within 20 % of most. Of
+/// four dilated ones it took up to 1.4 times as long.
 double library_convolution_at_length(const Problem& p, const Traffic& mb, int sm_count) {
   constexpr double kLaunch = 8, kTensorPerMB = 0.1;
   constexpr std::int64_t kTile = 64, kInputs = 32;  // channels that tiles are filled up to
@@ -180,7 +246,9 @@ double library_convolution_at_length(const Problem& p, const Traffic& mb, int sm
   const double rate = longest > 3 ? 400e6 : is_pointwise(p) ? 1100e6 : 680e6;
   const std::int64_t outputs = ceil_div(p.k, kTile) * kTile, inputs = ceil_div(p.c, kInputs) * kInputs;
   const double positions = static_cast<double>(p.n * p.positions());
-  const double flops = 2 * positions * static_cast<double>(outputs * inputs * volume(p.kernel));
+  constexpr double kDilated = 1.4;
+  const double flops = 2 * positions * static_cast<double>(outputs * inputs * volume(p.kernel)) *
+                       (is_dilated(p) ? kDilated : 1);
   // Of the last wave of tiles of 128 positions, half the loss was seen.
   const std::int64_t tile_channels = outputs % (2 * kTile) == 0 ? 2 * kTile : kTile;
   const double waves = std::ceil(positions / 128) * static_cast<double>(outputs / tile_channels) /
@@ -193,9 +261,9 @@ double library_convolution_at_length(const Problem& p, const Traffic& mb, int sm
 
 /// The SM90 plan that stores the convolution, from packed operands on, in us, as its schedule has it: what
 /// such blocks took beside it was fitted with it.
-double scheduled_block(const Plan& sm90, const Traffic& mb) {
+double scheduled_block(const Problem& p, const Plan& sm90, const Traffic& mb) {
   constexpr double kLaunches = 21, kPerMB = 0.44;
-  return kLaunches + 1e3 * sm90.scheduled_multiply_ms + kPerMB * mb.y;
+  return kLaunches + 1e3 * sm90.scheduled_multiply_ms * dilated_share(p, sm90) + kPerMB * mb.y;
 }
 
 }  // namespace
@@ -224,13 +292,13 @@ std::string library_advantage(const Problem& p, const Device& device, const Plan
   const double before = copies                         ? operand_copies(p, mb)
                         : p.y_layout == Layout::kNCDHW ? library_copies(p, mb)
                                                        : library_weight_copy(p, mb);
-  const double convolution = library_convolution(p, mb) + before;
+  const double convolution = library_convolution(p, mb) + library_taps(p) + before;
   const double normalization = *after;
   double ours = sm90_block(p, mb, sm90), bar = ours;
   // Pointwise ones, of which the estimate of cuDNN is high, were not timed on the SM90 kernel beside it.
   if (was_compared_at_length(p) && !is_pointwise(p) && !sm90.twice) {
     constexpr double kTie = 0.95;  // goes to the SM90 plan, which takes the host less
-    const double scheduled = scheduled_block(sm90, mb);
+    const double scheduled = scheduled_block(p, sm90, mb);
     ours = std::min(ours, scheduled);
     bar = std::min(bar, kTie * scheduled);
   }
@@ -243,15 +311,18 @@ std::string library_advantage(const Problem& p, const Device& device, const Plan
 
 std::string library_advantage_at_length(const Problem& p, const Device& device, const Plan& sm90) {
   if (p.n == 0 || p.tail.returns_conv || sm90.twice || !was_compared_at_length(p)) return "";
-  if (!held_cut(p, p.y_layout, device.compute_capability)) return "";
-  constexpr double kAhead = 1.2;  // by which the estimate of cuDNN may be off
+  // By which the estimate of cuDNN may be off. That of dilated ones is on the slow side.
+  const double ahead = is_dilated(p) ? 1.1 : 1.2;
   const Traffic mb(p);
   const double convolution =
       library_convolution_at_length(p, mb, device.sm_count) + library_weight_copy(p, mb);
-  const double normalization = held_normalization(p, mb), ours = scheduled_block(sm90, mb);
-  if (kAhead * (convolution + normalization) >= ours) return "";
-  return concat("cuDNN's convolution is expected to take ", convolution, " us, and one launch after it ",
-                normalization, " us, the SM90 kernel ", ours, " us");
+  const bool held = held_cut(p, p.y_layout, device.compute_capability).has_value();
+  const double normalization = held ? held_normalization(p, mb) : long_normalization_in_launches(mb);
+  const double ours = scheduled_block(p, sm90, mb);
+  if (ahead * (convolution + normalization) >= ours) return "";
+  return concat("cuDNN's convolution is expected to take ", convolution, " us, and ",
+                held ? "one launch" : "three launches", " after it ", normalization, " us, the SM90 kernel ",
+                ours, " us");
 }
 
 bool sm90_spares_host(const Problem& p, const Plan& sm90) {
@@ -261,10 +332,17 @@ bool sm90_spares_host(const Problem& p, const Plan& sm90) {
 }
 
 std::string near_library_advantage(const Problem& p, const Device& device, const Plan& sm90) {
-  if (p.n == 0 || p.tail.returns_conv || was_compared(p) || !is_near_compared(p)) return "";
-  if (!held_cut(p, p.y_layout, device.compute_capability)) return "";
+  if (p.n == 0 || p.tail.returns_conv || was_compared(p)) return "";
   const Traffic mb(p);
-  const double library = near_library_block(p, mb), ours = sm90_block(p, mb, sm90);
+  const double ours = sm90_block(p, mb, sm90);
+  if (has_few_outputs_of_ieee(p)) {
+    const double library = few_outputs_block(p, mb);
+    if (!favours_library(p, library, ours)) return "";
+    return concat("few outputs: cuDNN's convolution and what follows it are expected to take ", library,
+                  " us, the SM90 kernel ", ours, " us");
+  }
+  if (!is_near_compared(p) || !held_cut(p, p.y_layout, device.compute_capability)) return "";
+  const double library = near_library_block(p, mb);
   if (!favours_library(p, library, ours)) return "";
   return concat("a small block: cuDNN's convolution and one launch after it are expected to take at most ",
                 library, " us, the SM90 kernel ", ours, " us");

@@ -25,4 +25,12 @@ double compared_multiply_ms(const Problem& problem, const ConvInstance& instance
 /// The same of a schedule, as leaving_blocks.hpp was fitted with it.
 double compared_multiply_ms(const Problem& problem, const Schedule& schedule, int sm_count);
 
+/// What the SM90 plan takes of its estimate where taps are dilated: of tiles of 64 channels 1.25 and more,
+/// seen of four blocks, since no load of x serves several taps.
+inline double dilated_share(const Problem& problem, const Plan& sm90) {
+  constexpr std::int64_t kSmallTile = 64;
+  const bool small = sm90.instance && sm90.instance->block_channels <= kSmallTile;
+  return small && problem.dilation != Extent3{1, 1, 1} ? 1.25 : 1.0;
+}
+
 }  // namespace upconv3d

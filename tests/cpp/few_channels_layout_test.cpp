@@ -158,7 +158,9 @@ void test_stages() {
     Problem p = planes(with(up_block(8, 16, {9, 20, 63}), {3, 3, 3}, {1, 1, 1}, {1, 1, 1}));
     p.dtype = dtype;
     test_stage(p);
-    expect(!few_channels_layout(planes(up_block(8, 16, {9, 20, 63}))).output, "not of even rows");
+    expect(!few_channels_layout(planes(up_block(8, 16, {9, 20, 64}))).output, "not of rows of whole sectors");
+    expect(few_channels_layout(planes(up_block(8, 16, {9, 20, 63}))).output != nullptr,
+           "of rows that begin amid a sector");
     p.y_layout = Layout::kNDHWC;
     expect(!few_channels_layout(p).output, "not of channels_last_3d");
   }

@@ -207,7 +207,16 @@ void test_choice() {
              pointwise.stages.size() == 2,
          "pointwise convolutions of NCDHW need no copies: " + pointwise.reason);
   expect(!is_library([](Problem& p) { p.x_layout = Layout::kNCDHW; }), "x would be copied");
-  expect(!is_library([](Problem& p) { p.dilation = {2, 2, 2}, p.padding = {2, 2, 2}; }), "dilation");
+  const auto dilated = [](Problem& p) { p.dilation = {2, 2, 2}, p.padding = {2, 2, 2}; };
+  expect(!is_library([&](Problem& p) { dilated(p), p.c = p.k = 128, p.n = 2, p.in = {24, 24, 24}; }),
+         "dilated tiles of 128 channels");
+  const Plan shared_by_none = plan_of([&](Problem& p) {
+    dilated(p);
+    p.n = 8, p.c = 96, p.k = p.num_groups = 48, p.in = {35, 47, 46};
+  });
+  expect(shared_by_none.algorithm == Algorithm::kCudaLibrary &&
+             has_part(shared_by_none.reason, "three launches after it"),
+         "dilated tiles of 64 channels: " + shared_by_none.reason);
   expect(!is_library([](Problem& p) { p.n = 64, p.in = {16, 16, 16}; }), "134 MB");
   expect(!is_library([](Problem& p) {
     p.c = p.k = 64, p.n = 4, p.in = {32, 32, 32}, p.kernel = {5, 5, 5}, p.padding = {2, 2, 2};

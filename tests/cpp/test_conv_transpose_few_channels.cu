@@ -51,7 +51,7 @@ struct Case {
 // Every variant; channels that fill chunks, steps and columns and that do not; lists of taps of odd length;
 // phases without taps; borders that cut tiles, rows and pairs; dilation; two blocks of output channels; one
 // infinity, which must not meet zeros that stand for nothing, and the largest float; odd rows, of which tiles
-// take several, one and single values.
+// take several, one and single values; output channels of which a store takes fewer than a thread has.
 const Case kCases[] = {
     {2, 32, 16, {6, 9, 10}, {3, 3, 3}, kTwos, kOnes, kOnes, kOnes, 8},
     {1, 16, 8, {9, 8, 20}, {3, 3, 3}, kTwos, kOnes, kOnes, kOnes, 8},
@@ -83,6 +83,9 @@ const Case kCases[] = {
     {2, 8, 16, {9, 20, 63}, {3, 3, 3}, kOnes, kOnes, kNone, kOnes, 4},
     {2, 8, 20, {9, 20, 31}, {3, 3, 3}, kOnes, kOnes, kNone, kOnes, 4},
     {5, 3, 16, {9, 16, 48}, {3, 3, 3}, kTwos, kOnes, {1, 1, 0}, kOnes, 1},
+    {2, 16, 10, {6, 7, 18}, {3, 3, 3}, kTwos, kOnes, kNone, kOnes, 5},
+    {2, 8, 22, {5, 9, 17}, kTwos, kTwos, kNone, kNone, kOnes, 2},
+    {1, 8, 26, {5, 9, 17}, {3, 3, 3}, kOnes, kOnes, kNone, kOnes, 13},
 };
 
 /// A float rounded to TF32's ten bits, ties away from zero, as the kernel rounds it.

@@ -114,13 +114,19 @@ void set_layout(const Problem& p, const FewChannelsLayout& layout, FewParams& pa
   std::copy(layout.steps.begin(), layout.steps.end(), params.step);
 }
 
-/// Whether a thread's stores are vectors: runs of channels, or pairs of neighbouring positions.
-bool has_whole_runs(const Problem& p, const FewChannelsLayout& layout, const void* y) {
-  const std::int64_t run = 2 * layout.column_tiles;
-  const std::int64_t elements = p.y_layout == Layout::kNDHWC ? run : layout.paired;
-  const std::int64_t of = p.y_layout == Layout::kNDHWC ? p.k : p.out()[2];
-  const std::int64_t bytes = std::min<std::int64_t>(16, elements * size_of(p.dtype));
-  return of % elements == 0 && reinterpret_cast<std::uintptr_t>(y) % static_cast<std::uintptr_t>(bytes) == 0;
+/// As many neighbouring channels, or positions of a pair, as a store takes: of all that a thread has, half of
+/// them and so on the most of which rows of y are whole, and which are aligned.
+int values_of_store(const Problem& p, const FewChannelsLayout& layout, const void* y) {
+  const bool rows = p.y_layout == Layout::kNDHWC;
+  const std::int64_t of = rows ? p.k : p.out()[2];
+  std::int64_t values = rows ? 2 * layout.column_tiles : layout.paired;
+  constexpr std::int64_t kStoreBytes = 16;
+  const auto fits = [&] {
+    const std::int64_t bytes = std::min(kStoreBytes, values * size_of(p.dtype));
+    return of % values == 0 && reinterpret_cast<std::uintptr_t>(y) % static_cast<std::uintptr_t>(bytes) == 0;
+  };
+  while (!fits()) values /= 2;
+  return static_cast<int>(values);
 }
 
 }  // namespace
@@ -133,7 +139,7 @@ void launch_few_channels(const ConvTransposeDirectParams& from, const FewChannel
   const bool output = from.y != nullptr;
   const FewChannelsLayout& layout = output ? of_block.of_output() : of_block;
   set_layout(from.problem, layout, params);
-  params.whole_runs = output && has_whole_runs(from.problem, layout, from.y);
+  if (output) params.store_values = values_of_store(from.problem, layout, from.y);
   switch (from.problem.dtype) {
     case DType::kBFloat16:
       return launch_few_channels_bf16(params, layout, output, stream);

@@ -336,8 +336,14 @@ class FewEpilogue {
     T* const y = static_cast<T*>(params_.y) + sample_ * params_.y_sample + first_output_ +
                  std::int64_t(first) * params_.y_channel;
     const int channels = params_.k - first;  // from the thread's first on
-    if (!params_.channels_first && params_.whole_runs) {
-      if (channels > 0) store_runs(group, acc, y + group.y_offset);
+    if (!params_.channels_first && params_.store_values > 1) {
+      if (channels <= 0) return;
+      T* const to = y + group.y_offset;
+      if (params_.store_values == Traits::RUN) return store_runs<Traits::RUN>(group, acc, channels, to);
+      if constexpr (Traits::RUN > 4) {
+        if (params_.store_values == 4) return store_runs<4>(group, acc, channels, to);
+      }
+      if constexpr (Traits::RUN > 2) store_runs<2>(group, acc, channels, to);
       return;
     }
 #pragma unroll
@@ -356,10 +362,12 @@ class FewEpilogue {
     }
   }
 
-  /// y [N,Z,P,Q,K], whose runs of channels are whole.
-  /// \param y of the thread's channels and of the group's first phase
+  /// y [N,Z,P,Q,K], in runs of kRun channels, which are whole and aligned.
+  /// \param channels from the thread's first on, at least 1
+  /// \param y        of the thread's channels and of the group's first phase
+  template <int kRun>
   __device__ __forceinline__ void store_runs(const FewGroupParams& group, const Accumulators& acc,
-                                             T* y) const {
+                                             int channels, T* y) const {
     // In bytes, and kept so: a multiply-add makes an address of each.
     std::uint64_t phases[2] = {reinterpret_cast<std::uint64_t>(y),
                                reinterpret_cast<std::uint64_t>(y + params_.y_position)};
@@ -372,11 +380,17 @@ class FewEpilogue {
         const Inside inside = inside_of(group, at.y);
 #pragma unroll
         for (int phase = 0; phase < Traits::PAIRED; ++phase) {
-          float values[Traits::RUN];
-#pragma unroll
-          for (int i = 0; i < Traits::RUN; ++i) values[i] = acc.at[phase][row][i / 2][2 * half + i % 2];
           const std::uint64_t to = phases[phase] + std::uint64_t(std::uint32_t(at.x)) * sizeof(T);
-          store_run(reinterpret_cast<T*>(to), values, phase == 0 ? inside.first : inside.second);
+          const bool stores = phase == 0 ? inside.first : inside.second;
+#pragma unroll
+          for (int run = 0; run < Traits::RUN; run += kRun) {
+            float values[kRun];
+#pragma unroll
+            for (int i = 0; i < kRun; ++i) {
+              values[i] = acc.at[phase][row][(run + i) / 2][2 * half + i % 2];
+            }
+            store_run(reinterpret_cast<T*>(to) + run, values, stores && (run == 0 || run < channels));
+          }
         }
       }
     }
@@ -399,7 +413,7 @@ class FewEpilogue {
   __device__ __forceinline__ void store_planes(const Accumulators& acc, int row, int half, int phases,
                                                int channels, T* to) const {
     if constexpr (Traits::PAIRED == 2) {
-      if (!params_.whole_runs) return store_odd_planes(acc, row, half, phases, channels, to);
+      if (params_.store_values != 2) return store_odd_planes(acc, row, half, phases, channels, to);
     }
     if (phases <= 0) return;
 #pragma unroll

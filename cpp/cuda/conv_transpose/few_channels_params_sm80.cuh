@@ -95,7 +95,7 @@ struct FewParams {
   int lower[3];               // the least offset
   int tile[3];                // j
   bool copies;                // chunks of x lie together in memory, on 16-byte boundaries
-  bool whole_runs;            // y's runs of channels, or pairs of positions, are whole and aligned
+  int store_values;           // channels, or positions of a pair, that one store takes, whole and aligned
   bool channels_first;        // y [N,K,Z,P,Q]
   bool taps_first;            // w's taps lie closer than its output channels
   int items;                  // samples times tiles
