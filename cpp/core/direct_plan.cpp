@@ -113,12 +113,16 @@ double library_taps_us(const Problem& p) {
 /// \param few_channels as conv_transpose_few_channels_sm80 is compared with it
 double library_us(const Problem& p, bool few_channels) {
   constexpr double kConvolution = 12, kPasses = 10;
-  // At float32's accuracy it took 121, with what both constants are, of the one block that was timed with
-  // fewer than eight output channels.
+  // At float32's accuracy it took 121, with what both constants are, of the one block in NCDHW that was timed
+  // with fewer than eight output channels, and 240 to 400 of three in NDHWC; 85 to 120
+  // of one with one output.
+  constexpr double kOfOneOutput = 85;
   constexpr std::int64_t kFewOutputs = 8;
-  constexpr double kOfFewOutputs = 100;
-  const double per_position =
-      few_channels && p.is_ieee() && p.k < kFewOutputs ? kOfFewOutputs : library_us_per_million_positions(p);
+  const double of_few_outputs = p.x_layout == Layout::kNDHWC && p.k > 1 ? 240 : 100;
+  const bool is_float = p.dtype == DType::kFloat32;
+  const double per_position = few_channels && p.is_ieee() && p.k < kFewOutputs ? of_few_outputs
+                              : few_channels && is_float && p.k == 1 ? kOfOneOutput
+                                                                     : library_us_per_million_positions(p);
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype)) * kPerMs;
   return kConvolution + kPasses + library_convolution_us(p, Work(p), per_position) +
          (few_channels ? library_taps_us(p) : 0) + (p.tail.norm ? 3 : 2) * y;
@@ -142,16 +146,18 @@ bool has_compared_channels_of_ieee(const Problem& p, const Device& device) {
   constexpr double kLeastProducts = 8;
   const double products = static_cast<double>(p.c * volume(p.kernel)) / static_cast<double>(volume(p.stride));
   // Of many inputs, less than two tiles of eight outputs, and stride 1, took 1.4 to 1.8 of their estimate.
-  constexpr std::int64_t kInputs = 128, kOutputs = 64, kFewInputs = 32, kTwoTiles = 16;
-  const bool many_fit = p.k >= kTwoTiles && p.stride != Extent3{1, 1, 1};
-  return products >= kLeastProducts && p.c <= (many_fit ? kInputs : kFewInputs) && p.k <= kOutputs;
+  constexpr std::int64_t kInputs = 128, kOutputs = 64, kFewInputs = 32, kTwoTiles = 16, kSomeInputs = 64;
+  const bool strided = p.stride != Extent3{1, 1, 1};
+  const std::int64_t most = !strided ? kFewInputs : p.k >= kTwoTiles ? kInputs : kSomeInputs;
+  return products >= kLeastProducts && p.c <= most && p.k <= kOutputs;
 }
 
 /// Whether the estimates of the direct plan's kernel were compared with such convolutions.
 bool was_compared(const Problem& p, const Device& device, const Plan& direct) {
   if (!direct.few_channels) return has_few_inputs(p);
-  constexpr std::int64_t kInputs = 64, kOutputs = 32, kTaps = 7, kStride = 4;
-  const bool few = p.is_ieee() ? has_compared_channels_of_ieee(p, device) : p.c <= kInputs && p.k <= kOutputs;
+  constexpr std::int64_t kInputs = 64, kFewInputs = 16, kTaps = 7, kStride = 4;
+  const std::int64_t outputs = p.c < kFewInputs ? 64 : 32;
+  const bool few = p.is_ieee() ? has_compared_channels_of_ieee(p, device) : p.c <= kInputs && p.k <= outputs;
   return few && *std::max_element(p.kernel.begin(), p.kernel.end()) <= kTaps &&
          *std::max_element(p.stride.begin(), p.stride.end()) <= kStride;
 }
@@ -216,13 +222,35 @@ Plan few_channels_plan(const Problem& p, const FewChannelsLayout& layout) {
 
 /// What the SM90 plan took beside that, in ms, of fewer input channels than half a k-block has, in 16 bit, so
 /// that the rest of each is zeros: 4 to 44 us of five blocks of 16 and 24 with a stride and bfloat16 in
-/// place, 20 to 30 in NCDHW.
+/// place, 20 to 30 in NCDHW; of fewer than half of those in TF32, 60 of two blocks of 8.
 double of_padding(const Problem& p, bool in_place) {
-  constexpr std::int64_t kHalf = kBlockInputs / 2;
+  const std::int64_t filled = kBlockInputs / (size_of(p.dtype) == 2 ? 2 : 4);
   constexpr double kInPlace = 0.010, kPacked = 0.025;
   const bool strided = p.stride != Extent3{1, 1, 1};
-  if (p.c >= kHalf || size_of(p.dtype) != 2 || !strided || p.kernel == p.stride) return 0;
+  if (p.c >= filled || p.is_ieee() || !strided || p.kernel == p.stride) return 0;
   return in_place ? kInPlace : kPacked;
+}
+
+/// The SM90 plan, packing and all, of blocks of few channels, in ms (perf/NOTES.md, "Few channels by either
+/// plan" and "What the limits of plans cost").
+/// \param in_place whether neither x is packed, but for its channels, nor y transposed
+double narrow_sm90_ms(const Problem& p, const Plan& sm90, bool in_place) {
+  // What it took of its estimate, and beside it for packing and for transposed stores. Stored with a stride,
+  // less of it; at float32's accuracy all of it.
+  constexpr double kSeen = 1.13, kPacking = 0.025, kSeenOfStored = 0.9, kPackingOfStored = 0.017;
+  // In place, of long strides computed twice, and dilated; and of channels that y must not have.
+  constexpr double kUnusual = 0.018, kPadded = 0.010;
+  constexpr std::int64_t kLongStride = 3;
+  const double estimate = compared_ms(sm90) * dilated_share(p, sm90), padding = of_padding(p, in_place);
+  const bool stored = p.stride != Extent3{1, 1, 1} && !sm90.twice;
+  if (in_place) {
+    const bool is_long = *std::max_element(p.stride.begin(), p.stride.end()) >= kLongStride && sm90.twice;
+    const bool unusual = is_long || p.dilation != Extent3{1, 1, 1};
+    return estimate + (unusual ? kUnusual : 0) + (p.k % kChannelUnit != 0 ? kPadded : 0) + padding;
+  }
+  if (stored && p.is_ieee()) return estimate + kPacking;
+  if (stored) return kSeenOfStored * estimate + kPackingOfStored + padding;
+  return kSeen * estimate + kPacking + padding;
 }
 
 /// What the SM90 plan with half k-blocks takes of what beats_sm90 expects of whole ones: the same for kernel
@@ -231,7 +259,9 @@ double of_padding(const Problem& p, bool in_place) {
 double less_for_half_blocks(const Problem& p, const Plan& sm90, bool in_place) {
   if (!sm90.instance || sm90.instance->block_inputs == kBlockInputs) return 1.0;
   if (p.kernel == p.stride || !sm90.twice) return 1.0;
-  return in_place ? 0.95 : 0.8;
+  // Of half a half k-block and less, 1.0 to 1.3 of it was seen where operands are packed.
+  constexpr std::int64_t kFullEnough = kBlockInputs / 4;
+  return in_place ? 0.95 : p.c < kFullEnough ? 1.0 : 0.8;
 }
 
 }  // namespace
@@ -268,26 +298,15 @@ bool beats_library(const Problem& p, const Device& device, const Plan& direct) {
 
 bool beats_sm90(const Problem& p, const Device& device, const Plan& direct, const Plan& sm90) {
   if (p.n == 0 || !was_compared(p, device, direct)) return false;
-  const double ours = compared_ms(sm90) * dilated_share(p, sm90);
   if (direct.few_channels) {
-    // What the SM90 plan took of its estimate in such blocks, and beside it for packing and for transposed
-    // stores, in ms. Stored with a stride it took no more than its estimate (perf/NOTES.md, "Few channels by
-    // either plan"), at float32's accuracy that and the packing; of long strides, computed twice in place,
-    // and dilated, 16 to 23 us more ("What the limits of plans cost").
-    constexpr double kSeen = 1.13, kPacking = 0.025, kUnusual = 0.018;
-    constexpr std::int64_t kLongStride = 3;
     const bool in_place = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
-    const bool strided = p.stride != Extent3{1, 1, 1};
-    const bool is_long = *std::max_element(p.stride.begin(), p.stride.end()) >= kLongStride && sm90.twice;
-    const bool unusual = is_long || p.dilation != Extent3{1, 1, 1};
-    const double stored = ours + (p.is_ieee() ? kPacking : unusual ? kUnusual : 0);
-    const double whole =
-        (in_place || (strided && !sm90.twice) ? stored : kSeen * ours + kPacking) + of_padding(p, in_place);
-    return direct.estimated_direct_ms < less_for_half_blocks(p, sm90, in_place) * whole;
+    return direct.estimated_direct_ms <
+           less_for_half_blocks(p, sm90, in_place) * narrow_sm90_ms(p, sm90, in_place);
   }
   // That, in ms, and by how much this one is to be ahead.
   constexpr double kBeside = 0.025, kAhead = 1.25;
-  return kAhead * direct.estimated_direct_ms < ours + kBeside;
+  const double ours = compared_ms(sm90) * dilated_share(p, sm90) + kBeside;
+  return kAhead * direct.estimated_direct_ms < ours;
 }
 
 }  // namespace upconv3d

@@ -62,7 +62,14 @@ std::string sm90_disadvantage(const Problem& p, const Plan& plan) {
                          tensor_ms(p, p.c, static_cast<double>(volume(p.in)), size_of(p.dtype)) +
                          3 * tensor_ms(p, p.k, positions, size_of(p.dtype)) + kLaunchesMs;
   const double ours = compared_ms(plan);
-  if (ours <= kAhead * library) return "";
+  // Of long strides, whose zeros cuDNN multiplies, it took 115 to 250 us per million positions of up to eight
+  // output channels, of 16 and 20 twice that (perf/NOTES.md, "What the limits of plans cost").
+  constexpr std::int64_t kLongStride = 3;
+  constexpr double kOfZeros = 150e-9, kOutputs = 8;  // ms per position
+  const bool is_long = *std::max_element(p.stride.begin(), p.stride.end()) >= kLongStride;
+  const double outputs = std::max(1.0, static_cast<double>(p.k) / kOutputs);
+  const double zeros = is_long ? kOfZeros * outputs * static_cast<double>(p.n) * positions : 0;
+  if (ours <= std::max(kAhead * library, zeros)) return "";
   return concat("tiles are filled to ", 100 * filled, "% and estimated at ", ours,
                 " ms, where cuDNN's convolution is expected to need ", library, " ms with our normalization");
 }

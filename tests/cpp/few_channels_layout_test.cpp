@@ -281,7 +281,7 @@ void test_choice() {
   sixtyfour.n = 2;
   expect(chosen(sixtyfour), "409 us, the SM90 plan 1314");
   expect(!chosen(doubled(256, 8, {32, 32, 32})), "184 us, estimated 126");
-  expect(!chosen(doubled(64, 3, {48, 48, 48})), "as many inputs of few outputs");
+  expect(!chosen(doubled(96, 3, {48, 48, 48})), "as many inputs of few outputs");
   expect(!chosen(ieee(with(up_block(64, 16, {48, 48, 48}), {3, 3, 3}, {1, 1, 1}, {1, 1, 1}), kFirst)),
          "578 us, estimated 413");
   expect(chosen(doubled(8, 16, {96, 96, 96})) && !chosen(doubled(7, 16, {96, 96, 96})),
