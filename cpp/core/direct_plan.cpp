@@ -109,23 +109,35 @@ double library_taps_us(const Problem& p) {
   return kPerTap * std::max(0.0, std::min(taps, kMost) - kFitted) * positions;
 }
 
+/// What cuDNN's convolution of groups of several channels takes at least, in us: of three blocks of groups of
+/// 6 to 20 inputs and 1 to 25 outputs it took 76 to 390 per million positions of a group.
+double library_groups_us(const Problem& p) {
+  constexpr double kPerPosition = 70;
+  if (p.groups == 1) return 0;
+  return kPerPosition * static_cast<double>(p.groups * p.n * p.positions()) / kMillion;
+}
+
+/// What cuDNN takes at least for a million positions, where conv_transpose_few_channels_sm80 is compared with
+/// it. At float32's accuracy it took 121, with what library_us adds, of the one block in NCDHW that was timed
+/// with fewer than eight output channels, 240 to 400 of three in NDHWC, and of one output 85 to 120.
+double library_us_of_few_channels(const Problem& p) {
+  constexpr std::int64_t kFewOutputs = 8;
+  constexpr double kOfOneOutput = 85, kOfFewOutputs = 100, kOfFewInRows = 240;
+  if (p.dtype == DType::kFloat32 && p.k == 1) return kOfOneOutput;
+  if (!p.is_ieee() || p.k >= kFewOutputs) return library_us_per_million_positions(p);
+  return p.x_layout == Layout::kNDHWC ? kOfFewInRows : kOfFewOutputs;
+}
+
 /// cuDNN's convolution and our passes after it.
 /// \param few_channels as conv_transpose_few_channels_sm80 is compared with it
 double library_us(const Problem& p, bool few_channels) {
   constexpr double kConvolution = 12, kPasses = 10;
-  // At float32's accuracy it took 121, with what both constants are, of the one block in NCDHW that was timed
-  // with fewer than eight output channels, and 240 to 400 of three in NDHWC; 85 to 120
-  // of one with one output.
-  constexpr double kOfOneOutput = 85;
-  constexpr std::int64_t kFewOutputs = 8;
-  const double of_few_outputs = p.x_layout == Layout::kNDHWC && p.k > 1 ? 240 : 100;
-  const bool is_float = p.dtype == DType::kFloat32;
-  const double per_position = few_channels && p.is_ieee() && p.k < kFewOutputs ? of_few_outputs
-                              : few_channels && is_float && p.k == 1 ? kOfOneOutput
-                                                                     : library_us_per_million_positions(p);
+  const double per_position =
+      few_channels ? library_us_of_few_channels(p) : library_us_per_million_positions(p);
+  double convolution = library_convolution_us(p, Work(p), per_position);
+  if (few_channels) convolution = std::max(convolution, library_groups_us(p)) + library_taps_us(p);
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype)) * kPerMs;
-  return kConvolution + kPasses + library_convolution_us(p, Work(p), per_position) +
-         (few_channels ? library_taps_us(p) : 0) + (p.tail.norm ? 3 : 2) * y;
+  return kConvolution + kPasses + convolution + (p.tail.norm ? 3 : 2) * y;
 }
 
 /// Whether the estimates were compared with such convolutions: of 4 inputs and fewer per tap the direct
@@ -144,20 +156,26 @@ bool has_compared_channels_of_ieee(const Problem& p, const Device& device) {
   if (capability != 80 && capability / 10 != 9 && capability / 10 != 10) return false;
   // Sums of fewer products show that the operands' last bits are left out, at 2 to 3.4 times float32's rms.
   constexpr double kLeastProducts = 8;
-  const double products = static_cast<double>(p.c * volume(p.kernel)) / static_cast<double>(volume(p.stride));
+  const std::int64_t inputs = group_inputs(p), outputs = group_outputs(p);
+  const double products =
+      static_cast<double>(inputs * volume(p.kernel)) / static_cast<double>(volume(p.stride));
   // Of many inputs, less than two tiles of eight outputs, and stride 1, took 1.4 to 1.8 of their estimate.
   constexpr std::int64_t kInputs = 128, kOutputs = 64, kFewInputs = 32, kTwoTiles = 16, kSomeInputs = 64;
   const bool strided = p.stride != Extent3{1, 1, 1};
-  const std::int64_t most = !strided ? kFewInputs : p.k >= kTwoTiles ? kInputs : kSomeInputs;
-  return products >= kLeastProducts && p.c <= most && p.k <= kOutputs;
+  const std::int64_t most = !strided ? kFewInputs : outputs >= kTwoTiles ? kInputs : kSomeInputs;
+  return products >= kLeastProducts && inputs <= most && outputs <= kOutputs;
 }
 
 /// Whether the estimates of the direct plan's kernel were compared with such convolutions.
 bool was_compared(const Problem& p, const Device& device, const Plan& direct) {
   if (!direct.few_channels) return has_few_inputs(p);
   constexpr std::int64_t kInputs = 64, kFewInputs = 16, kTaps = 7, kStride = 4;
-  const std::int64_t outputs = p.c < kFewInputs ? 64 : 32;
-  const bool few = p.is_ieee() ? has_compared_channels_of_ieee(p, device) : p.c <= kInputs && p.k <= outputs;
+  const std::int64_t inputs = group_inputs(p), outputs = inputs < kFewInputs ? 64 : 32;
+  // Of groups of fewer inputs, CUDA cores were compared.
+  constexpr std::int64_t kLeastOfGroup = 4;
+  if (p.groups > 1 && inputs < kLeastOfGroup) return false;
+  const bool few = p.is_ieee() ? has_compared_channels_of_ieee(p, device)
+                               : inputs <= kInputs && group_outputs(p) <= outputs;
   return few && *std::max_element(p.kernel.begin(), p.kernel.end()) <= kTaps &&
          *std::max_element(p.stride.begin(), p.stride.end()) <= kStride;
 }
@@ -227,7 +245,7 @@ double of_padding(const Problem& p, bool in_place) {
   const std::int64_t filled = kBlockInputs / (size_of(p.dtype) == 2 ? 2 : 4);
   constexpr double kInPlace = 0.010, kPacked = 0.025;
   const bool strided = p.stride != Extent3{1, 1, 1};
-  if (p.c >= filled || p.is_ieee() || !strided || p.kernel == p.stride) return 0;
+  if (group_inputs(p) >= filled || p.is_ieee() || !strided || p.kernel == p.stride) return 0;
   return in_place ? kInPlace : kPacked;
 }
 
@@ -246,7 +264,8 @@ double narrow_sm90_ms(const Problem& p, const Plan& sm90, bool in_place) {
   if (in_place) {
     const bool is_long = *std::max_element(p.stride.begin(), p.stride.end()) >= kLongStride && sm90.twice;
     const bool unusual = is_long || p.dilation != Extent3{1, 1, 1};
-    return estimate + (unusual ? kUnusual : 0) + (p.k % kChannelUnit != 0 ? kPadded : 0) + padding;
+    return estimate + (unusual ? kUnusual : 0) + (group_outputs(p) % kChannelUnit != 0 ? kPadded : 0) +
+           padding;
   }
   if (stored && p.is_ieee()) return estimate + kPacking;
   if (stored) return kSeenOfStored * estimate + kPackingOfStored + padding;
@@ -261,7 +280,7 @@ double less_for_half_blocks(const Problem& p, const Plan& sm90, bool in_place) {
   if (p.kernel == p.stride || !sm90.twice) return 1.0;
   // Of half a half k-block and less, 1.0 to 1.3 of it was seen where operands are packed.
   constexpr std::int64_t kFullEnough = kBlockInputs / 4;
-  return in_place ? 0.95 : p.c < kFullEnough ? 1.0 : 0.8;
+  return in_place ? 0.95 : group_inputs(p) < kFullEnough ? 1.0 : 0.8;
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/channels.hpp"
 #include "core/direct_limits.hpp"
 #include "core/index_math.hpp"
 #include "core/text.hpp"
@@ -80,13 +81,15 @@ double idle_warps(const FewChannelsLayout& layout) {
 FewChannelsLayout fixed_part(const Problem& p) {
   FewChannelsLayout layout;
   layout.paired = p.stride[2] % 2 == 0 ? 2 : 1;
-  const std::int64_t columns = std::min(std::bit_ceil(static_cast<std::uint64_t>(ceil_div(p.k, kColumnTile))),
-                                        static_cast<std::uint64_t>(kMaxColumnTiles));
+  const std::int64_t columns =
+      std::min(std::bit_ceil(static_cast<std::uint64_t>(ceil_div(group_outputs(p), kColumnTile))),
+               static_cast<std::uint64_t>(kMaxColumnTiles));
   // Single phases with eight channels go with those of sixteen: a variant less to compile.
   layout.column_tiles = static_cast<int>(std::max<std::int64_t>(columns, layout.paired == 1 ? 2 : 1));
   layout.row_tiles = few_row_tiles(layout.column_tiles, layout.paired, product_count(p));
-  layout.channel_blocks = static_cast<int>(ceil_div(p.k, kColumnTile * layout.column_tiles));
-  layout.chunks = static_cast<int>(ceil_div(p.c, chunk_elements(p)));
+  layout.channel_blocks =
+      static_cast<int>(p.groups * ceil_div(group_outputs(p), kColumnTile * layout.column_tiles));
+  layout.chunks = static_cast<int>(ceil_div(group_inputs(p), chunk_elements(p)));
   layout.pitch = (layout.chunks + 1) | 1;
   Extent3 upper{};
   for (int axis = 0; axis < 3; ++axis) {
@@ -209,7 +212,7 @@ void set_estimate(const Problem& p, FewChannelsLayout& layout) {
   constexpr double kPerMs = 1e3;
   const bool is_float = p.dtype == DType::kFloat32, splits = p.is_ieee();
   const bool rows = p.y_layout == Layout::kNDHWC;
-  const bool copies = p.x_layout == Layout::kNDHWC && p.c % chunk_elements(p) == 0 && p.x_aligned;
+  const bool copies = p.x_layout == Layout::kNDHWC && group_inputs(p) % chunk_elements(p) == 0 && p.x_aligned;
   const TileWork tile(layout);
   // Tiles of the multiprocessor that gets most.
   const double tiles =
@@ -381,7 +384,6 @@ void set_staged_output(const Problem& p, FewChannelsLayout& layout) {
 
 std::string few_channels_shape_obstacle(const Problem& p, FewChannelsLayout& layout) {
   if (p.operation != Operation::kConvTranspose) return "it is a plain convolution";
-  if (p.groups != 1) return concat("groups ", p.groups, " is not 1");
   if (p.dtype == DType::kFloat64) return "tensor cores have no float64 of this kind";
   if (!p.tail.norm) return "nothing is normalized";
   if (p.tail.has_skip) return "a skip is added to the convolution";
@@ -394,6 +396,8 @@ std::string few_channels_shape_obstacle(const Problem& p, FewChannelsLayout& lay
       saturating_product(p.n, p.positions()) > kMaxCount / 2) {
     return "an extent, its positions or a sample's elements exceed 32-bit counters";
   }
+  constexpr std::int64_t kMostBlocks = 65535;  // of a grid's y
+  if (p.k > kMostBlocks) return concat("output channels ", p.k, " are more than ", kMostBlocks);
   FewChannelsLayout fixed = fixed_part(p);
   const std::int64_t phases = saturating_product(p.stride[0], p.stride[1], p.stride[2]);
   if (phases / fixed.paired > kFewMaxGroups) {
@@ -409,7 +413,7 @@ std::string few_channels_shape_obstacle(const Problem& p, FewChannelsLayout& lay
   // A list's last step may lack a chunk, and a leading list without taps gets a step of zeros.
   if (saturating_sum(saturating_product(volume(p.kernel), fixed.chunks), groups * (kFewLists + 1)) >
       2 * kFewMaxSteps) {
-    return concat("its taps and channels, ", volume(p.kernel), " and ", p.c, ", take more than ",
+    return concat("its taps and channels, ", volume(p.kernel), " and ", group_inputs(p), ", take more than ",
                   kFewMaxSteps, " steps");
   }
   layout = std::move(fixed);

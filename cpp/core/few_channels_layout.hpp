@@ -78,12 +78,12 @@ struct FewChannelsLayout {
   bool staged = false;   // the output pass collects its outputs
 
   int row_warps = 0;       // warps that share a tile's positions; kFewWarps/row_warps share its groups
-  int channel_blocks = 0;  // of 8*column_tiles output channels
+  int channel_blocks = 0;  // of 8*column_tiles output channels of one convolution group
   Extent3 tile{};          // j
   Extent3 tiles{};         // of a sample
   Extent3 lower{};         // the least offset along each axis
   Extent3 box{};           // inputs that a tile reads
-  int chunks = 0;          // of a position's input channels
+  int chunks = 0;          // of a position's input channels of one group
   int pitch = 0;           // chunks from one position to the next: odd, so that eight lie in different banks
   std::vector<FewGroup> groups;      // in falling order of their steps
   std::vector<std::uint32_t> steps;  // two places of kFewOffsetBits: a chunk's, from its position's first

@@ -205,36 +205,46 @@ double near_library_block(const Problem& p, const Traffic& mb) {
   return (pointwise ? 1 : kRagged) * block + kRaggedPerPosition * positions;
 }
 
-/// Whether a block is a matmul as it lies, in TF32 and NCDHW: cuDNN's is bound by memory, and the SM90 plan
-/// packs x first. Where channels begin on 16 bytes: 4, 64 > 128, 27^3 took three times as long.
+/// Whether a block is a matmul as it lies, of which the SM90 plan packs or transposes something: cuDNN's is
+/// bound by memory.
 bool is_plain_matmul(const Problem& p) {
-  constexpr std::int64_t kAligned = 4;
-  const bool tf32 = p.dtype == DType::kFloat32 && p.precision == Precision::kTF32;
-  const bool aligned = p.positions() % kAligned == 0 && p.x_aligned;
-  return tf32 && is_pointwise(p) && p.stride == Extent3{1, 1, 1} && p.in == p.out() && p.groups == 1 &&
-         aligned && p.x_layout == Layout::kNCDHW && p.y_layout == Layout::kNCDHW;
+  const bool in_place = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
+  return is_pointwise(p) && p.stride == Extent3{1, 1, 1} && p.in == p.out() && p.groups == 1 &&
+         !p.is_ieee() && !in_place && p.x_layout == p.y_layout;
 }
 
-/// The library plan of those, with three launches after the convolution: of three in NCDHW whose results have
-/// 42 to 100 MB.
-double plain_matmul_block(const Traffic& mb) {
-  constexpr double kLaunches = 22, kConvolutionPerMB = 0.33, kPassesPerMB = 0.75;
-  return kLaunches + kConvolutionPerMB * (mb.x + mb.y) + kPassesPerMB * mb.y;
-}
+/// The library plan of those and the SM90 plan, by the bytes that they move: fitted to 40 blocks of 12
+/// shapes, which took 0.8 to 1.15 of it (perf/NOTES.md, "What the limits of plans cost").
+struct MatmulTimes {
+  double library, sm90;  // us
 
-/// Whether a block has few outputs of many inputs, at float32's accuracy: kernel = stride, NCDHW. The SM90
+  MatmulTimes(const Problem& p, const Traffic& mb) {
+    constexpr double kConvolution = 0.33, kPasses = 0.75;
+    constexpr double kPackInRows = 0.75, kStoreInRows = 0.35, kPack = 0.72, kStore = 0.75;
+    constexpr std::int64_t kPackedInputs = 64;
+    const bool in_rows = p.y_layout == Layout::kNDHWC;
+    library = (in_rows ? 8 : 15) + kConvolution * (mb.x + mb.y) + kPasses * mb.y;
+    const double packed = static_cast<double>(std::max(p.c, kPackedInputs)) / static_cast<double>(p.c);
+    sm90 =
+        in_rows ? 25 + kPackInRows * packed * mb.x + kStoreInRows * mb.y : 28 + kPack * mb.x + kStore * mb.y;
+  }
+};
+
+/// Whether a block has few outputs of many inputs, at float32's accuracy and with kernel = stride. The SM90
 /// plan's three products leave most of their tiles empty there, and conv_transpose_few_channels_sm80 holds
 /// fewer inputs.
 bool has_few_outputs_of_ieee(const Problem& p) {
   constexpr std::int64_t kOutputs = 24, kInputs = 128;
   return p.is_ieee() && p.groups == 1 && p.k <= kOutputs && p.c >= kInputs && p.kernel == p.stride &&
-         volume(p.stride) > 1 && p.x_layout == Layout::kNCDHW && p.y_layout == Layout::kNCDHW;
+         volume(p.stride) > 1 && p.x_layout == p.y_layout;
 }
 
-/// The library plan of those: 320 > 8, k2 s2 and 160 > 20, (2,2,1) took 213 and 232, within 25 % of this.
+/// The library plan of those: 320 > 8, k2 s2 and 160 > 20, (2,2,1) took 213 and 232 in NCDHW, 366 and 337 in
+/// NDHWC, within 25 % of this.
 double few_outputs_block(const Problem& p, const Traffic& mb) {
-  constexpr double kLaunches = 22, kPerGflop = 60, kPassesPerMB = 0.7;
-  return kLaunches + kPerGflop * p.useful_flops() * 1e-9 + kPassesPerMB * mb.y;
+  constexpr double kLaunches = 22, kPassesPerMB = 0.7;
+  const double per_gflop = p.y_layout == Layout::kNDHWC ? 100 : 60;
+  return kLaunches + per_gflop * p.useful_flops() * 1e-9 + kPassesPerMB * mb.y;
 }
 
 /// Whether the library's time is less than the SM90 plan's. Of NCDHW the host takes 15 us longer.
@@ -352,12 +362,11 @@ std::string near_library_advantage(const Problem& p, const Device& device, const
   if (p.n == 0 || p.tail.returns_conv) return "";
   const Traffic mb(p);
   const double ours = sm90_block(p, mb, sm90);
-  const bool held = held_cut(p, p.y_layout, device.compute_capability).has_value();
-  if (!held && is_plain_matmul(p)) {
-    const double library = plain_matmul_block(mb);
-    if (!favours_library(p, library, ours)) return "";
-    return concat("a matmul as it lies: cuDNN and three launches after it are expected to take ", library,
-                  " us, the SM90 kernel ", ours, " us");
+  if (is_plain_matmul(p)) {
+    const MatmulTimes times(p, mb);
+    if (!favours_library(p, times.library, times.sm90)) return "";
+    return concat("a matmul as it lies: cuDNN and what follows it are expected to take ", times.library,
+                  " us, the SM90 kernel ", times.sm90, " us");
   }
   if (was_compared(p)) return "";
   if (has_few_outputs_of_ieee(p)) {
@@ -366,7 +375,7 @@ std::string near_library_advantage(const Problem& p, const Device& device, const
     return concat("few outputs: cuDNN's convolution and what follows it are expected to take ", library,
                   " us, the SM90 kernel ", ours, " us");
   }
-  if (!is_near_compared(p) || !held) return "";
+  if (!is_near_compared(p) || !held_cut(p, p.y_layout, device.compute_capability)) return "";
   const double library = near_library_block(p, mb);
   if (!favours_library(p, library, ours)) return "";
   return concat("a small block: cuDNN's convolution and one launch after it are expected to take at most ",

@@ -177,6 +177,12 @@ void test_layouts() {
             with(p, {2, 3, 2}, {2, 1, 2}, {0, 2, 1}, {3, 2, 1}), with(p, {1, 1, 1}, {2, 2, 2}, {0, 0, 0})}) {
         test_steps(q);
         test_tiles(q);
+        Problem grouped = q;
+        grouped.groups = 4, grouped.c *= 4, grouped.k *= 4;
+        const FewChannelsLayout of_groups = few_channels_layout(grouped), of_one = few_channels_layout(q);
+        expect(of_groups.fragments == of_one.fragments && of_groups.chunks == of_one.chunks &&
+                   of_groups.channel_blocks == 4 * of_one.channel_blocks,
+               "a block has one convolution group");
       }
     }
   }
@@ -192,7 +198,7 @@ void test_obstacles() {
   refuses(p, "");
   Problem q = p;
   q.groups = 2;
-  refuses(q, "groups 2");
+  refuses(q, "");
   for (const Precision precision : {Precision::kIEEE, Precision::kTF32}) {
     q = p, q.dtype = DType::kFloat32, q.precision = precision;
     refuses(q, "");
@@ -293,6 +299,24 @@ void test_choice() {
   const Problem plain = with(up_block(16, 16, {64, 64, 64}), {3, 3, 3}, {1, 1, 1}, {1, 1, 1});
   expect(chosen(as(plain, kFloat, kLast, 2)), "165 us, the SM90 plan 238");
   expect(chosen(as(plain, kFloat, kFirst, 2)), "202 us, the SM90 plan 231");
+  // Longer kernels and strides, dilation and groups ("What the limits of plans cost").
+  const auto spread = [](std::int64_t c, std::int64_t k, const Extent3& in, std::int64_t taps,
+                         std::int64_t stride, std::int64_t padding) {
+    return with(up_block(c, k, in), {taps, taps, taps}, {stride, stride, stride},
+                {padding, padding, padding});
+  };
+  const Problem k5s2 = spread(16, 8, {31, 42, 43}, 5, 2, 2), k3s3 = spread(20, 8, {18, 25, 25}, 3, 3, 0);
+  expect(chosen(as(k5s2, kHalf, kLast, 2)), "66 us, the library plan 340");
+  expect(chosen(as(k5s2, kFloat, kFirst, 2)), "145 us, the SM90 plan 315");
+  expect(chosen(ieee(as(k3s3, kFloat, kLast, 4), kLast)), "124 us, the SM90 plan 566");
+  expect(chosen(as(k3s3, kHalf, kFirst, 4)), "75 us, the SM90 plan 205");
+  expect(!chosen(as(spread(64, 32, {20, 20, 20}, 3, 3, 0), kHalf, kLast, 1)), "54 us, the SM90 plan 32");
+  Problem dilated = spread(16, 16, {48, 48, 48}, 3, 1, 2);
+  dilated.dilation = {2, 2, 2};
+  expect(chosen(as(dilated, kHalf, kLast, 1)), "35 us, the SM90 plan 87");
+  Problem grouped = spread(64, 100, {18, 37, 37}, 2, 2, 0);
+  grouped.groups = 4, grouped.num_groups = 100;
+  expect(chosen(as(grouped, kHalf, kLast, 3)), "the library plan takes 1077 us");
   const Problem wide = with(up_block(32, 32, {64, 64, 64}), {2, 2, 2}, {2, 2, 2}, {0, 0, 0});
   expect(!chosen(as(wide, kFloat, kLast, 1)), "216 us, the SM90 plan 161");
   expect(!chosen(as(vnet, kFloat, kLast, 4)), "184 us, the SM90 plan 183");

@@ -46,12 +46,17 @@ struct Case {
   Extent3 in, kernel, stride, padding, output_padding, dilation;
   std::int64_t num_groups;
   Values values = Values::kIntegers;
+  std::int64_t groups = 1;
+
+  std::int64_t inputs() const { return c / groups; }
+  std::int64_t outputs() const { return k / groups; }
 };
 
 // Every variant; channels that fill chunks, steps and columns and that do not; lists of taps of odd length;
 // phases without taps; borders that cut tiles, rows and pairs; dilation; two blocks of output channels; one
 // infinity, which must not meet zeros that stand for nothing, and the largest float; odd rows, of which tiles
-// take several, one and single values; output channels of which a store takes fewer than a thread has.
+// take several, one and single values; output channels of which a store takes fewer than a thread has;
+// convolution groups, of which blocks have one.
 const Case kCases[] = {
     {2, 32, 16, {6, 9, 10}, {3, 3, 3}, kTwos, kOnes, kOnes, kOnes, 8},
     {1, 16, 8, {9, 8, 20}, {3, 3, 3}, kTwos, kOnes, kOnes, kOnes, 8},
@@ -86,6 +91,11 @@ const Case kCases[] = {
     {2, 16, 10, {6, 7, 18}, {3, 3, 3}, kTwos, kOnes, kNone, kOnes, 5},
     {2, 8, 22, {5, 9, 17}, kTwos, kTwos, kNone, kNone, kOnes, 2},
     {1, 8, 26, {5, 9, 17}, {3, 3, 3}, kOnes, kOnes, kNone, kOnes, 13},
+    {2, 64, 100, {5, 7, 9}, kTwos, kTwos, kNone, kNone, kOnes, 4, Values::kIntegers, 4},
+    {2, 40, 2, {5, 6, 10}, {3, 3, 3}, kTwos, kOnes, kOnes, kOnes, 1, Values::kIntegers, 2},
+    {1, 24, 20, {6, 7, 11}, {3, 3, 3}, kOnes, kOnes, kNone, kOnes, 5, Values::kIntegers, 4},
+    {2, 32, 96, {5, 6, 7}, {3, 3, 3}, kTwos, kOnes, kNone, kOnes, 8, Values::kIntegers, 2},
+    {1, 16, 16, {5, 5, 9}, {3, 3, 3}, kTwos, kOnes, kOnes, kOnes, 16, Values::kInfinity, 2},
 };
 
 /// A float rounded to TF32's ten bits, ties away from zero, as the kernel rounds it.
@@ -110,7 +120,7 @@ Problem problem_of(const Case& c, DType dtype, Precision precision, Layout x_lay
   p.n = c.n, p.c = c.c, p.k = c.k;
   p.in = c.in, p.kernel = c.kernel, p.stride = c.stride, p.padding = c.padding;
   p.output_padding = c.output_padding, p.dilation = c.dilation;
-  p.num_groups = c.num_groups;
+  p.num_groups = c.num_groups, p.groups = c.groups;
   p.dtype = dtype, p.precision = precision;
   p.x_layout = x_layout, p.y_layout = y_layout;
   p.has_bias = true;
@@ -121,13 +131,13 @@ Problem problem_of(const Case& c, DType dtype, Precision precision, Layout x_lay
 /// Operands in double, and the exact convolution of what of them the kernel multiplies.
 struct Operands {
   std::vector<double> x;                  // [N,D,H,W,C]
-  std::vector<double> w;                  // [T*R*S,K,C]
+  std::vector<double> w;                  // [T*R*S,K,C/groups]
   std::vector<double> bias, gamma, beta;  // [K]
   std::vector<double> conv;               // [N,Z,P,Q,K]
 
   Operands(const Case& c, bool tf32, std::uint64_t& state) {
     x = small_integers(c.n * c.c * volume(c.in), 1, state);
-    w = small_integers(volume(c.kernel) * c.k * c.c, 1, state);
+    w = small_integers(volume(c.kernel) * c.k * c.inputs(), 1, state);
     bias = small_integers(c.k, 3, state), gamma = small_integers(c.k, 3, state);
     beta = small_integers(c.k, 3, state);
     for (double& v : gamma) v = 1.5 + v / 4;
@@ -146,7 +156,7 @@ struct Operands {
     }
     if (c.values == Values::kInfinity) {
       for (double& v : x) v = v < 0 ? 0 : v;
-      for (std::size_t i = 0; i < w.size(); ++i) w[i] = std::int64_t(i) / c.c % c.k % 2 == 0 ? 1 : -1;
+      for (std::size_t i = 0; i < w.size(); ++i) w[i] = std::int64_t(i) / c.inputs() % c.k % 2 == 0 ? 1 : -1;
       x[(volume(c.in) / 2 + 1) * c.c] = kInfinity;
     }
     std::vector<double> x_read = x, w_read = w;
@@ -212,21 +222,22 @@ std::vector<T> planes(const std::vector<T>& rows, std::int64_t n, std::int64_t c
   return result;
 }
 
-/// Orders in which w may lie: [C,K,T,R,S], [C,T,R,S,K], and [K,T,R,S,C].
+/// Orders in which w may lie: [C,K/groups,T,R,S], [C,T,R,S,K/groups], and [K/groups,T,R,S,C].
 constexpr int kWeightOrders = 3;
 
-/// w [T*R*S,K,C] in an order, and its strides as [C,K,T,R,S].
+/// w [T*R*S,K,C/groups] in an order, and its strides as [C,K/groups,T,R,S].
 std::vector<double> ordered_weight(const Case& c, int order, const std::vector<double>& w,
                                    std::int64_t (&strides)[5]) {
-  const std::int64_t taps = volume(c.kernel);
-  const std::int64_t of_c[] = {c.k * taps, c.k * taps, 1}, of_k[] = {taps, 1, taps * c.c};
-  const std::int64_t of_tap[] = {1, c.k, c.c};
+  const std::int64_t taps = volume(c.kernel), outputs = c.outputs();
+  const std::int64_t of_c[] = {outputs * taps, outputs * taps, 1}, of_k[] = {taps, 1, taps * c.c};
+  const std::int64_t of_tap[] = {1, outputs, c.c};
   strides[0] = of_c[order], strides[1] = of_k[order], strides[4] = of_tap[order];
   strides[3] = strides[4] * c.kernel[2], strides[2] = strides[3] * c.kernel[1];
   std::vector<double> result(w.size());
   for (std::int64_t i = 0; i < std::int64_t(w.size()); ++i) {
-    const std::int64_t channel = i % c.c, k = i / c.c % c.k, tap = i / c.c / c.k;
-    result[channel * strides[0] + k * strides[1] + tap * strides[4]] = w[i];
+    const std::int64_t k = i / c.inputs() % c.k, tap = i / c.inputs() / c.k;
+    const std::int64_t channel = k / outputs * c.inputs() + i % c.inputs();
+    result[channel * strides[0] + k % outputs * strides[1] + tap * strides[4]] = w[i];
   }
   return result;
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "core/channels.hpp"
 #include "core/few_channels_layout.hpp"
 #include "cuda/conv_transpose/few_channels_params_sm80.cuh"
 #include "cuda/conv_transpose/few_channels_variants_sm80.hpp"
@@ -50,7 +51,8 @@ void set_tensors(const ConvTransposeDirectParams& from, FewParams& params) {
   params.y_channel = static_cast<int>(y_rows ? 1 : p.positions());
   params.y_position = static_cast<int>(y_rows ? p.k : 1);
   params.samples = static_cast<int>(p.n);
-  params.channels = static_cast<int>(p.c), params.k = static_cast<int>(p.k);
+  params.channels = static_cast<int>(group_inputs(p)), params.k = static_cast<int>(p.k);
+  params.group_outputs = static_cast<int>(group_outputs(p));
   const Extent3 out = p.out();
   for (int axis = 0; axis < 3; ++axis) {
     params.in[axis] = static_cast<int>(p.in[axis]), params.out[axis] = static_cast<int>(out[axis]);
@@ -59,7 +61,7 @@ void set_tensors(const ConvTransposeDirectParams& from, FewParams& params) {
   }
   const std::int64_t chunk = 16 / size_of(p.dtype);
   const bool aligned = reinterpret_cast<std::uintptr_t>(from.x) % 16 == 0;
-  params.copies = x_rows && p.c % chunk == 0 && aligned;
+  params.copies = x_rows && group_inputs(p) % chunk == 0 && aligned;
   params.channels_first = !y_rows;
   const std::int64_t* const w = from.w_strides;
   params.taps_first = std::max({w[2], w[3], w[4]}) < w[1];
@@ -76,6 +78,7 @@ void set_layout(const Problem& p, const FewChannelsLayout& layout, FewParams& pa
   params.tile_height = divmod(layout.tile[1]), params.tile_width = divmod(layout.tile[2]);
   params.box_depth = static_cast<int>(layout.box[0]);
   params.box_height = divmod(layout.box[1]), params.box_width = divmod(layout.box[2]);
+  params.channel_blocks = divmod(layout.channel_blocks / p.groups);
   params.chunks = divmod(layout.chunks), params.box = divmod(layout.box_positions());
   params.box_step = box_step(layout, params.copies);
   params.pitch_bytes = layout.pitch * 16;
@@ -118,7 +121,7 @@ void set_layout(const Problem& p, const FewChannelsLayout& layout, FewParams& pa
 /// them and so on the most of which rows of y are whole, and which are aligned.
 int values_of_store(const Problem& p, const FewChannelsLayout& layout, const void* y) {
   const bool rows = p.y_layout == Layout::kNDHWC;
-  const std::int64_t of = rows ? p.k : p.out()[2];
+  const std::int64_t of = rows ? group_outputs(p) : p.out()[2];
   std::int64_t values = rows ? 2 * layout.column_tiles : layout.paired;
   constexpr std::int64_t kStoreBytes = 16;
   const auto fits = [&] {

@@ -36,8 +36,7 @@ namespace upconv3d::cuda {
 
 /// What a block keeps: weights, steps, and zeros behind the channels of its box.
 template <class Traits>
-__device__ __forceinline__ void prepare_few_channels(const FewParams& params, int first_channel,
-                                                     char* shared) {
+__device__ __forceinline__ void prepare_few_channels(const FewParams& params, char* shared) {
   for (int i = threadIdx.x; i < params.fragments * (Traits::FRAGMENT_BYTES / 16); i += kFewThreads) {
     reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
   }
@@ -50,14 +49,15 @@ __device__ __forceinline__ void prepare_few_channels(const FewParams& params, in
     steps[2 * i + 1] = (places >> kFewOffsetBits & kPlace) * 16;
   }
   __syncthreads();
-  load_weights<Traits>(params, first_channel, shared);
+  load_weights<Traits>(params, shared);
 }
 
 template <class Traits>
 __global__ void __launch_bounds__(kFewThreads, Traits::BLOCKS)
     conv_transpose_few_channels_sm80(__grid_constant__ const FewParams params) {
   extern __shared__ __align__(128) char shared[];
-  const int first_channel = int(blockIdx.y) * Traits::COLUMNS;
+  const FewChannelBlock block = few_channel_block(params, Traits::COLUMNS);
+  const int first_channel = block.group * params.group_outputs + block.in_group;
   const int warp = int(threadIdx.x) / 32;
   const int share = warp / params.row_warps, shares = kFewWarps / params.row_warps;
   const int first_row = warp % params.row_warps * 16 * Traits::ROW_TILES;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kFewThreads, Traits::BLOCKS)
   const auto item_of = [&](int number) {
     return few_item(params, Traits::OUTPUT ? params.items - 1 - number : number);
   };
-  prepare_few_channels<Traits>(params, first_channel, shared);
+  prepare_few_channels<Traits>(params, shared);
   const FewMultiplier<Traits> multiplier(params, shared, first_row);
   FewEpilogue<Traits> epilogue(params, shared, first_channel, first_row);
   for (int number = int(blockIdx.x); number < params.items; number += int(gridDim.x)) {

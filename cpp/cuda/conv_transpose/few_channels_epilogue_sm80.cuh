@@ -196,7 +196,7 @@ class FewEpilogue {
   __device__ __forceinline__ void load_channels(int sample) {
     const int column = int(threadIdx.x), channel = first_channel_ + column;
     if (column >= Traits::COLUMNS) return;
-    const bool is_channel = channel < params_.k;
+    const bool is_channel = channel < few_end_channel(params_);
     const auto set = [&](int what, float value) { channels_[what * Traits::COLUMNS + column] = value; };
     const T* const from = static_cast<const T*>(params_.bias);
     const float bias = is_channel && from ? to_stat(from[channel]) : 0.f;
@@ -335,7 +335,7 @@ class FewEpilogue {
     const int first = first_channel_ + run_;
     T* const y = static_cast<T*>(params_.y) + sample_ * params_.y_sample + first_output_ +
                  std::int64_t(first) * params_.y_channel;
-    const int channels = params_.k - first;  // from the thread's first on
+    const int channels = few_end_channel(params_) - first;  // from the thread's first on
     if (!params_.channels_first && params_.store_values > 1) {
       if (channels <= 0) return;
       T* const to = y + group.y_offset;

@@ -89,7 +89,7 @@ class FewMoments {
   /// Merges what the warps left and writes it. Between two barriers of the block.
   __device__ __forceinline__ void write(const FewItem& item) const {
     const int column = int(threadIdx.x), channel = first_channel_ + column;
-    if (column >= Traits::COLUMNS || channel >= params_.k) return;
+    if (column >= Traits::COLUMNS || channel >= few_end_channel(params_)) return;
     FewMoment all{0.f, 0.f, 0.f};
     for (int warp = 0; warp < kFewWarps; ++warp) {
       const float count = counts_[warp];

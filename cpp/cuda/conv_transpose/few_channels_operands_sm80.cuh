@@ -144,7 +144,9 @@ __device__ __forceinline__ void round_copies(const FewParams& params, char* x) {
 template <class Traits, bool kCopies>
 __device__ __forceinline__ void load_box_as(const FewParams& params, const FewItem& item, char* to) {
   using T = typename Traits::Element;
-  const T* const x = static_cast<const T*>(params.x) + item.sample * params.x_sample;
+  const int group = params.channel_blocks.div(int(blockIdx.y));
+  const T* const x = static_cast<const T*>(params.x) + item.sample * params.x_sample +
+                     std::int64_t(group) * params.channels * params.x_channel;
   const int total = params.box.divisor * params.chunks.divisor;
   const std::uint32_t to_shared = shared_address(to);
   const int depth = item.first[0] + params.lower[0], height = item.first[1] + params.lower[1];
@@ -195,12 +197,13 @@ __device__ __forceinline__ void load_box(const FewParams& params, const FewItem&
 }
 
 /// Loads the weights of a block's output channels. `weights` was cleared before.
-/// \param first the block's first output channel
 template <class Traits>
-__device__ __forceinline__ void load_weights(const FewParams& params, int first, char* weights) {
+__device__ __forceinline__ void load_weights(const FewParams& params, char* weights) {
   using T = typename Traits::Element;
-  const int channels = min(Traits::COLUMNS, params.k - first);
-  const T* const w = static_cast<const T*>(params.w) + first * params.w_strides[1];
+  const FewChannelBlock block = few_channel_block(params, Traits::COLUMNS);
+  const int channels = min(Traits::COLUMNS, params.group_outputs - block.in_group);
+  const T* const w = static_cast<const T*>(params.w) + block.in_group * params.w_strides[1] +
+                     std::int64_t(block.group) * params.channels * params.w_strides[0];
   for (int i = threadIdx.x; i < channels * params.taps; i += kFewThreads) {
     const int tap = params.taps_first ? i % params.taps : i / channels;
     const int channel = params.taps_first ? i / params.taps : i - tap * channels;

@@ -79,7 +79,7 @@ struct FewBoxPlace {
 
 struct FewParams {
   const void* x;         // [N,C,D,H,W] or [N,D,H,W,C]
-  const void* w;         // [C,K,T,R,S] of w_strides
+  const void* w;         // [C,K/groups,T,R,S] of w_strides
   const void* bias;      // [K] or null
   const float* table;    // [3,N,K] mean, scale, shift, or null; output pass
   float* part;           // [N,tiles,K,2] mean, M2; moments pass
@@ -90,7 +90,9 @@ struct FewParams {
   std::int64_t w_strides[5];
   int x_channel, x_position;  // elements from one to the next
   int y_channel, y_position;
-  int samples, channels, k;  // input channels, output channels
+  int samples, k;                      // output channels
+  int channels, group_outputs;         // input and output channels of a convolution group
+  cutlass::FastDivmod channel_blocks;  // of a convolution group, which are the grid's y
   int in[3], out[3], stride[3], kernel[3];
   int lower[3];               // the least offset
   int tile[3];                // j
@@ -118,6 +120,24 @@ struct FewParams {
   int stage_at, stage_plane, stage_channel;
   cutlass::FastDivmod stage_planes;
 };
+
+/// A block's convolution group, and its first output channel within that.
+struct FewChannelBlock {
+  int group, in_group;
+};
+
+__device__ __forceinline__ FewChannelBlock few_channel_block(const FewParams& params, int columns) {
+  FewChannelBlock block;
+  block.group = params.channel_blocks.divmod(block.in_group, int(blockIdx.y));
+  block.in_group *= columns;
+  return block;
+}
+
+/// The first output channel that is not the block's convolution group's. Found anew where it is needed: kept,
+/// it costs a variant its last register.
+__device__ __forceinline__ int few_end_channel(const FewParams& params) {
+  return (params.channel_blocks.div(int(blockIdx.y)) + 1) * params.group_outputs;
+}
 
 /// A tile of a sample.
 struct FewItem {

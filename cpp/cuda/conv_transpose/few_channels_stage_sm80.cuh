@@ -76,7 +76,8 @@ class FewOutputStage {
     const int rows =
         min(params_.tile[1] * params_.stride[1], params_.out[1] - item.first[1] * params_.stride[1]);
     const int length = rows * params_.out[2], plane_values = params_.out[1] * params_.out[2];
-    const int runs = min(Traits::COLUMNS, params_.k - first_channel_) * params_.stage_planes.divisor;
+    const int runs =
+        min(Traits::COLUMNS, few_end_channel(params_) - first_channel_) * params_.stage_planes.divisor;
     T* const y = first_output(item);
     const int begin = shift(item);
     for (int run = int(threadIdx.x) / 32; run < runs; run += kFewWarps) {
