@@ -100,7 +100,7 @@ def direct_cases(device, shapes):
         plan = case.plan()
         assert plan.algorithm == "cuda_direct", plan
         kernel = "conv_transpose_depthwise" if shapes is DEPTHWISE else "conv_transpose_any_taps"
-        if shapes is ANY_TAPS and case.groups == 1 and plan.stages[0] == FEW_CHANNELS_KERNEL:
+        if shapes is ANY_TAPS and plan.stages[0] == FEW_CHANNELS_KERNEL:
             kernel = FEW_CHANNELS_KERNEL
         assert plan.stages == (kernel, "group_norm_finalize", kernel), (name, plan)
         check_like_eager(case)

@@ -158,7 +158,7 @@ ACCEPTED = {
     "channels-60-124": {"c": 60, "k": 124, "num_groups": 31},
     "groups-of-32": {"groups": 2},
     "groups-of-16": {"groups": 4, "num_groups": 1, "dtype": "float32"},
-    "groups-of-5-inputs": {"c": 20, "groups": 4, "dtype": "float32"},
+    "groups-of-40-inputs": {"c": 160, "groups": 4, "dtype": "float32"},
     "instance-norm": {"num_groups": 128},
     "layer-norm": {"num_groups": 1},
     "one-sample": {"n": 1, "layout": "NCDHW", "dtype": "float32"},

@@ -74,11 +74,24 @@ def test_a_pointwise_result_that_one_launch_cannot_hold_takes_three():
     plan = plan_of(facts(**block))
     assert plan.algorithm == "cuda_library" and "and three launches after it" in plan.reason
     assert plan.stages[1:] == ("activation_moments", "group_norm_finalize", "group_norm_normalize")
-    for extent in ((64, 64, 8), (64, 64, 3)):  # 34 and 13 MB, of which one launch holds the latter
-        other = plan_of(facts(**block | {"extent": extent}))
-        assert "three launches" not in other.reason
-    assert plan_of(facts(**block | {"extent": (64, 64, 8)})).algorithm == "sm90_implicit_gemm"
+    smaller = plan_of(facts(**block | {"extent": (64, 64, 3)}))  # 13 MB, which one launch holds
+    assert "three launches" not in smaller.reason
     assert plan_of(facts(**block) | ALONE).algorithm == "sm90_implicit_gemm"
+
+
+def test_matmuls_as_they_lie():
+    """By the bytes that either plan moves: packing x, or transposing y, costs more than passes over y."""
+    block = {"n": 1, "c": 320, "k": 96, "extent": (48, 48, 48), "kernel": (1, 1, 1), "num_groups": 8}
+    tf32 = {"dtype": "float32", "precision": "tf32"}
+    for changes in ({"layout": "NCDHW", **tf32}, tf32, {"layout": "NCDHW", "dtype": "bfloat16"}):
+        plan = plan_of(facts(**block | changes))
+        assert plan.algorithm == "cuda_library", changes
+    assert "a matmul as it lies" in plan_of(facts(**block | tf32)).reason
+    wide = {"c": 64, "k": 320, "extent": (64, 64, 64)}
+    for changes in ({"layout": "NCDHW", **tf32}, tf32, {"dtype": "bfloat16"}, {"dtype": "float32"}):
+        assert plan_of(facts(**block | wide | changes)).algorithm == "sm90_implicit_gemm", changes
+    for changes in ({"padding": [1, 1, 1]}, {"stride": [2, 2, 2]}):
+        assert "a matmul as it lies" not in plan_of(facts(**block | tf32 | changes)).reason
 
 
 def test_large_blocks_keep_their_kernel():

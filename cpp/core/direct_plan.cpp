@@ -298,7 +298,9 @@ Plan direct_plan(const Problem& p, const Device& device) {
   FewChannelsLayout layout;
   if (few_channels_obstacle(p, device, layout).empty()) {
     const Plan few = few_channels_plan(p, layout);
-    const bool eligible = !device.forced_plan.empty() || was_compared(p, device, few);
+    // Asked for by name, groups keep CUDA cores where these alone were compared.
+    const bool asked = !device.forced_plan.empty() && p.groups == 1;
+    const bool eligible = asked || was_compared(p, device, few);
     if (!plan || (eligible && few.estimated_direct_ms < plan->estimated_direct_ms)) plan = few;
   }
   if (!plan) throw std::logic_error("upconv3d: the direct plan has an obstacle, and was asked for");
