@@ -184,17 +184,25 @@ def error_floor(block: Block) -> float:
 
 
 def check_sm90_or_small(plan: upconv3d.Plan, channels: int) -> None:
-    """The SM90 plan, or another with a reason of its own: a small block, tiles that samples leave empty, few
-    channels. test_forced_sm90.py has such blocks by the SM90 plan.
+    """The SM90 plan, or another with a reason of its own: a small block, tiles that samples leave empty, a
+    convolution that cuDNN is quick with, few channels. test_forced_sm90.py has such blocks by the SM90 plan.
 
-    channels: of the output; the kernel for few channels is for 32 at most, at float32's accuracy for 64.
+    channels: of the output; the kernel for few channels is for 64 of a convolution group at most.
     """
-    is_ieee = (plan.problem["dtype"], plan.problem["precision"]) == ("float32", "ieee")
-    reasons = {"cuda_library": ("a small block", "tiles are filled"), "cuda_direct": ("few channels",)}
+    reasons = {
+        "cuda_library": (
+            "a small block",
+            "tiles are filled",
+            "cuDNN's convolution is expected to take",
+            "a matmul as it lies",
+            "few outputs",
+        ),
+        "cuda_direct": ("few channels",),
+    }
     if plan.algorithm == "sm90_implicit_gemm":
         return
     assert any(reason in plan.reason for reason in reasons[plan.algorithm]), plan
-    assert plan.algorithm == "cuda_library" or channels <= (64 if is_ieee else 32), plan
+    assert plan.algorithm == "cuda_library" or channels <= 64 * plan.problem["groups"], plan
 
 
 def check_like_eager(block: Block, floor_factor: float = 1) -> None:

@@ -264,7 +264,7 @@ double narrow_sm90_ms(const Problem& p, const Plan& sm90, bool in_place) {
   const bool stored = p.stride != Extent3{1, 1, 1} && !sm90.twice;
   if (in_place) {
     const bool is_long = *std::max_element(p.stride.begin(), p.stride.end()) >= kLongStride && sm90.twice;
-    const bool unusual = is_long || p.dilation != Extent3{1, 1, 1};
+    const bool unusual = is_long || is_dilated(p);
     return estimate + (unusual ? kUnusual : 0) + (group_outputs(p) % kChannelUnit != 0 ? kPadded : 0) +
            padding;
   }
@@ -298,7 +298,7 @@ Plan direct_plan(const Problem& p, const Device& device) {
   FewChannelsLayout layout;
   if (few_channels_obstacle(p, device, layout).empty()) {
     const Plan few = few_channels_plan(p, layout);
-    // Asked for by name, groups keep CUDA cores where these alone were compared.
+    // Asked for by name, groups are on CUDA cores where this kernel was not compared with others.
     const bool asked = !device.forced_plan.empty() && p.groups == 1;
     const bool eligible = asked || was_compared(p, device, few);
     if (!plan || (eligible && few.estimated_direct_ms < plan->estimated_direct_ms)) plan = few;
@@ -322,6 +322,7 @@ bool beats_sm90(const Problem& p, const Device& device, const Plan& direct, cons
   if (p.n == 0 || !was_compared(p, device, direct)) return false;
   if (direct.few_channels) {
     const bool in_place = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
+    if (direct.estimated_direct_ms * kPerMs >= plain_matmul_us(p)) return false;
     return direct.estimated_direct_ms <
            less_for_half_blocks(p, sm90, in_place) * narrow_sm90_ms(p, sm90, in_place);
   }

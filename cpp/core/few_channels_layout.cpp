@@ -52,10 +52,9 @@ int product_count(const Problem& p) {
   return p.is_ieee() ? 3 : 1;
 }
 
-/// What a store of 8 positions, or as many pairs, takes in us of all multiprocessors together because it
-/// fills sectors of y only in part: in odd rows one in three pieces, else where rows begin amid a sector, or
-/// where neighbours are no pair, 15 to 34 (perf/NOTES.md, "Few channels" and "What the limits of plans
-/// cost").
+/// What a store of 8 positions, or as many pairs, of y [N,K,Z,P,Q] takes longer because it fills sectors only
+/// in part, in us: in odd rows, where even rows begin amid a sector, and where neighbours of a row are no
+/// pair, of which 17 to 35e-6 were seen (perf/NOTES.md, "Few channels" and "What the limits of plans cost").
 double us_of_pieces(const Problem& p, const FewChannelsLayout& layout) {
   constexpr double kOddPairs = 72e-6, kInPart = 25e-6;
   constexpr std::int64_t kSectorBytes = 32;

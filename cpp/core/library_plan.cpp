@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <optional>
 
 #include "core/held_norm.hpp"
@@ -52,10 +53,6 @@ bool has_uneven_phases(const Problem& p) {
   return uneven;
 }
 
-bool is_dilated(const Problem& p) {
-  return p.dilation != Extent3{1, 1, 1};
-}
-
 /// GFLOP of cuDNN's tiles, which output channels fill as they do ours, and input channels up to 64, of
 /// TF32 32. Of strides fewer than 32 inputs took it twice as long, and of long ones it multiplies the zeros
 /// between inputs, at twice its rate (perf/NOTES.md, "What the limits of plans cost").
@@ -78,13 +75,18 @@ double library_gflops(const Problem& p) {
   return (half_width && channels < kInputs ? kFilledUp : 1) * (is_dilated(p) ? kDilated : 1) * gflops;
 }
 
+/// us per GFLOP of those tiles.
+double library_per_gflop(const Problem& p) {
+  if (p.dtype != DType::kFloat32) return 1.6;
+  return p.is_ieee() ? 20 : 3.5;
+}
+
 /// cuDNN's deterministic convolution of channels_last_3d, benchmarked.
 double library_convolution(const Problem& p, const Traffic& mb) {
   constexpr double kLaunch = 12, kStrided = 3, kUneven = 7;
   constexpr double kWeightPerMB = 0.6, kTensorPerMB = 0.25;
   const bool is_float = p.dtype == DType::kFloat32;
-  const double per_gflop = p.is_ieee() ? 20 : is_float ? 3.5 : 1.6;
-  const double gflops = library_gflops(p);
+  const double per_gflop = library_per_gflop(p), gflops = library_gflops(p);
   return kLaunch + (p.stride != Extent3{1, 1, 1} ? kStrided : 0) +
          (is_float && has_uneven_phases(p) ? kUneven : 0) + per_gflop * gflops + kWeightPerMB * mb.w +
          kTensorPerMB * (mb.x + mb.y);
@@ -145,6 +147,12 @@ std::optional<double> normalization_in_launches(const Problem& p, const Traffic&
 double long_normalization_in_launches(const Traffic& mb) {
   constexpr double kLaunches = 8, kPerMB = 0.85;
   return kLaunches + kPerMB * mb.y;
+}
+
+/// Whether that was timed: of dilated convolutions alone.
+bool has_timed_launches(const Problem& p, const Traffic& mb) {
+  constexpr double kMostMB = 64;
+  return is_dilated(p) && mb.y <= kMostMB;
 }
 
 /// Whether the estimates above were compared with measurements of such convolutions, but for dilation.
@@ -208,11 +216,13 @@ double near_library_block(const Problem& p, const Traffic& mb) {
 }
 
 /// Whether a block is a matmul as it lies, of which the SM90 plan packs or transposes something: cuDNN's is
-/// bound by memory.
+/// bound by memory. Of as many channels as were timed.
 bool is_plain_matmul(const Problem& p) {
+  constexpr std::int64_t kInputs = 512, kOutputs = 320;
   const bool in_place = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
   return is_pointwise(p) && p.stride == Extent3{1, 1, 1} && p.in == p.out() && p.groups == 1 &&
-         !p.is_ieee() && !in_place && p.x_layout == p.y_layout && p.tail.norm;
+         !p.is_ieee() && !in_place && p.x_layout == p.y_layout && p.tail.norm && p.c <= kInputs &&
+         p.k <= kOutputs;
 }
 
 /// The library plan of those and the SM90 plan, by the bytes that they move: fitted to 40 blocks of 12
@@ -220,12 +230,14 @@ bool is_plain_matmul(const Problem& p) {
 struct MatmulTimes {
   double library, sm90;  // us
 
-  MatmulTimes(const Problem& p, const Traffic& mb) {
+  explicit MatmulTimes(const Problem& p) {
+    const Traffic mb(p);
     constexpr double kConvolution = 0.33, kPasses = 0.75;
     constexpr double kPackInRows = 0.75, kStoreInRows = 0.35, kPack = 0.72, kStore = 0.75;
     constexpr std::int64_t kPackedInputs = 64;
     const bool in_rows = p.y_layout == Layout::kNDHWC;
-    library = (in_rows ? 8 : 15) + kConvolution * (mb.x + mb.y) + kPasses * mb.y;
+    const double arithmetic = library_per_gflop(p) * library_gflops(p);
+    library = (in_rows ? 8 : 15) + std::max(kConvolution * (mb.x + mb.y), arithmetic) + kPasses * mb.y;
     const double packed = static_cast<double>(std::max(p.c, kPackedInputs)) / static_cast<double>(p.c);
     sm90 =
         in_rows ? 25 + kPackInRows * packed * mb.x + kStoreInRows * mb.y : 28 + kPack * mb.x + kStore * mb.y;
@@ -236,9 +248,11 @@ struct MatmulTimes {
 /// plan's three products leave most of their tiles empty there, and conv_transpose_few_channels_sm80 holds
 /// fewer inputs.
 bool has_few_outputs_of_ieee(const Problem& p) {
-  constexpr std::int64_t kOutputs = 24, kInputs = 128;
-  return p.is_ieee() && p.groups == 1 && p.k <= kOutputs && p.c >= kInputs && p.kernel == p.stride &&
-         volume(p.stride) > 1 && p.x_layout == p.y_layout;
+  constexpr std::int64_t kOutputs = 24, kInputs = 128, kMostInputs = 512, kStride = 2;
+  const bool few_phases = *std::max_element(p.stride.begin(), p.stride.end()) <= kStride;
+  return few_phases && p.c <= kMostInputs && p.is_ieee() && p.groups == 1 && p.k <= kOutputs &&
+         p.c >= kInputs && p.kernel == p.stride && volume(p.stride) > 1 && p.x_layout == p.y_layout &&
+         p.tail.norm;
 }
 
 /// The library plan of those: 320 > 8, k2 s2 and 160 > 20, (2,2,1) took 213 and 232 in NCDHW, 366 and 337 in
@@ -297,6 +311,10 @@ double scheduled_block(const Problem& p, const Plan& sm90, const Traffic& mb) {
 
 }  // namespace
 
+double plain_matmul_us(const Problem& p) {
+  return is_plain_matmul(p) ? MatmulTimes(p).library : std::numeric_limits<double>::infinity();
+}
+
 double library_us_per_million_positions(const Problem& p) {
   if (size_of(p.dtype) != 2) return 175;
   return p.x_layout == Layout::kNDHWC ? 85 : 130;
@@ -339,13 +357,14 @@ std::string library_advantage(const Problem& p, const Device& device, const Plan
 }
 
 std::string library_advantage_at_length(const Problem& p, const Device& device, const Plan& sm90) {
-  if (p.n == 0 || p.tail.returns_conv || sm90.twice || !was_compared_at_length(p)) return "";
+  if (p.n == 0 || !p.tail.norm || p.tail.returns_conv || sm90.twice || !was_compared_at_length(p)) return "";
   // By which the estimate of cuDNN may be off. That of dilated ones is on the slow side.
   const double ahead = is_dilated(p) ? 1.1 : 1.2;
   const Traffic mb(p);
   const double convolution =
       library_convolution_at_length(p, mb, device.sm_count) + library_weight_copy(p, mb);
   const bool held = held_cut(p, p.y_layout, device.compute_capability).has_value();
+  if (!held && !has_timed_launches(p, mb)) return "";
   const double normalization = held ? held_normalization(p, mb) : long_normalization_in_launches(mb);
   const double ours = scheduled_block(p, sm90, mb);
   if (ahead * (convolution + normalization) >= ours) return "";
@@ -365,7 +384,7 @@ std::string near_library_advantage(const Problem& p, const Device& device, const
   const Traffic mb(p);
   const double ours = sm90_block(p, mb, sm90);
   if (is_plain_matmul(p)) {
-    const MatmulTimes times(p, mb);
+    const MatmulTimes times(p);
     if (!favours_library(p, times.library, times.sm90)) return "";
     return concat("a matmul as it lies: cuDNN and what follows it are expected to take ", times.library,
                   " us, the SM90 kernel ", times.sm90, " us");

@@ -47,7 +47,8 @@ void require_no_obstacle(const Problem& problem, const std::string& forced_plan,
 
 /// Why a plan that may run is not worth it, or "": PyTorch's convolution and our passes after it are expected
 /// to be quicker by far, as where samples of a few positions leave most of every tile empty.
-std::string sm90_disadvantage(const Problem& p, const Plan& plan) {
+/// \param keeps_activation as for choose
+std::string sm90_disadvantage(const Problem& p, const Plan& plan, bool keeps_activation) {
   // Only where tiles are mostly empty, or there are more phases than one launch stores, which were hardly
   // compared: of strides and few channels the estimate of cuDNN below is up to 5 times too low.
   constexpr double kLeastFilled = 0.25;
@@ -65,13 +66,15 @@ std::string sm90_disadvantage(const Problem& p, const Plan& plan) {
   // Of long strides, whose zeros cuDNN multiplies, it took 115 to 250 us per million positions of up to eight
   // output channels, of 16 and 20 twice that (perf/NOTES.md, "What the limits of plans cost").
   constexpr std::int64_t kLongStride = 3;
-  constexpr double kOfZeros = 150e-9, kOutputs = 8;  // ms per position
-  const bool is_long = *std::max_element(p.stride.begin(), p.stride.end()) >= kLongStride;
-  const double outputs = std::max(1.0, static_cast<double>(p.k) / kOutputs);
+  constexpr double kOfZeros = 150e-9, kOutputs = 8, kMostOutputs = 24;  // ms per position
+  const bool is_long = *std::max_element(p.stride.begin(), p.stride.end()) >= kLongStride &&
+                       volume(p.kernel) > 1 && p.groups == 1 && !keeps_activation;
+  const double outputs = std::clamp(static_cast<double>(p.k), kOutputs, kMostOutputs) / kOutputs;
   const double zeros = is_long ? kOfZeros * outputs * static_cast<double>(p.n) * positions : 0;
   if (ours <= std::max(kAhead * library, zeros)) return "";
   return concat("tiles are filled to ", 100 * filled, "% and estimated at ", ours,
-                " ms, where cuDNN's convolution is expected to need ", library, " ms with our normalization");
+                " ms, where cuDNN's convolution is expected to need ", std::max(library, zeros),
+                " ms with our normalization");
 }
 
 /// Whether norm_backward is to make anything of a convolution. Of a skip and without a norm, autograd records
@@ -174,7 +177,7 @@ Plan forced_direct(const Problem& p, const Device& device) {
 std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, const Plan& sm90,
                                     bool keeps_activation) {
   if (!device.forced_plan.empty()) return std::nullopt;
-  std::string disadvantage = sm90_disadvantage(p, sm90);
+  std::string disadvantage = sm90_disadvantage(p, sm90, keeps_activation);
   const bool is_slow = !disadvantage.empty();
   // A backward pass reads what the SM90 plan keeps, or PyTorch's convolution.
   if (!keeps_activation) {

@@ -5,6 +5,7 @@
 /// How the kernel is run is chosen by sm90_schedule.hpp, which is nearer to what it takes.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "core/plan.hpp"
@@ -25,12 +26,21 @@ double compared_multiply_ms(const Problem& problem, const ConvInstance& instance
 /// The same of a schedule, as leaving_blocks.hpp was fitted with it.
 double compared_multiply_ms(const Problem& problem, const Schedule& schedule, int sm_count);
 
+/// Whether neighbouring taps of an axis lie apart.
+inline bool is_dilated(const Problem& problem) {
+  bool dilated = false;
+  for (std::size_t axis = 0; axis < 3; ++axis) {
+    dilated |= problem.kernel[axis] > 1 && problem.dilation[axis] > 1;
+  }
+  return dilated;
+}
+
 /// What the SM90 plan takes of its estimate where taps are dilated: of tiles of 64 channels 1.25 and more,
 /// seen of four blocks, since no load of x serves several taps.
 inline double dilated_share(const Problem& problem, const Plan& sm90) {
   constexpr std::int64_t kSmallTile = 64;
   const bool small = sm90.instance && sm90.instance->block_channels <= kSmallTile;
-  return small && problem.dilation != Extent3{1, 1, 1} ? 1.25 : 1.0;
+  return small && is_dilated(problem) ? 1.25 : 1.0;
 }
 
 }  // namespace upconv3d

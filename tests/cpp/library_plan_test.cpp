@@ -298,6 +298,38 @@ void test_long_choices() {
   sm90([](Problem& p) { p.n = 16; }, "more than one launch can hold");
   sm90([](Problem& p) { p.dtype = DType::kFloat32, p.precision = Precision::kTF32; }, "float32");
   sm90([](Problem& p) { p.x_layout = p.y_layout = Layout::kNCDHW; }, "NCDHW");
+  const auto large = [](Problem& p) { p.n = 4, p.c = 96, p.k = p.num_groups = 192, p.in = {64, 64, 64}; };
+  sm90(large, "three launches after it were timed of dilated ones alone");
+  sm90([&](Problem& p) { large(p), p.tail.norm = false; }, "nothing is normalized");
+}
+
+/// Pointwise convolutions that are matmuls as they lie, and few outputs of many inputs at float32's accuracy.
+void test_matmuls_and_few_outputs() {
+  const auto plan_of = [](const std::function<void(Problem&)>& change) {
+    Problem p = headline(DType::kBFloat16, Layout::kNCDHW);
+    p.n = 1, p.c = 320, p.k = 96, p.in = {48, 48, 48}, p.kernel = {1, 1, 1}, p.padding = {0, 0, 0};
+    change(p);
+    return select_plan(p, hopper(), all_compiled());
+  };
+  const auto is_library = [&](const std::function<void(Problem&)>& change) {
+    return plan_of(change).algorithm == Algorithm::kCudaLibrary;
+  };
+  const Plan matmul = plan_of([](Problem& p) { p.n = 2, p.c = 96, p.k = 48, p.in = {56, 56, 57}; });
+  expect(matmul.algorithm == Algorithm::kCudaLibrary && matmul.instead_of_sm90 &&
+             has_part(matmul.reason, "a matmul as it lies"),
+         "66 us, the SM90 plan 159: " + matmul.reason);
+  expect(is_library([](Problem& p) { p.n = 2, p.c = p.k = 32, p.in = {64, 64, 64}; }),
+         "51 us, the SM90 plan 137, and quicker than the kernel for few channels");
+  expect(!is_library([](Problem& p) { p.n = 3, p.c = 48, p.k = p.num_groups = 320, p.in = {46, 46, 46}; }),
+         "wide results");
+  expect(!is_library([](Problem& p) { p.n = 4, p.c = p.k = 1024, p.in = {32, 32, 32}; }),
+         "more channels than were timed");
+  const auto few_outputs = [](Problem& p) {
+    p.dtype = DType::kFloat32, p.precision = Precision::kIEEE;
+    p.n = 2, p.c = 320, p.k = p.num_groups = 8, p.in = {29, 39, 40}, p.kernel = p.stride = {2, 2, 2};
+  };
+  expect(has_part(plan_of(few_outputs).reason, "few outputs"), "213 us, the SM90 plan 407");
+  expect(!is_library([&](Problem& p) { few_outputs(p), p.tail.norm = false; }), "nothing is normalized");
 }
 
 /// Small blocks that are to spare the host: the SM90 plan, as long as it takes the device no longer than
@@ -343,6 +375,7 @@ int main() {
     upconv3d::test_choice();
     upconv3d::test_near_choices();
     upconv3d::test_long_choices();
+    upconv3d::test_matmuls_and_few_outputs();
     upconv3d::test_spared_hosts();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /// conv_transpose_few_channels_sm80: the forward pass of blocks whose arithmetic is small against their
-/// output, on any GPU from compute capability 8.0 on, for groups 1.
+/// output, on any GPU from compute capability 8.0 on. A block has the channels of one convolution group.
 ///
 ///   x       [N,C,D,H,W] or [N,D,H,W,C]  T      a box of it is brought into shared memory per tile
-///   w       [C,K,T,R,S], any strides    T      stays in shared memory
+///   w       [C,K/groups,T,R,S], any strides
+///                                       T      stays in shared memory
 ///   part    [N,tiles,K,2]               float  (mean, M2) of before(conv + bias), unrounded
 ///   counts  [tiles]                     int32  positions of each tile
 ///   table   [3,N,K]                     float  mean, scale and shift, as group_norm_finalize writes them
@@ -13,8 +14,9 @@
 /// nothing is packed before. An implicit GEMM whose rows are positions j of core/few_channels_layout.hpp,
 /// whose columns are output channels, by mma.sync m16n8k16, of float as TF32 by m16n8k8, or by three of these
 /// for float32's accuracy. From one box of x, a block computes all phases of the stride, so that they are
-/// written next to each other. Where rows of y [N,K,Z,P,Q] are odd, the output pass may have tiles of its
-/// own, of whole rows, that it collects in shared memory first (few_channels_stage_sm80.cuh).
+/// written next to each other. Where rows of y [N,K,Z,P,Q] begin amid a sector of memory, the output pass
+/// may have tiles of its own, of whole rows, that it collects in shared memory first
+/// (few_channels_stage_sm80.cuh).
 ///
 /// Blocks take tiles in turn, each its own, and keep their weights. A tile's moments are its own, so part
 /// needs no atomics and results repeat bit for bit.

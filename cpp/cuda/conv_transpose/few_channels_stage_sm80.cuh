@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// conv_transpose_few_channels_sm80, output pass: how odd rows of y [N,K,Z,P,Q] are written.
+/// conv_transpose_few_channels_sm80, output pass: how rows of y [N,K,Z,P,Q] are written that begin amid a
+/// sector of memory, or whose neighbours are other phases'.
 ///
 /// What a warp has of a row begins and ends between two boundaries of sectors, which take longer to write in
 /// part than as a whole. A tile of whole rows is, of each channel and plane, one run of values in y. The
