@@ -194,7 +194,8 @@ class FewEpilogue {
   }
 
   __device__ __forceinline__ void load_channels(int sample) {
-    const int column = int(threadIdx.x), channel = first_channel_ + column;
+    const int column = int(threadIdx.x),
+              channel = few_first_channel<Traits>(params_, first_channel_) + column;
     if (column >= Traits::COLUMNS) return;
     const bool is_channel = channel < few_end_channel(params_);
     const auto set = [&](int what, float value) { channels_[what * Traits::COLUMNS + column] = value; };

@@ -88,7 +88,8 @@ class FewMoments {
 
   /// Merges what the warps left and writes it. Between two barriers of the block.
   __device__ __forceinline__ void write(const FewItem& item) const {
-    const int column = int(threadIdx.x), channel = first_channel_ + column;
+    const int column = int(threadIdx.x),
+              channel = few_first_channel<Traits>(params_, first_channel_) + column;
     if (column >= Traits::COLUMNS || channel >= few_end_channel(params_)) return;
     FewMoment all{0.f, 0.f, 0.f};
     for (int warp = 0; warp < kFewWarps; ++warp) {

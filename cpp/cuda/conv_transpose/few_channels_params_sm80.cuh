@@ -133,6 +133,22 @@ __device__ __forceinline__ FewChannelBlock few_channel_block(const FewParams& pa
   return block;
 }
 
+/// The block's first output channel, which the caller keeps. Before Hopper ptxas has no register for it in
+/// variants of the moments pass: there it is found anew where it is needed.
+template <class Traits>
+__device__ __forceinline__ int few_first_channel(const FewParams& params, int kept) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if constexpr (!Traits::OUTPUT) {
+    int index;
+    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(index));  // volatile: not kept
+    int in_group;
+    const int group = params.channel_blocks.divmod(in_group, index);
+    return group * params.group_outputs + in_group * Traits::COLUMNS;
+  }
+#endif
+  return kept;
+}
+
 /// The first output channel that is not the block's convolution group's. Found anew where it is needed: kept,
 /// it costs a variant its last register.
 __device__ __forceinline__ int few_end_channel(const FewParams& params) {
