@@ -59,9 +59,9 @@ void test_channels() {
   expect(packed.pack_x && packed.activation_in_y, "groups of fewer channels than a k-block are packed apart");
   const Plan lying = plan_of([](Problem& p) { p.c = 256, p.groups = 4; });
   expect(lying.instance && !lying.pack_x, "groups of whole k-blocks are read where they lie");
-  const auto grouped = [](Problem& p) { p.c = 20, p.groups = 4, p.dtype = DType::kFloat32; };
-  expect(says(plan_of(grouped), "each group's input channels padded from 5 to 16"),
-         "5 input channels a group");
+  const auto grouped = [](Problem& p) { p.c = 160, p.groups = 4, p.dtype = DType::kFloat32; };
+  expect(says(plan_of(grouped), "each group's input channels padded from 40 to 64"),
+         "40 input channels a group");
   expect(!plan_of([](Problem& p) { p.groups = 8; }).instance, "16 bit: groups of 8 are the library's");
 
   Problem p = headline();
