@@ -128,7 +128,7 @@ int values_of_store(const Problem& p, const FewChannelsLayout& layout, const voi
     const std::int64_t bytes = std::min(kStoreBytes, values * size_of(p.dtype));
     return of % values == 0 && reinterpret_cast<std::uintptr_t>(y) % static_cast<std::uintptr_t>(bytes) == 0;
   };
-  while (!fits()) values /= 2;
+  while (values > 1 && !fits()) values /= 2;
   return static_cast<int>(values);
 }
 

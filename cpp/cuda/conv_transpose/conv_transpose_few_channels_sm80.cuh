@@ -58,7 +58,7 @@ template <class Traits>
 __global__ void __launch_bounds__(kFewThreads, Traits::BLOCKS)
     conv_transpose_few_channels_sm80(__grid_constant__ const FewParams params) {
   extern __shared__ __align__(128) char shared[];
-  const FewChannelBlock block = few_channel_block(params, Traits::COLUMNS);
+  const FewChannelBlock block = few_channel_block(params, Traits::COLUMNS, int(blockIdx.y));
   const int first_channel = block.group * params.group_outputs + block.in_group;
   const int warp = int(threadIdx.x) / 32;
   const int share = warp / params.row_warps, shares = kFewWarps / params.row_warps;

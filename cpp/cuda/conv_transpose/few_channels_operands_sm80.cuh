@@ -200,7 +200,7 @@ __device__ __forceinline__ void load_box(const FewParams& params, const FewItem&
 template <class Traits>
 __device__ __forceinline__ void load_weights(const FewParams& params, char* weights) {
   using T = typename Traits::Element;
-  const FewChannelBlock block = few_channel_block(params, Traits::COLUMNS);
+  const FewChannelBlock block = few_channel_block(params, Traits::COLUMNS, int(blockIdx.y));
   const int channels = min(Traits::COLUMNS, params.group_outputs - block.in_group);
   const T* const w = static_cast<const T*>(params.w) + block.in_group * params.w_strides[1] +
                      std::int64_t(block.group) * params.channels * params.w_strides[0];

@@ -126,9 +126,12 @@ struct FewChannelBlock {
   int group, in_group;
 };
 
-__device__ __forceinline__ FewChannelBlock few_channel_block(const FewParams& params, int columns) {
+/// \param columns of a block
+/// \param index   blockIdx.y
+__device__ __forceinline__ FewChannelBlock few_channel_block(const FewParams& params, int columns,
+                                                             int index) {
   FewChannelBlock block;
-  block.group = params.channel_blocks.divmod(block.in_group, int(blockIdx.y));
+  block.group = params.channel_blocks.divmod(block.in_group, index);
   block.in_group *= columns;
   return block;
 }
@@ -141,16 +144,14 @@ __device__ __forceinline__ int few_first_channel(const FewParams& params, int ke
   if constexpr (!Traits::OUTPUT) {
     int index;
     asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(index));  // volatile: not kept
-    int in_group;
-    const int group = params.channel_blocks.divmod(in_group, index);
-    return group * params.group_outputs + in_group * Traits::COLUMNS;
+    const FewChannelBlock block = few_channel_block(params, Traits::COLUMNS, index);
+    return block.group * params.group_outputs + block.in_group;
   }
 #endif
   return kept;
 }
 
-/// The first output channel that is not the block's convolution group's. Found anew where it is needed: kept,
-/// it costs a variant its last register.
+/// The first output channel that is not the block's convolution group's.
 __device__ __forceinline__ int few_end_channel(const FewParams& params) {
   return (params.channel_blocks.div(int(blockIdx.y)) + 1) * params.group_outputs;
 }
