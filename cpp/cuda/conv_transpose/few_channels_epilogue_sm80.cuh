@@ -5,56 +5,16 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <type_traits>
 
 #include "cuda/activation.cuh"
 #include "cuda/conv_transpose/few_channels_moments_sm80.cuh"
 #include "cuda/conv_transpose/few_channels_stage_sm80.cuh"
+#include "cuda/conv_transpose/few_channels_store_sm80.cuh"
 #include "cuda/group_norm/element.cuh"
 
 namespace upconv3d::cuda {
-
-/// kCount neighbours of y where `stores`, to memory that the second pass does not read again. By predicate:
-/// ptxas would branch around each of a thread's stores.
-template <class T, int kCount>
-__device__ __forceinline__ void store_run(T* to, const float (&values)[kCount], bool stores = true) {
-  constexpr int kBytes = kCount * int(sizeof(T));
-  std::uint32_t words[kBytes / 4];
-#pragma unroll
-  for (int i = 0; i < kBytes / 4; ++i) {
-    if constexpr (std::is_same_v<T, float>) {
-      words[i] = __float_as_uint(values[i]);
-    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
-      memcpy(&words[i], &pair, sizeof(pair));
-    } else {
-      const __half2 pair = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
-      memcpy(&words[i], &pair, sizeof(pair));
-    }
-  }
-  if constexpr (kBytes % 16 == 0) {
-#pragma unroll
-    for (int i = 0; i < kBytes / 16; ++i) {
-      asm volatile(
-          "{.reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};}" ::"l"(
-              reinterpret_cast<uint4*>(to) + i),
-          "r"(words[4 * i]), "r"(words[4 * i + 1]), "r"(words[4 * i + 2]), "r"(words[4 * i + 3]),
-          "r"(int(stores))
-          : "memory");
-    }
-  } else if constexpr (kBytes == 8) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.cs.v2.b32 [%0], {%1, %2};}" ::"l"(to),
-                 "r"(words[0]), "r"(words[1]), "r"(int(stores))
-                 : "memory");
-  } else {
-    static_assert(kBytes == 4);
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.cs.b32 [%0], %1;}" ::"l"(to),
-                 "r"(words[0]), "r"(int(stores))
-                 : "memory");
-  }
-}
 
 /// The larger, NaN where one of them is.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
@@ -132,7 +92,7 @@ class FewEpilogue {
       if constexpr (Traits::STAGED) return put(group, acc);
       store(group, acc);
     } else {
-      deviate(acc);
+      deviate(group, acc);
       if (whole_) return moments_.add_all(acc);
 #pragma unroll
       for (int row = 0; row < 2 * Traits::ROW_TILES; ++row) {
@@ -263,7 +223,7 @@ class FewEpilogue {
   }
 
   /// acc = before(conv + bias) - pivot.
-  __device__ __forceinline__ void deviate(Accumulators& acc) {
+  __device__ __forceinline__ void deviate(const FewGroupParams& group, Accumulators& acc) {
     float pivot[Traits::RUN];
     if (params_.before.kind == Activation::kRelu) {
       read_pivot(pivot);
@@ -276,19 +236,57 @@ class FewEpilogue {
       read_pivot(pivot);
       for_each(acc, [&](float v, int i) { return v - pivot[i]; });
     }
-    if (has_start_) return;
+    if (!has_start_) choose_pivot(group, acc);
+  }
+
+  /// Moments pass: from now on values are taken around the median of three of the tile's first ones, in rows
+  /// of the warp that lie apart and are inside. Around an outlier all others would lose their digits: one
+  /// value of x reaches neighbours alone.
+  __device__ __forceinline__ void choose_pivot(const FewGroupParams& group, Accumulators& acc) {
+    const int half = half_inside(group);
+    const unsigned lanes = __ballot_sync(~0u, half >= 0);
+    if (lanes == 0) return;
     has_start_ = true;
-    // The first value of the first lane with these channels, unless sums would be NaN around it.
-    start(pivot);
+    const int first = __ffs(int(lanes)) - 1, last = 28 - __clz(int(lanes));
+    const int middle = (first + last) / 8 * 4, between = middle + __ffs(int(lanes >> middle)) - 1;
+    // Lanes of the three rows, a byte each: a shuffle takes the last five bits.
+    unsigned from = unsigned(first | between << 8 | last << 16) + threadIdx.x % 4 * 0x10101u;
+    __syncwarp();  // all have read what is replaced
+                   // One channel at a time: registers are short beside the accumulators.
 #pragma unroll
     for (int i = 0; i < Traits::RUN; ++i) {
-      const float first = __shfl_sync(~0u, acc.at[0][0][i / 2][i % 2], int(threadIdx.x) % 4);
-      pivot[i] -= fabsf(first) < kInfinity ? first : 0.f;
+      float value = acc.at[0][0][i / 2][i % 2];
+#pragma unroll
+      for (int other = 1; other < 2 * Traits::ROW_TILES; ++other) {
+        // By predicate: the compiler would index accumulators, in local memory.
+        asm("{.reg .pred p; setp.eq.s32 p, %2, %3; selp.f32 %0, %1, %0, p;}"
+            : "+f"(value)
+            : "f"(acc.at[0][other / 2][i / 2][other % 2 * 2 + i % 2]), "r"(half), "r"(other));
+      }
+      asm volatile("" : "+r"(from));
+      const float a = __shfl_sync(~0u, value, int(from)), b = __shfl_sync(~0u, value, int(from >> 8)),
+                  c = __shfl_sync(~0u, value, int(from >> 16));
+      const float median = fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
+      const float pivot = fabsf(median) < kInfinity ? median : 0.f;  // sums around infinity would be NaN
+      if (int(threadIdx.x) % 32 < 4) starts_[run_ + i] -= pivot;
     }
     __syncwarp();
-    write_start(pivot);
+    float pivot[Traits::RUN];
     read_pivot(pivot);
     for_each(acc, [&](float v, int i) { return v - pivot[i]; });
+  }
+
+  /// Of the thread's rows, 8 from one to the next, one where one of a group's phases is inside: in the warp's
+  /// first lanes the first, in its last ones the last. -1 where there is none.
+  __device__ __forceinline__ int half_inside(const FewGroupParams& group) const {
+    const int wanted = int(threadIdx.x) % 32 * Traits::ROW_TILES / 16;
+    if (whole_) return wanted;
+    int half = -1;
+#pragma unroll
+    for (int i = 0; i < 2 * Traits::ROW_TILES; ++i) {
+      if (inside_of(group, rows_[first_row_ + 8 * i].y).count() && (half < 0 || i <= wanted)) half = i;
+    }
+    return half;
   }
 
   /// Output pass: acc = before(conv + bias), less the mean where there is a table.

@@ -65,7 +65,7 @@ class FewMoments {
   /// Leaves the warp's moments in shared memory.
   /// \param pivot of the thread's channels
   __device__ __forceinline__ void end(const float (&pivot)[Traits::RUN]) {
-    const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
+    const int thread = few_thread_index(), lane = thread % 32, warp = thread / 32;
 #pragma unroll
     for (int step = 4; step < 32; step *= 2) count_ += __shfl_xor_sync(~0u, count_, step);
     const float count = float(count_), each = count_ > 0 ? 1.f / count : 0.f;

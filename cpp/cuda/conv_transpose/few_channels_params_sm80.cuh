@@ -151,6 +151,16 @@ __device__ __forceinline__ int few_first_channel(const FewParams& params, int ke
   return kept;
 }
 
+/// The thread's index where addresses made of it are wanted once per tile: before Hopper they are found anew,
+/// too.
+__device__ __forceinline__ int few_thread_index() {
+  int index = int(threadIdx.x);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  asm volatile("" : "+r"(index));
+#endif
+  return index;
+}
+
 /// The first output channel that is not the block's convolution group's.
 __device__ __forceinline__ int few_end_channel(const FewParams& params) {
   return (params.channel_blocks.div(int(blockIdx.y)) + 1) * params.group_outputs;
