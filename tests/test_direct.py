@@ -201,6 +201,43 @@ def direct_hostile(device):
             check_like_eager(outlier.channels_last() if layout == "NDHWC" else outlier, floor_factor=4)
 
 
+def direct_outliers(device):
+    """Run by the child: one value of x far from all others, at the start, takes none of their digits."""
+    for c, k, groups in ((8, 8, 1), (16, 8, 1), (24, 24, 3), (32, 32, 4)):
+        torch.manual_seed(1234)
+        block = make_block(
+            2, c, k, (9, 10, 11), 3, num_groups=k // 4, groups=groups, stride=2, padding=1, device=device
+        )
+        for outlier in (1e3, 1e6):
+            case = replace(block, input=block.input.clone())
+            case.input[:, :, 0, 0, 0] = outlier
+            for laid_out in (case, case.channels_last()):
+                assert laid_out.plan().stages[0] == FEW_CHANNELS_KERNEL, laid_out.plan()
+                check_like_eager(laid_out)
+
+
+def direct_first_phase_outside(device):
+    """Run by the child: volumes of which each tile's first phases are cut off, and a large mean."""
+    for dtype in DTYPES:
+        for extent, kernel in (((20, 30, 1), 3), ((1, 40, 1), 3), ((1, 1, 50), 3), (1, 3), ((20, 1, 30), 5)):
+            block = make_block(
+                2,
+                16,
+                16,
+                extent,
+                kernel,
+                num_groups=4,
+                stride=2,
+                padding=kernel // 2,
+                device=device,
+                dtype=dtype,
+            )
+            case = replace(block, bias=block.bias + 300)
+            for laid_out in (case, case.channels_last()):
+                assert laid_out.plan().stages[0] == FEW_CHANNELS_KERNEL, laid_out.plan()
+                check_like_eager(laid_out)
+
+
 def direct_tails(device):
     """Run by the child: everything that may follow, on both kernels."""
     for order, norm, activation in COMBINATIONS:
@@ -259,8 +296,8 @@ def direct_threads(device):
 
 @pytest.mark.parametrize(
     "cases",
-    ["depthwise", "any_taps", "few_channels", "random", "exact", "mixed_layouts", "hostile", "tails",
-     "infinite_weight", "threads"],
+    ["depthwise", "any_taps", "few_channels", "random", "exact", "mixed_layouts", "hostile", "outliers",
+     "first_phase_outside", "tails", "infinite_weight", "threads"],
 )  # fmt: skip
 def test_forced_direct_plan(cuda, cases):
     result = _run_child(f"import test_direct; test_direct.direct_{cases}('cuda')", plan="direct")
