@@ -129,6 +129,15 @@ double library_us_of_few_channels(const Problem& p) {
   return p.x_layout == Layout::kNDHWC ? kOfFewInRows : kOfFewOutputs;
 }
 
+/// What channels that are no multiple of 8 cost cuDNN beside that, at least: 150 to 400 us per million
+/// positions of six blocks of 3 to 20 outputs.
+double library_ragged_us(const Problem& p) {
+  constexpr double kPerMillion = 150;
+  const bool is_whole = p.c % kChannelUnit == 0 && p.k % kChannelUnit == 0;
+  if (is_whole || p.is_ieee()) return 0;
+  return kPerMillion * static_cast<double>(p.n * p.positions()) / kMillion;
+}
+
 /// cuDNN's convolution and our passes after it.
 /// \param few_channels as conv_transpose_few_channels_sm80 is compared with it
 double library_us(const Problem& p, bool few_channels) {
@@ -136,7 +145,9 @@ double library_us(const Problem& p, bool few_channels) {
   const double per_position =
       few_channels ? library_us_of_few_channels(p) : library_us_per_million_positions(p);
   double convolution = library_convolution_us(p, Work(p), per_position);
-  if (few_channels) convolution = std::max(convolution, library_groups_us(p)) + library_taps_us(p);
+  if (few_channels) {
+    convolution = std::max(convolution, library_groups_us(p)) + library_taps_us(p) + library_ragged_us(p);
+  }
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype)) * kPerMs;
   return kConvolution + kPasses + convolution + (p.tail.norm ? 3 : 2) * y;
 }
@@ -322,7 +333,7 @@ bool beats_sm90(const Problem& p, const Device& device, const Plan& direct, cons
   if (p.n == 0 || !was_compared(p, device, direct)) return false;
   if (direct.few_channels) {
     const bool in_place = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
-    if (direct.estimated_direct_ms * kPerMs >= plain_matmul_us(p)) return false;
+    if (direct.estimated_direct_ms * kPerMs >= near_library_us(p, device, sm90)) return false;
     return direct.estimated_direct_ms <
            less_for_half_blocks(p, sm90, in_place) * narrow_sm90_ms(p, sm90, in_place);
   }

@@ -170,33 +170,55 @@ bool was_compared(const Problem& p) {
 }
 
 /// Whether others are near enough to those for an estimate on the slow side: of any number of channels, and
-/// in 16 bit of longer strides. Of float32 only little arithmetic, and pointwise ones: the kernels that cuDNN
-/// is quick with are not deterministic (4, 512 > 8, 6^3, k5 s2 takes 164 us by deterministic ones, 63 by
-/// any; of many outputs 8, 24 > 384, 3x7x8, k3 s2 takes 23 by deterministic ones). At float32's accuracy only
-/// pointwise ones of little arithmetic, of one block (4, 20 > 192, 7x14x14).
+/// in 16 bit of longer strides. Of float32 only little arithmetic, pointwise and dilated ones: the kernels
+/// that cuDNN is quick with are not deterministic (4, 512 > 8, 6^3, k5 s2 takes 164 us by deterministic ones,
+/// 63 by any; of many outputs 8, 24 > 384, 3x7x8, k3 s2 takes 23 by deterministic ones).
 bool is_near_compared(const Problem& p) {
-  constexpr double kMostFloatFlops = 0.5e9, kMostOfManyOutputs = 1e9;
+  constexpr double kMostFloatFlops = 0.5e9, kMostOfManyOutputs = 1e9, kMostDilated = 5e9;
   constexpr std::int64_t kManyOutputs = 64;
-  const bool is_float = p.dtype == DType::kFloat32;
-  const bool many = p.k >= kManyOutputs && !p.is_ieee();
-  const bool little = p.useful_flops() <= (many ? kMostOfManyOutputs : kMostFloatFlops);
-  if (is_float && !is_pointwise(p) && !little) return false;
-  if (p.is_ieee() && !(is_pointwise(p) && little)) return false;
+  const bool is_float = p.dtype == DType::kFloat32, is_unstrided = p.stride == Extent3{1, 1, 1};
+  if (p.is_ieee()) return false;
+  const double most = is_dilated(p)         ? kMostDilated
+                      : p.k >= kManyOutputs ? kMostOfManyOutputs
+                                            : kMostFloatFlops;
+  if (is_float && !is_pointwise(p) && p.useful_flops() > most) return false;
+  // Of many taps and channels that are no multiple of 8 it took 3 times as long as expected: 4, 20 > 320,
+  // 8x10x10, k5.
+  constexpr std::int64_t kTaps = 27;
+  constexpr double kMostRaggedFlops = 2e9;
+  const bool is_ragged = p.c % kChannelUnit != 0 || p.k % kChannelUnit != 0;
+  if (is_ragged && volume(p.kernel) > kTaps && p.useful_flops() > kMostRaggedFlops) return false;
   const std::int64_t longest = is_float ? 2 : 4;
-  // Dilated ones of stride 1 were timed, in 16 bit.
-  if (is_dilated(p) && (is_float || p.stride != Extent3{1, 1, 1})) return false;
+  if (is_dilated(p) && !is_unstrided) return false;
   return p.groups == 1 && p.x_layout == p.y_layout &&
          *std::max_element(p.stride.begin(), p.stride.end()) <= longest;
+}
+
+/// Whether a block at float32's accuracy is near those whose deterministic convolution was timed: some 20 of
+/// stride 1, as many of stride 2 (perf/NOTES.md, "Small blocks by plan"). Its sums take one product after the
+/// other: of 324 and more, at stride 1, rms errors were 2.4 to 3.5 times those of the kernels that eager
+/// takes. With a stride, kernels of more taps took up to 14 ms.
+bool is_near_compared_ieee(const Problem& p) {
+  constexpr double kMostFlops = 0.5e9, kMostStridedFlops = 0.05e9, kMostProducts = 128;
+  constexpr std::int64_t kStridedTaps = 9;
+  if (!p.is_ieee() || p.groups != 1 || p.x_layout != p.y_layout) return false;
+  const std::int64_t longest = *std::max_element(p.stride.begin(), p.stride.end());
+  const double products = static_cast<double>(p.c * volume(p.kernel)) / static_cast<double>(volume(p.stride));
+  if (!is_pointwise(p) && products > kMostProducts) return false;
+  if (longest == 1) return p.useful_flops() <= kMostFlops;
+  return longest == 2 && !is_dilated(p) && volume(p.kernel) <= kStridedTaps &&
+         p.useful_flops() <= kMostStridedFlops;
 }
 
 /// cuDNN's convolution and the launch after it, in us, of a block near those that were compared: 80 such, of
 /// results of up to 22 MB, are in perf/results/h200_small_channels.txt. Positions cost cuDNN something
 /// whatever the number of channels, its float32 kernels of few channels something per tap, stores of long
 /// strides and short rows of channels are what it waits for, and channels that are no multiple of 8 cost it
-/// more of everything in 16 bit.
+/// more of everything in 16 bit with a stride or many taps.
 double near_library_block(const Problem& p, const Traffic& mb) {
   constexpr double kLaunch = 12, kStoresPerMB = 1.5, kFloatPerTap = 20e-6;
   constexpr double kRagged = 1.6, kRaggedPerPosition = 350e-6, kShortRow = 64;
+  constexpr std::int64_t kFewTaps = 27;
   constexpr std::int64_t kInputs = 24;  // of 8 it stored rows of 256 channels no quicker
   const double short_rows = p.c < kInputs ? 1 : std::min(1.0, kShortRow / static_cast<double>(p.k));
   const bool in_rows = p.y_layout == Layout::kNDHWC, is_float = p.dtype == DType::kFloat32;
@@ -212,17 +234,31 @@ double near_library_block(const Problem& p, const Traffic& mb) {
   const double block = convolution + held_normalization(p, mb);
   const bool whole = p.c % kChannelUnit == 0 && p.k % kChannelUnit == 0 && p.x_aligned;
   if (is_float || whole) return block;
-  return (pointwise ? 1 : kRagged) * block + kRaggedPerPosition * positions;
+  const bool is_usual = p.stride == Extent3{1, 1, 1} && volume(p.kernel) <= kFewTaps;
+  return (is_usual ? 1 : kRagged) * block + kRaggedPerPosition * positions;
+}
+
+/// The same at float32's accuracy, where cuDNN copies nothing in NCDHW.
+double near_library_block_ieee(const Problem& p, const Traffic& mb) {
+  if (is_pointwise(p) && p.stride == Extent3{1, 1, 1}) return near_library_block(p, mb);
+  constexpr double kLaunch = 12, kInRows = 14;
+  constexpr double kStridedPerInput = 0.14, kStridedPerGFlop = 300, kStridedPerPosition = 350e-6;
+  const double launches = kLaunch + (p.y_layout == Layout::kNDHWC ? kInRows : 0) + held_normalization(p, mb);
+  if (p.stride == Extent3{1, 1, 1}) return launches + library_per_gflop(p) * library_gflops(p);
+  return launches + kStridedPerInput * static_cast<double>(p.c) + kStridedPerGFlop * p.useful_flops() * 1e-9 +
+         kStridedPerPosition * static_cast<double>(p.n * p.positions());
 }
 
 /// Whether a block is a matmul as it lies, of which the SM90 plan packs or transposes something: cuDNN's is
 /// bound by memory. Of as many channels as were timed.
 bool is_plain_matmul(const Problem& p) {
-  constexpr std::int64_t kInputs = 512, kOutputs = 320;
-  const bool in_place = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
+  constexpr std::int64_t kInputs = 512, kOutputs = 320, kIeeeInputs = 32, kIeeeOutputs = 96;
+  const bool in_rows = p.y_layout == Layout::kNDHWC;
+  const bool in_place = p.dtype != DType::kFloat32 && in_rows;
+  const bool few =
+      p.c <= (p.is_ieee() ? kIeeeInputs : kInputs) && p.k <= (p.is_ieee() ? kIeeeOutputs : kOutputs);
   return is_pointwise(p) && p.stride == Extent3{1, 1, 1} && p.in == p.out() && p.groups == 1 &&
-         !p.is_ieee() && !in_place && p.x_layout == p.y_layout && p.tail.norm && p.c <= kInputs &&
-         p.k <= kOutputs;
+         !(p.is_ieee() && in_rows) && !in_place && p.x_layout == p.y_layout && p.tail.norm && few;
 }
 
 /// The library plan of those and the SM90 plan, by the bytes that they move: fitted to 40 blocks of 12
@@ -234,13 +270,15 @@ struct MatmulTimes {
     const Traffic mb(p);
     constexpr double kConvolution = 0.33, kPasses = 0.75;
     constexpr double kPackInRows = 0.75, kStoreInRows = 0.35, kPack = 0.72, kStore = 0.75;
+    constexpr double kPackTwice = 1.9;  // hi and lo, of four blocks
     constexpr std::int64_t kPackedInputs = 64;
     const bool in_rows = p.y_layout == Layout::kNDHWC;
     const double arithmetic = library_per_gflop(p) * library_gflops(p);
     library = (in_rows ? 8 : 15) + std::max(kConvolution * (mb.x + mb.y), arithmetic) + kPasses * mb.y;
     const double packed = static_cast<double>(std::max(p.c, kPackedInputs)) / static_cast<double>(p.c);
-    sm90 =
-        in_rows ? 25 + kPackInRows * packed * mb.x + kStoreInRows * mb.y : 28 + kPack * mb.x + kStore * mb.y;
+    sm90 = p.is_ieee() ? 28 + kPackTwice * packed * mb.x + kStore * mb.y
+           : in_rows   ? 25 + kPackInRows * packed * mb.x + kStoreInRows * mb.y
+                       : 28 + kPack * mb.x + kStore * mb.y;
   }
 };
 
@@ -248,8 +286,10 @@ struct MatmulTimes {
 /// plan's three products leave most of their tiles empty there, and conv_transpose_few_channels_sm80 holds
 /// fewer inputs.
 bool has_few_outputs_of_ieee(const Problem& p) {
-  constexpr std::int64_t kOutputs = 24, kInputs = 128, kMostInputs = 512, kStride = 2;
+  constexpr std::int64_t kOutputs = 24, kInputs = 128, kMostInputs = 512, kStride = 2, kEightPhases = 8;
   const bool few_phases = *std::max_element(p.stride.begin(), p.stride.end()) <= kStride;
+  // Of more outputs and as many phases it took 217 us where 54 were expected (2, 192 > 16, 17x14x13, k2 s2).
+  if (p.k > kEightPhases && volume(p.stride) >= kEightPhases) return false;
   return few_phases && p.c <= kMostInputs && p.is_ieee() && p.groups == 1 && p.k <= kOutputs &&
          p.c >= kInputs && p.kernel == p.stride && volume(p.stride) > 1 && p.x_layout == p.y_layout &&
          p.tail.norm;
@@ -309,11 +349,35 @@ double scheduled_block(const Problem& p, const Plan& sm90, const Traffic& mb) {
   return kLaunches + 1e3 * sm90.scheduled_multiply_ms * dilated_share(p, sm90) + kPerMB * mb.y;
 }
 
-}  // namespace
+/// What near_library_advantage compares, in us, and what it says of it.
+struct NearTimes {
+  double library = std::numeric_limits<double>::infinity(), sm90 = 0;
+  const char* what = "";
+};
 
-double plain_matmul_us(const Problem& p) {
-  return is_plain_matmul(p) ? MatmulTimes(p).library : std::numeric_limits<double>::infinity();
+NearTimes near_times(const Problem& p, const Device& device, const Plan& sm90) {
+  if (p.n == 0 || p.tail.returns_conv) return {};
+  if (is_plain_matmul(p)) {
+    const MatmulTimes times(p);
+    return {times.library, times.sm90,
+            "a matmul as it lies: cuDNN and what follows it are expected to take "};
+  }
+  if (was_compared(p)) return {};
+  // Output channels that are no multiple of 8 are stored elsewhere first.
+  constexpr double kRaggedOutputs = 10;
+  const Traffic mb(p);
+  const double ours = sm90_block(p, mb, sm90) + (p.k % kChannelUnit == 0 ? 0 : kRaggedOutputs);
+  if (has_few_outputs_of_ieee(p)) {
+    return {few_outputs_block(p, mb), ours,
+            "few outputs: cuDNN's convolution and what follows it are expected to take "};
+  }
+  const bool is_near = p.is_ieee() ? is_near_compared_ieee(p) : is_near_compared(p);
+  if (!is_near || !held_cut(p, p.y_layout, device.compute_capability)) return {};
+  return {p.is_ieee() ? near_library_block_ieee(p, mb) : near_library_block(p, mb), ours,
+          "a small block: cuDNN's convolution and one launch after it are expected to take at most "};
 }
+
+}  // namespace
 
 double library_us_per_million_positions(const Problem& p) {
   if (size_of(p.dtype) != 2) return 175;
@@ -379,28 +443,16 @@ bool sm90_spares_host(const Problem& p, const Plan& sm90) {
   return p.n > 0 && sm90_block(p, Traffic(p), sm90) <= kHostOfLibrary;
 }
 
+double near_library_us(const Problem& p, const Device& device, const Plan& sm90) {
+  const NearTimes times = near_times(p, device, sm90);
+  return favours_library(p, times.library, times.sm90) ? times.library
+                                                       : std::numeric_limits<double>::infinity();
+}
+
 std::string near_library_advantage(const Problem& p, const Device& device, const Plan& sm90) {
-  if (p.n == 0 || p.tail.returns_conv) return "";
-  const Traffic mb(p);
-  const double ours = sm90_block(p, mb, sm90);
-  if (is_plain_matmul(p)) {
-    const MatmulTimes times(p);
-    if (!favours_library(p, times.library, times.sm90)) return "";
-    return concat("a matmul as it lies: cuDNN and what follows it are expected to take ", times.library,
-                  " us, the SM90 kernel ", times.sm90, " us");
-  }
-  if (was_compared(p)) return "";
-  if (has_few_outputs_of_ieee(p)) {
-    const double library = few_outputs_block(p, mb);
-    if (!favours_library(p, library, ours)) return "";
-    return concat("few outputs: cuDNN's convolution and what follows it are expected to take ", library,
-                  " us, the SM90 kernel ", ours, " us");
-  }
-  if (!is_near_compared(p) || !held_cut(p, p.y_layout, device.compute_capability)) return "";
-  const double library = near_library_block(p, mb);
-  if (!favours_library(p, library, ours)) return "";
-  return concat("a small block: cuDNN's convolution and one launch after it are expected to take at most ",
-                library, " us, the SM90 kernel ", ours, " us");
+  const NearTimes times = near_times(p, device, sm90);
+  if (!favours_library(p, times.library, times.sm90)) return "";
+  return concat(times.what, times.library, " us, the SM90 kernel ", times.sm90, " us");
 }
 
 }  // namespace upconv3d

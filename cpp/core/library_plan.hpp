@@ -28,9 +28,8 @@ std::string near_library_advantage(const Problem& problem, const Device& device,
 /// before and after it, takes the host: who waits for the host is no slower with it, however quick cuDNN is.
 bool sm90_spares_host(const Problem& problem, const Plan& sm90);
 
-/// The library plan's time in us of a pointwise block that is a matmul as it lies, of which the SM90 plan
-/// packs or transposes something; infinity of others.
-double plain_matmul_us(const Problem& problem);
+/// What near_library_advantage expects of the library plan, in us; infinity where it expects no advantage.
+double near_library_us(const Problem& problem, const Device& device, const Plan& sm90);
 
 /// What cuDNN's convolution without groups takes at least for a million positions of its result, in us on an
 /// H200: channels fill its tiles as they do ours, and few of them take as long as 32.

@@ -332,6 +332,43 @@ void test_matmuls_and_few_outputs() {
   expect(!is_library([&](Problem& p) { few_outputs(p), p.tail.norm = false; }), "nothing is normalized");
 }
 
+/// Of which each was measured by plan (perf/results/h200_plan_limits.txt, parts 9 and 10).
+void test_small_blocks_by_plan() {
+  const auto plan_of = [](std::int64_t c, std::int64_t k, const Extent3& in, const Extent3& kernel,
+                          const std::function<void(Problem&)>& change) {
+    Problem p = headline(DType::kFloat32, Layout::kNCDHW);
+    p.precision = Precision::kTF32;
+    p.n = 1, p.c = c, p.k = k, p.in = in, p.kernel = kernel, p.padding = {0, 0, 0}, p.num_groups = 1;
+    change(p);
+    return select_plan(p, hopper(), all_compiled());
+  };
+  const auto check = [](const Plan& plan, bool library, const std::string& what) {
+    expect((plan.algorithm == Algorithm::kCudaLibrary) == library, what + ": " + plan.reason);
+    expect(library || plan.algorithm == Algorithm::kSm90ImplicitGemm, what + ": " + plan.reason);
+  };
+  const auto dilate = [](Problem& p) { p.dilation = p.padding = {2, 2, 2}; };
+  check(plan_of(16, 48, {14, 14, 15}, {3, 3, 3}, dilate), true, "dilated: 30 us, the SM90 plan 63");
+  const auto dilate_and_stride = [&](Problem& p) { dilate(p), p.stride = {2, 2, 2}; };
+  check(plan_of(16, 48, {14, 14, 15}, {3, 3, 3}, dilate_and_stride), false, "dilated, with a stride: not timed");
+  const auto in_rows = [](Problem& p) { p.x_layout = p.y_layout = Layout::kNDHWC, p.w_channels_last = true; };
+  const auto half = [&](Problem& p) { in_rows(p), p.dtype = DType::kBFloat16; };
+  const auto wide = [&](Problem& p) { half(p), p.padding = {1, 0, 0}, p.num_groups = 256; };
+  check(plan_of(4, 256, {18, 14, 19}, {3, 3, 3}, wide), true, "channels that fill no unit: 50, 51");
+  const auto many_taps = [&](Problem& p) { half(p), p.n = 4; };
+  check(plan_of(20, 320, {8, 10, 10}, {5, 5, 5}, many_taps), false, "and many taps: three times as expected");
+
+  const auto ieee = [](Problem& p) { p.precision = Precision::kIEEE; };
+  const auto short_sums = [&](Problem& p) { ieee(p), p.padding = {1, 0, 0}, p.num_groups = 256; };
+  check(plan_of(4, 256, {18, 14, 19}, {3, 3, 3}, short_sums), true, "sums of 108 products: 34, 87");
+  const auto long_sums = [&](Problem& p) { ieee(p), p.padding = {1, 0, 1}, p.num_groups = 64; };
+  check(plan_of(96, 64, {9, 12, 10}, {3, 3, 3}, long_sums), false, "of 2592, in series by cuDNN's kernels");
+  const Plan matmul = plan_of(20, 12, {23, 24, 23}, {1, 1, 1}, [&](Problem& p) { ieee(p), p.n = 2; });
+  check(matmul, true, "18, the kernel for few channels 29");
+  expect(has_part(matmul.reason, "a matmul as it lies"), matmul.reason);
+  const auto eight_phases = [&](Problem& p) { ieee(p), p.n = 2, p.stride = {2, 2, 2}; };
+  check(plan_of(192, 16, {17, 14, 13}, {2, 2, 2}, eight_phases), false, "217, where 54 were expected");
+}
+
 /// Small blocks that are to spare the host: the SM90 plan, as long as it takes the device no longer than
 /// PyTorch's convolution takes the host.
 void test_spared_hosts() {
@@ -376,6 +413,7 @@ int main() {
     upconv3d::test_near_choices();
     upconv3d::test_long_choices();
     upconv3d::test_matmuls_and_few_outputs();
+    upconv3d::test_small_blocks_by_plan();
     upconv3d::test_spared_hosts();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());
