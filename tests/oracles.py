@@ -198,11 +198,12 @@ def check_sm90_or_small(plan: upconv3d.Plan, channels: int) -> None:
             "few outputs",
         ),
         "cuda_direct": ("few channels",),
+        "cuda_col2im": ("a small block",),
     }
     if plan.algorithm == "sm90_implicit_gemm":
         return
     assert any(reason in plan.reason for reason in reasons[plan.algorithm]), plan
-    assert plan.algorithm == "cuda_library" or channels <= 64 * plan.problem["groups"], plan
+    assert plan.algorithm != "cuda_direct" or channels <= 64 * plan.problem["groups"], plan
 
 
 def check_like_eager(block: Block, floor_factor: float = 1) -> None:

@@ -126,7 +126,7 @@ def test_small_blocks_are_pytorchs(recorded, device, monkeypatch, small_blocks_l
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", ["group", "instance"])
 def test_small_blocks_spare_the_host(norm, low, hopper, monkeypatch, small_blocks_left):
-    """By the SM90 kernel, where the planner would take cuDNN's convolution for the device's sake."""
+    """By the SM90 kernel, where the planner would take another convolution for the device's sake."""
     monkeypatch.setattr(block, "SMALL_BLOCK_VALUES", small_blocks_left)
     torch.backends.cudnn.conv.fp32_precision = "tf32"
 
@@ -144,7 +144,8 @@ def test_small_blocks_spare_the_host(norm, low, hopper, monkeypatch, small_block
     weight = model[0].weight.detach()
     geometry = {"stride": 2, "padding": 1, "output_padding": 1, "norm": "group", "num_groups": 4}
     plans = [upconv3d.explain_norm_act(x, weight, **geometry, spares_host=spares) for spares in (False, True)]
-    assert [plan.algorithm for plan in plans] == ["cuda_library", "sm90_implicit_gemm"]
+    assert plans[0].algorithm in ("cuda_library", "cuda_col2im")
+    assert plans[1].algorithm == "sm90_implicit_gemm"
 
     with torch.autocast("cuda", low, enabled=low is not None):
         with torch.no_grad():

@@ -146,9 +146,11 @@ def test_jit_script(device, options):
     scripted = _saved_and_loaded(torch.jit.save, torch.jit.load, torch.jit.script(model))
     assert list(scripted.state_dict()) == list(model.state_dict())
     x = _input(device).requires_grad_()
-    torch.testing.assert_close(scripted(x), model(x))
+    # On a GPU another plan may run where gradients are recorded; under "tf32" both round to TF32.
+    other_plan = {} if device.type == "cpu" else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(scripted(x), model(x), **other_plan)
     grads = [torch.autograd.grad(f(x).sin().sum(), x)[0] for f in (scripted, model)]
-    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(*grads, **other_plan)
 
 
 def test_jit_script_takes_output_size(device):
@@ -233,7 +235,10 @@ def test_checkpoint(device, use_reentrant, low):
         block.zero_grad()
         y.float().sin().sum().backward()  # reentrant checkpoints refuse autograd.grad
         gradients.append([leaf.grad, *(parameter.grad for parameter in block.parameters())])
-    torch.testing.assert_close(*gradients)
+    # A reentrant one computes y as inference does, on a GPU maybe by another plan than where gradients are
+    # recorded.
+    other_plan = {"rtol": 1e-3, "atol": 3e-4} if use_reentrant and device.type == "cuda" else {}
+    torch.testing.assert_close(*gradients, **other_plan)
 
 
 def test_autocast_takes_the_short_way_into_autograd(device):

@@ -100,8 +100,9 @@ def test_compile_without_graph_breaks(device, dynamic, layout):
 
     def function(x, w, bias, gamma, beta):
         y = upconv3d.conv_transpose3d_relu_group_norm(
-            x * 2, w, bias, 2, (1,), [0, 1, 0], num_groups=2, norm_weight=gamma, norm_bias=beta
-        )
+            *(x * 2, w, bias, 2, (1,), [0, 1, 0]), num_groups=2, norm_weight=gamma, norm_bias=beta,
+            precision="ieee",
+        )  # fmt: skip
         return y + 1
 
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")

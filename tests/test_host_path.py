@@ -174,8 +174,11 @@ def test_both_ways_into_autograd_agree(device):
         assert y.grad_fn is not None and y.is_leaf is False
         y.square().sum().backward()
         grads.append([tensor.grad for tensor in leaf.tensors().values()])
+    # On a GPU the operator computes y as inference does, maybe by another plan than where gradients are
+    # recorded.
+    tolerance = 1e-5 if device.type == "cpu" else 3e-4
     for ours, other in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

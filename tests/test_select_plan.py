@@ -364,7 +364,7 @@ def test_explain_reads_the_precision_setting(cuda):
 
 
 def test_hopper_runs_the_sm90_plan(hopper):
-    block = make_block(2, 16, 32, 6, 3, num_groups=8, stride=2, dilation=2, device=hopper)
+    block = make_block(2, 32, 96, 16, 3, num_groups=4, stride=2, dilation=2, device=hopper)
     for precision in ("ieee", "tf32"):
         plan = replace(block, precision=precision).plan()
         assert plan.algorithm == "sm90_implicit_gemm", plan.reason

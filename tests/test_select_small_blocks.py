@@ -24,13 +24,17 @@ def test_small_blocks_take_the_library_and_one_launch(name):
         assert small.algorithm == "cuda_library" and small.kernel is None
         assert small.stages == ("aten::convolution", "activation_group_norm_held")
         assert "a small block: cuDNN's convolution is expected to take" in small.reason
-        # cuDNN would copy x, w and the result; two launches of ours do.
         planes = plan(**changes, layout="NCDHW", weight_layout="NCDHW")
+        assert planes.problem["y_layout"] == "NCDHW"
+        if "precision" in changes and planes.algorithm == "cuda_col2im":
+            assert planes.stages == ("conv_transpose_columns_sm80", "col2im", "activation_group_norm_held")
+            continue
+        # cuDNN would copy x, w and the result; two launches of ours do.
         assert planes.stages == ("channels_last_copies", *small.stages)
-        assert planes.conv_layout == "NDHWC" and planes.problem["y_layout"] == "NCDHW"
+        assert planes.conv_layout == "NDHWC"
     # cuDNN has no quick convolution for these.
-    for changes in ({"dtype": "float32"}, {"dilation": [2, 2, 2]}):
-        assert plan(**changes).algorithm == "sm90_implicit_gemm"
+    assert plan(dtype="float32").algorithm in ("sm90_implicit_gemm", "cuda_col2im")
+    assert plan(dilation=[2, 2, 2]).algorithm == "sm90_implicit_gemm"
     assert plan(training=True).algorithm == "sm90_implicit_gemm" and plan(training=True).keeps_activation
     assert plan(forced_plan="sm90").algorithm == "sm90_implicit_gemm"
 
@@ -107,3 +111,20 @@ def test_weights_in_another_order_are_copied_by_pytorch():
     block = {"n": 1, "c": 1024, "k": 512, "extent": (5, 10, 10), "stride": [2, 2, 2], "padding": [1, 1, 1]}
     assert plan_of(facts(**block, weight_layout="NDHWC")).algorithm == "cuda_library"
     assert plan_of(facts(**block, weight_layout="NCDHW")).algorithm == "sm90_implicit_gemm"
+
+
+def test_col2im_where_products_are_few():
+    """float32 alone, in inference; the kernels by their names, and what is expected of them."""
+    block = {"n": 1, "c": 96, "k": 64, "extent": (9, 12, 10), "padding": [1, 0, 1], "num_groups": 64}
+    for layout in ("NCDHW", "NDHWC"):
+        arguments = block | {"dtype": "float32", "precision": "ieee", "layout": layout}
+        plan = plan_of(facts(**arguments, weight_layout=layout))
+        assert plan.algorithm == "cuda_col2im" and "a matrix product and a gather" in plan.reason
+        assert plan.stages == ("conv_transpose_columns_sm80", "col2im", "activation_group_norm_held")
+        training = plan_of(facts(**arguments, weight_layout=layout, training=True))
+        assert training.algorithm != "cuda_col2im"
+    few = {"n": 1, "c": 128, "k": 1, "extent": (42, 38, 37), "padding": [1, 1, 1], "num_groups": 1}
+    assert plan_of(facts(**few, dtype="float32", precision="tf32")).algorithm == "cuda_col2im"
+    assert plan_of(facts(**block, dtype="bfloat16")).algorithm != "cuda_col2im"
+    large = block | {"n": 16, "extent": (32, 32, 32), "dtype": "float32", "num_groups": 8}
+    assert plan_of(facts(**large)).algorithm == "sm90_implicit_gemm"

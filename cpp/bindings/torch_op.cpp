@@ -61,7 +61,8 @@ Tensor conv_transpose3d_relu_group_norm_recomputed(
   OpArguments arguments = {input,          weight,   bias,   norm_weight, norm_bias, stride,    padding,
                            output_padding, dilation, groups, num_groups,  eps,       precision, false};
   const auto call = prepare_call(arguments);
-  arguments.for_training = call->repeats_bits || copies_operands(call->problem, call->plan);
+  arguments.for_training = call->repeats_bits || copies_operands(call->problem, call->plan) ||
+                           call->plan.algorithm == Algorithm::kCudaCol2im;
   return run_block(arguments);
 }
 

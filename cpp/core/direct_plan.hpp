@@ -20,6 +20,9 @@ Plan direct_plan(const Problem& problem, const Device& device);
 /// Whether the direct plan is expected to be quicker than PyTorch's convolution with our passes after it.
 bool beats_library(const Problem& problem, const Device& device, const Plan& direct);
 
+/// What PyTorch's convolution with our passes after it is expected to take at least, in us, of few channels.
+double least_library_us(const Problem& problem);
+
 /// Whether it is expected to be quicker than the SM90 plan `sm90`.
 bool beats_sm90(const Problem& problem, const Device& device, const Plan& direct, const Plan& sm90);
 

@@ -363,10 +363,8 @@ NearTimes near_times(const Problem& p, const Device& device, const Plan& sm90) {
             "a matmul as it lies: cuDNN and what follows it are expected to take "};
   }
   if (was_compared(p)) return {};
-  // Output channels that are no multiple of 8 are stored elsewhere first.
-  constexpr double kRaggedOutputs = 10;
   const Traffic mb(p);
-  const double ours = sm90_block(p, mb, sm90) + (p.k % kChannelUnit == 0 ? 0 : kRaggedOutputs);
+  const double ours = sm90_us(p, sm90);
   if (has_few_outputs_of_ieee(p)) {
     return {few_outputs_block(p, mb), ours,
             "few outputs: cuDNN's convolution and what follows it are expected to take "};
@@ -391,15 +389,15 @@ bool library_copies_operands(const Problem& p, const Device& device) {
   return operand_copies(p, mb) < library_copies(p, mb);
 }
 
-std::string library_advantage(const Problem& p, const Device& device, const Plan& sm90) {
-  if (p.n == 0 || p.tail.returns_conv || !was_compared(p)) return "";
+LibraryAdvantage library_advantage(const Problem& p, const Device& device, const Plan& sm90) {
+  if (p.n == 0 || p.tail.returns_conv || !was_compared(p)) return {};
   const bool copies = library_copies_operands(p, device);
   const Layout layout = copies ? Layout::kNDHWC : p.y_layout;
   constexpr double kLongest = 110;  // of the convolutions that were compared
   const Traffic mb(p);
   const bool held = held_cut(p, layout, device.compute_capability).has_value();
   const std::optional<double> after = held ? held_normalization(p, mb) : normalization_in_launches(p, mb);
-  if (!after) return "";
+  if (!after) return {};
   const double before = copies                         ? operand_copies(p, mb)
                         : p.y_layout == Layout::kNCDHW ? library_copies(p, mb)
                                                        : library_weight_copy(p, mb);
@@ -413,28 +411,37 @@ std::string library_advantage(const Problem& p, const Device& device, const Plan
     ours = std::min(ours, scheduled);
     bar = std::min(bar, kTie * scheduled);
   }
-  if (convolution > kLongest || !favours_library(p, convolution + normalization, bar)) return "";
-  return concat("a small block: cuDNN's convolution is expected to take ", convolution,
-                copies ? " us with copies of x and w" : " us",
-                held ? " and one launch after it " : " and three launches after it ", normalization,
-                " us, the SM90 kernel ", ours, " us");
+  const double library = convolution + normalization;
+  if (convolution > kLongest || !favours_library(p, library, bar)) return {};
+  return {concat("a small block: cuDNN's convolution is expected to take ", convolution,
+                 copies ? " us with copies of x and w" : " us",
+                 held ? " and one launch after it " : " and three launches after it ", normalization,
+                 " us, the SM90 kernel ", ours, " us"),
+          library};
 }
 
-std::string library_advantage_at_length(const Problem& p, const Device& device, const Plan& sm90) {
-  if (p.n == 0 || !p.tail.norm || p.tail.returns_conv || sm90.twice || !was_compared_at_length(p)) return "";
+LibraryAdvantage library_advantage_at_length(const Problem& p, const Device& device, const Plan& sm90) {
+  if (p.n == 0 || !p.tail.norm || p.tail.returns_conv || sm90.twice || !was_compared_at_length(p)) return {};
   // By which the estimate of cuDNN may be off. That of dilated ones is on the slow side.
   const double ahead = is_dilated(p) ? 1.1 : 1.2;
   const Traffic mb(p);
   const double convolution =
       library_convolution_at_length(p, mb, device.sm_count) + library_weight_copy(p, mb);
   const bool held = held_cut(p, p.y_layout, device.compute_capability).has_value();
-  if (!held && !has_timed_launches(p, mb)) return "";
+  if (!held && !has_timed_launches(p, mb)) return {};
   const double normalization = held ? held_normalization(p, mb) : long_normalization_in_launches(mb);
   const double ours = scheduled_block(p, sm90, mb);
-  if (ahead * (convolution + normalization) >= ours) return "";
-  return concat("cuDNN's convolution is expected to take ", convolution, " us, and ",
-                held ? "one launch" : "three launches", " after it ", normalization, " us, the SM90 kernel ",
-                ours, " us");
+  if (ahead * (convolution + normalization) >= ours) return {};
+  return {concat("cuDNN's convolution is expected to take ", convolution, " us, and ",
+                 held ? "one launch" : "three launches", " after it ", normalization, " us, the SM90 kernel ",
+                 ours, " us"),
+          convolution + normalization};
+}
+
+double sm90_us(const Problem& p, const Plan& sm90) {
+  // Output channels that are no multiple of 8 are stored elsewhere first.
+  constexpr double kRaggedOutputs = 10;
+  return sm90_block(p, Traffic(p), sm90) + (p.k % kChannelUnit == 0 ? 0 : kRaggedOutputs);
 }
 
 bool sm90_spares_host(const Problem& p, const Plan& sm90) {
@@ -449,10 +456,10 @@ double near_library_us(const Problem& p, const Device& device, const Plan& sm90)
                                                        : std::numeric_limits<double>::infinity();
 }
 
-std::string near_library_advantage(const Problem& p, const Device& device, const Plan& sm90) {
+LibraryAdvantage near_library_advantage(const Problem& p, const Device& device, const Plan& sm90) {
   const NearTimes times = near_times(p, device, sm90);
-  if (!favours_library(p, times.library, times.sm90)) return "";
-  return concat(times.what, times.library, " us, the SM90 kernel ", times.sm90, " us");
+  if (!favours_library(p, times.library, times.sm90)) return {};
+  return {concat(times.what, times.library, " us, the SM90 kernel ", times.sm90, " us"), times.library};
 }
 
 }  // namespace upconv3d

@@ -10,19 +10,28 @@
 
 namespace upconv3d {
 
-/// Why PyTorch's convolution and one launch after it are expected to be quicker than the SM90 plan, or "":
-/// of small blocks, whose time is mostly what that plan takes beside its estimate.
+/// Why the library plan is expected to be quicker than another, or "", and what it is then expected to take.
+struct LibraryAdvantage {
+  std::string reason;
+  double us = 0;
+};
+
+/// Where PyTorch's convolution and one launch after it are expected to be quicker than the SM90 plan: of
+/// small blocks, whose time is mostly what that plan takes beside its estimate.
 /// \param sm90 the SM90 plan
-std::string library_advantage(const Problem& problem, const Device& device, const Plan& sm90);
+LibraryAdvantage library_advantage(const Problem& problem, const Device& device, const Plan& sm90);
 
 /// The same of convolutions of any length that are stride 1, 16 bit and channels_last_3d: where tiles leave
 /// much of the last wave idle, or cuDNN's kernels are at their best. For where the direct plan has been
 /// considered.
-std::string library_advantage_at_length(const Problem& problem, const Device& device, const Plan& sm90);
+LibraryAdvantage library_advantage_at_length(const Problem& problem, const Device& device, const Plan& sm90);
 
 /// The same of blocks that are only near those whose times the estimates were fitted to, by estimates on the
 /// slow side. For where the direct plan has been considered: of few channels it is the quickest.
-std::string near_library_advantage(const Problem& problem, const Device& device, const Plan& sm90);
+LibraryAdvantage near_library_advantage(const Problem& problem, const Device& device, const Plan& sm90);
+
+/// Expected time of all of the SM90 plan's launches, in us: as small blocks were compared with others.
+double sm90_us(const Problem& problem, const Plan& sm90);
 
 /// Whether the SM90 plan is expected to take the device no longer than PyTorch's convolution, with what goes
 /// before and after it, takes the host: who waits for the host is no slower with it, however quick cuDNN is.

@@ -18,6 +18,8 @@ const char* name(Algorithm algorithm) {
       return "sm80_implicit_gemm";
     case Algorithm::kCudaDirect:
       return "cuda_direct";
+    case Algorithm::kCudaCol2im:
+      return "cuda_col2im";
     case Algorithm::kCudaLibrary:
       return "cuda_library";
     case Algorithm::kCpuLibrary:

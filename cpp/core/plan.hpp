@@ -22,6 +22,7 @@ enum class Algorithm : std::uint8_t {
   kSm90ImplicitGemm,  // our TMA + wgmma convolution, whose epilogue applies before() and takes moments
   kSm80ImplicitGemm,  // our cp.async + mma.sync convolution with ReLU + moments, then our normalize kernels
   kCudaDirect,        // our convolution of few inputs per output, computed for its moments, and normalized
+  kCudaCol2im,        // our matrix product of weight and inputs and a gather, then as the library plan
   kCudaLibrary,       // PyTorch's convolution, then our moments and normalize kernels
   kCpuLibrary,        // PyTorch's convolution, then our fused ReLU + GroupNorm on the host
 };
@@ -83,7 +84,7 @@ struct Device {
   int sm_count = 0;
   int max_threads = 1;  // host threads, for the CPU plan
   // On CUDA, a plan that must run: "sm80", "sm90", one of the latter's two kernels "stored" or "twice",
-  // "direct" or "library"; "" leaves the choice to select_plan.
+  // "direct", "col2im" or "library"; "" leaves the choice to select_plan.
   std::string forced_plan = "";
   // Whether a small block is to spare the host rather than the device, as where an eager model waits for the
   // host: the SM90 plan launches two kernels where PyTorch's convolution runs through all of PyTorch.
@@ -122,6 +123,7 @@ struct Plan {
   double estimated_twice_ms = 0.0;   // the same, computed twice; 0 where that cannot run
   bool few_channels = false;         // direct: on tensor cores, not on CUDA cores
   double estimated_direct_ms = 0.0;  // direct: all launches
+  double expected_us = 0.0;          // col2im and library: all launches, where they were compared; else 0
   std::int64_t tiles = 0;            // partial moments per sample and channel (SM90: and granule of them)
   std::string channels;              // how channels are padded or grouped, "" where they lie as they are
   std::vector<std::string> stages;   // kernels in launch order, by name

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "core/col2im_plan.hpp"
 #include "core/cpu_conv_layout.hpp"
 #include "core/direct_plan.hpp"
 #include "core/errors.hpp"
@@ -28,11 +29,11 @@ bool is_sm90(const std::string& forced_plan) {
 }
 
 void require_known(const std::string& forced_plan) {
-  constexpr const char* kKnown[] = {"", "sm80", "sm90", "stored", "twice", "direct", "library"};
+  constexpr const char* kKnown[] = {"", "sm80", "sm90", "stored", "twice", "direct", "col2im", "library"};
   if (std::find(std::begin(kKnown), std::end(kKnown), forced_plan) != std::end(kKnown)) return;
-  throw ValueViolation(concat("upconv3d: UPCONV3D_PLAN must name a plan for CUDA devices; got \"",
-                              forced_plan,
-                              "\". Set it to sm80, sm90, stored, twice, direct or library, or unset it."));
+  throw ValueViolation(
+      concat("upconv3d: UPCONV3D_PLAN must name a plan for CUDA devices; got \"", forced_plan,
+             "\". Set it to sm80, sm90, stored, twice, direct, col2im or library, or unset it."));
 }
 
 /// Refuses a forced plan that cannot run.
@@ -86,6 +87,19 @@ bool keeps_library_conv(const Problem& p) {
   return tail.norm && !tail.has_skip && p.dtype != DType::kFloat64;
 }
 
+/// Adds what follows a convolution that is in memory.
+void add_tail_stages(const Problem& p, const Device& device, Plan& plan) {
+  if (held_cut(p, plan.conv_layout, device.compute_capability)) {
+    plan.stages.push_back("activation_group_norm_held");
+  } else if (p.tail.norm) {
+    plan.stages.insert(plan.stages.end(),
+                       {"activation_moments", "group_norm_finalize", "group_norm_normalize"});
+  } else if (p.has_bias || p.tail.has_skip || p.tail.activation != Activation::kNone) {
+    const bool only_adds = p.tail.activation == Activation::kNone;
+    plan.stages.push_back(only_adds ? "add" : name(p.tail.activation));
+  }
+}
+
 /// \param for_training whether a backward pass will want the convolution
 Plan cuda_library_plan(const Problem& p, const Device& device, const std::string& reason, bool for_training) {
   Plan plan;
@@ -101,15 +115,19 @@ Plan cuda_library_plan(const Problem& p, const Device& device, const std::string
     plan.activation_in_y = false;
   }
   plan.stages.push_back("aten::convolution");
-  if (held_cut(p, plan.conv_layout, device.compute_capability)) {
-    plan.stages.push_back("activation_group_norm_held");
-  } else if (p.tail.norm) {
-    plan.stages.insert(plan.stages.end(),
-                       {"activation_moments", "group_norm_finalize", "group_norm_normalize"});
-  } else if (p.has_bias || p.tail.has_skip || p.tail.activation != Activation::kNone) {
-    const bool only_adds = p.tail.activation == Activation::kNone;
-    plan.stages.push_back(only_adds ? "add" : name(p.tail.activation));
-  }
+  add_tail_stages(p, device, plan);
+  return plan;
+}
+
+Plan cuda_col2im_plan(const Problem& p, const Device& device, const std::string& reason) {
+  Plan plan;
+  plan.algorithm = Algorithm::kCudaCol2im;
+  plan.reason = reason;
+  plan.conv_layout = p.y_layout;
+  plan.activation = p.dtype;
+  plan.activation_in_y = !p.tail.returns_conv;
+  plan.stages = {"conv_transpose_columns_sm80", "col2im"};
+  add_tail_stages(p, device, plan);
   return plan;
 }
 
@@ -173,26 +191,33 @@ Plan forced_direct(const Problem& p, const Device& device) {
   return direct_plan(p, device);
 }
 
+/// The col2im plan, asked for by name.
+Plan forced_col2im(const Problem& p, const Device& device) {
+  require_no_obstacle(p, device.forced_plan, col2im_obstacle(p, device));
+  return cuda_col2im_plan(p, device, "UPCONV3D_PLAN=" + device.forced_plan);
+}
+
 /// What is expected to be quicker than the SM90 plan, if anything and none is asked for.
 std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, const Plan& sm90,
                                     bool keeps_activation) {
   if (!device.forced_plan.empty()) return std::nullopt;
-  std::string disadvantage = sm90_disadvantage(p, sm90, keeps_activation);
-  const bool is_slow = !disadvantage.empty();
+  LibraryAdvantage advantage = {sm90_disadvantage(p, sm90, keeps_activation)};
+  const bool is_slow = !advantage.reason.empty();
   // A backward pass reads what the SM90 plan keeps, or PyTorch's convolution.
   if (!keeps_activation) {
     const bool compares = !is_slow && !(device.spares_host && sm90_spares_host(p, sm90));
-    if (compares) disadvantage = library_advantage(p, device, sm90);
-    if (is_slow || disadvantage.empty()) {
-      std::string reason = is_slow ? "not the SM90 kernel: " + disadvantage : "";
+    if (compares) advantage = library_advantage(p, device, sm90);
+    if (is_slow || advantage.reason.empty()) {
+      std::string reason = is_slow ? "not the SM90 kernel: " + advantage.reason : "";
       if (auto direct = choose_direct(p, device, is_slow ? nullptr : &sm90, reason)) return direct;
-      if (compares) disadvantage = library_advantage_at_length(p, device, sm90);
-      if (compares && disadvantage.empty()) disadvantage = near_library_advantage(p, device, sm90);
+      if (compares) advantage = library_advantage_at_length(p, device, sm90);
+      if (compares && advantage.reason.empty()) advantage = near_library_advantage(p, device, sm90);
     }
   }
-  if (disadvantage.empty()) return std::nullopt;
-  Plan library = cuda_library_plan(p, device, "not the SM90 kernel: " + disadvantage, keeps_activation);
+  if (advantage.reason.empty()) return std::nullopt;
+  Plan library = cuda_library_plan(p, device, "not the SM90 kernel: " + advantage.reason, keeps_activation);
   library.instead_of_sm90 = !is_slow;
+  library.expected_us = advantage.us;
   return library;
 }
 
@@ -232,6 +257,41 @@ std::optional<Plan> sm90_choice(const Problem& problem, const Device& device,
   return plan;
 }
 
+/// What a plan is expected to take, in us: of the library plan, where it was not compared with the SM90 plan,
+/// what it takes at least.
+double expected_us(const Problem& p, const Plan& plan) {
+  switch (plan.algorithm) {
+    case Algorithm::kSm90ImplicitGemm:
+      return sm90_us(p, plan);
+    case Algorithm::kCudaDirect:
+      return 1e3 * plan.estimated_direct_ms;
+    default:
+      return plan.expected_us > 0 ? plan.expected_us : least_library_us(p);
+  }
+}
+
+/// The col2im plan, where it is expected to be quicker than the one that was chosen.
+std::optional<Plan> instead_of(const Problem& p, const Device& device, const Plan& chosen) {
+  if (!device.forced_plan.empty() || !col2im_obstacle(p, device).empty()) return std::nullopt;
+  const bool is_library = chosen.algorithm == Algorithm::kCudaLibrary;
+  // Its three launches take the host longer than the SM90 plan's two.
+  if (device.spares_host && chosen.algorithm == Algorithm::kSm90ImplicitGemm) return std::nullopt;
+  // As it lies, a product is all there is to cuDNN's convolution.
+  if (is_library && volume(p.kernel) == 1) return std::nullopt;
+  // By which the estimate is to be ahead. That of cuDNN may be high, where it is not the least it takes.
+  constexpr std::int64_t kInputs = 16;  // of fewer inputs cuDNN took little more than that
+  const bool is_high = chosen.expected_us > 0 || p.c < kInputs;
+  const double ahead = !is_library ? 1.05 : is_high ? 1.15 : 1.0;
+  const double col2im = col2im_us(p, device), other = expected_us(p, chosen);
+  if (ahead * col2im >= other) return std::nullopt;
+  Plan plan = cuda_col2im_plan(p, device,
+                               concat("a small block: a matrix product and a gather, with what follows, are "
+                                      "expected to take ",
+                                      col2im, " us, ", name(chosen.algorithm), " ", other, " us"));
+  plan.expected_us = col2im;
+  return plan;
+}
+
 /// \param keeps_activation whether a backward pass will want before(conv), or the convolution
 Plan choose(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances,
             bool keeps_activation) {
@@ -244,6 +304,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     return cuda_library_plan(problem, device, "the backward pass begins with the returned convolution", true);
   }
   if (forced == "direct") return forced_direct(problem, device);
+  if (forced == "col2im") return forced_col2im(problem, device);
   std::string reason = forced.empty() ? "" : "UPCONV3D_PLAN=" + forced;
   if (forced.empty() || is_sm90(forced)) {
     std::string obstacle;
@@ -272,7 +333,8 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
 }  // namespace
 
 Plan select_plan(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances) {
-  return choose(problem, device, instances, false);
+  const Plan chosen = choose(problem, device, instances, false);
+  return device.is_cuda ? instead_of(problem, device, chosen).value_or(chosen) : chosen;
 }
 
 Plan select_training_plan(const Problem& problem, const Device& device,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/forward.hpp"
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
@@ -13,6 +14,7 @@
 #include "core/twice_transposed.hpp"
 #include "cuda/activation_memory.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
+#include "cuda/forward_col2im.hpp"
 #include "cuda/forward_direct.hpp"
 #include "cuda/forward_sm80.hpp"
 #include "cuda/group_norm/finalize_slabs.hpp"
@@ -337,6 +339,17 @@ void run_library(const Problem& problem, const Plan& plan, const Device& device,
   launch_group_norm_normalize(normalize, stream);
 }
 
+/// Whose workspace is that of the products first, then of what follows.
+void run_col2im(const Problem& problem, const Plan& plan, const Device& device, const ForwardTensors& tensors,
+                cudaStream_t stream) {
+  void* const conv = problem.tail.returns_conv ? tensors.c : tensors.y;
+  convolve_by_columns(problem, tensors, conv, stream);
+  ForwardTensors after = tensors;
+  after.conv = conv;
+  if (problem.tail.returns_conv) after.bias = nullptr;
+  run_library(problem, plan, device, after, stream);
+}
+
 }  // namespace
 
 void copy_operands(const Problem& problem, const void* x, void* x_to, const void* w, void* w_to,
@@ -349,7 +362,8 @@ void copy_operands(const Problem& problem, const void* x, void* x_to, const void
 }
 
 void complete_plan(const Problem& problem, const Device& device, Plan& plan) {
-  if (plan.algorithm == Algorithm::kCudaLibrary && problem.n > 0 && problem.tail.norm) {
+  const bool col2im = plan.algorithm == Algorithm::kCudaCol2im;
+  if ((col2im || plan.algorithm == Algorithm::kCudaLibrary) && problem.n > 0 && problem.tail.norm) {
     plan.tile_positions = activation_moments_tile_positions(problem.n, problem.k, problem.positions(),
                                                             plan.conv_layout, device.sm_count);
     plan.tiles = (problem.positions() + plan.tile_positions - 1) / plan.tile_positions;
@@ -364,7 +378,8 @@ void complete_plan(const Problem& problem, const Device& device, Plan& plan) {
     plan.workspace_bytes = direct_workspace_bytes(problem, plan);
   } else {
     const auto cut = held_cut(problem, plan.conv_layout, device.compute_capability);
-    plan.workspace_bytes = LibraryWorkspace(problem, plan, cut, nullptr).bytes;
+    plan.workspace_bytes =
+        std::max(LibraryWorkspace(problem, plan, cut, nullptr).bytes, col2im ? columns_bytes(problem) : 0);
   }
 }
 
@@ -378,6 +393,8 @@ void run_forward(const Problem& problem, const Plan& plan, const Device& device,
       run_sm80(problem, plan, tensors, stream);
     } else if (plan.algorithm == Algorithm::kCudaDirect) {
       run_direct(problem, plan, tensors, stream, memo);
+    } else if (plan.algorithm == Algorithm::kCudaCol2im) {
+      run_col2im(problem, plan, device, tensors, stream);
     } else {
       run_library(problem, plan, device, tensors, stream);
     }

@@ -38,11 +38,13 @@ def _replays() -> bool:
 
 def _is_small_kind(plan: dict[str, Any], is_ieee: bool) -> bool:
     """Whether a small block of this plan is the compiler's. The library plan calls cuDNN, as Inductor does;
-    few channels' kernel takes the device up to 90 us less, but the host as much more as the library plan; not
-    at float32's accuracy, where it took 425 us of 28 million values and torch.compile 1092."""
+    few channels' kernel takes the device up to 90 us less, but the host as much more as the library plan, and
+    so does col2im; not at float32's accuracy, where the former took 425 us of 28 million values and
+    torch.compile 1092."""
     if plan["algorithm"] == "cuda_library":
         return True
-    return FEW_CHANNELS_KERNEL in plan["stages"] and not is_ieee
+    is_few = FEW_CHANNELS_KERNEL in plan["stages"] or plan["algorithm"] == "cuda_col2im"
+    return is_few and not is_ieee
 
 
 def is_left_to_compiler(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:

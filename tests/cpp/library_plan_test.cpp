@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// core/held_norm.hpp and core/library_plan.hpp: which convolutions one launch normalizes, how they are cut,
-/// and when that is worth PyTorch's convolution. Without torch or CUDA.
+/// and when that is worth PyTorch's convolution, or the col2im plan is. Without torch or CUDA.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -11,6 +12,7 @@
 #include <optional>
 #include <string>
 
+#include "core/col2im_plan.hpp"
 #include "core/held_norm.hpp"
 #include "core/library_plan.hpp"
 #include "core/plan.hpp"
@@ -233,7 +235,7 @@ struct NearCase {
   Extent3 in, kernel, stride, padding, output_padding;
   std::int64_t num_groups;
   bool is_float;  // "tf32" NCDHW; else bfloat16 channels_last_3d
-  bool library;
+  bool library;   // of float32, unless col2im is quicker than either
 };
 
 /// Which of two plans is quicker was measured of each (perf/results/h200_small_channels.txt).
@@ -266,9 +268,11 @@ void test_near_choices() {
     p.w_channels_last = !c.is_float;
     const Plan plan = select_plan(p, hopper(), all_compiled());
     const std::string what = concat(describe(p), ": ", plan.reason);
-    expect((plan.algorithm == Algorithm::kCudaLibrary) == c.library, what);
-    expect(!c.library || plan.instead_of_sm90, "bits that have to repeat: " + what);
-    expect(!c.library || plan.stages.back() == "activation_group_norm_held", "one launch after it: " + what);
+    const bool col2im = plan.algorithm == Algorithm::kCudaCol2im;
+    expect(col2im ? c.is_float : (plan.algorithm == Algorithm::kCudaLibrary) == c.library, what);
+    expect(!c.library || col2im || plan.instead_of_sm90, "bits that have to repeat: " + what);
+    expect((!c.library && !col2im) || plan.stages.back() == "activation_group_norm_held",
+           "one launch after it: " + what);
   }
   // The kernel for few channels is asked first.
   Problem few = headline();
@@ -332,7 +336,7 @@ void test_matmuls_and_few_outputs() {
   expect(!is_library([&](Problem& p) { few_outputs(p), p.tail.norm = false; }), "nothing is normalized");
 }
 
-/// Of which each was measured by plan (perf/results/h200_plan_limits.txt, parts 9 and 10).
+/// Of which each was measured by plan (perf/results/h200_plan_limits.txt, parts 9 to 12).
 void test_small_blocks_by_plan() {
   const auto plan_of = [](std::int64_t c, std::int64_t k, const Extent3& in, const Extent3& kernel,
                           const std::function<void(Problem&)>& change) {
@@ -342,31 +346,77 @@ void test_small_blocks_by_plan() {
     change(p);
     return select_plan(p, hopper(), all_compiled());
   };
-  const auto check = [](const Plan& plan, bool library, const std::string& what) {
-    expect((plan.algorithm == Algorithm::kCudaLibrary) == library, what + ": " + plan.reason);
-    expect(library || plan.algorithm == Algorithm::kSm90ImplicitGemm, what + ": " + plan.reason);
+  constexpr Algorithm library = Algorithm::kCudaLibrary, col2im = Algorithm::kCudaCol2im;
+  const auto check = [](const Plan& plan, Algorithm algorithm, const std::string& what) {
+    expect(plan.algorithm == algorithm, concat(what, ": ", name(plan.algorithm), ", ", plan.reason));
   };
   const auto dilate = [](Problem& p) { p.dilation = p.padding = {2, 2, 2}; };
-  check(plan_of(16, 48, {14, 14, 15}, {3, 3, 3}, dilate), true, "dilated: 30 us, the SM90 plan 63");
-  const auto dilate_and_stride = [&](Problem& p) { dilate(p), p.stride = {2, 2, 2}; };
-  check(plan_of(16, 48, {14, 14, 15}, {3, 3, 3}, dilate_and_stride), false, "dilated, with a stride: not timed");
+  check(plan_of(16, 48, {14, 14, 15}, {3, 3, 3}, dilate), col2im, "dilated");
+  check(plan_of(32, 128, {22, 17, 21}, {3, 3, 3}, dilate), library, "wide: 44 us, the SM90 plan 60");
   const auto in_rows = [](Problem& p) { p.x_layout = p.y_layout = Layout::kNDHWC, p.w_channels_last = true; };
   const auto half = [&](Problem& p) { in_rows(p), p.dtype = DType::kBFloat16; };
   const auto wide = [&](Problem& p) { half(p), p.padding = {1, 0, 0}, p.num_groups = 256; };
-  check(plan_of(4, 256, {18, 14, 19}, {3, 3, 3}, wide), true, "channels that fill no unit: 50, 51");
+  check(plan_of(4, 256, {18, 14, 19}, {3, 3, 3}, wide), library, "channels that fill no unit: 50, 51");
   const auto many_taps = [&](Problem& p) { half(p), p.n = 4; };
-  check(plan_of(20, 320, {8, 10, 10}, {5, 5, 5}, many_taps), false, "and many taps: three times as expected");
+  check(plan_of(20, 320, {8, 10, 10}, {5, 5, 5}, many_taps), Algorithm::kSm90ImplicitGemm,
+        "and many taps: three times as expected");
 
   const auto ieee = [](Problem& p) { p.precision = Precision::kIEEE; };
   const auto short_sums = [&](Problem& p) { ieee(p), p.padding = {1, 0, 0}, p.num_groups = 256; };
-  check(plan_of(4, 256, {18, 14, 19}, {3, 3, 3}, short_sums), true, "sums of 108 products: 34, 87");
+  check(plan_of(4, 256, {18, 14, 19}, {3, 3, 3}, short_sums), library, "sums of 108 products: 34, 87");
   const auto long_sums = [&](Problem& p) { ieee(p), p.padding = {1, 0, 1}, p.num_groups = 64; };
-  check(plan_of(96, 64, {9, 12, 10}, {3, 3, 3}, long_sums), false, "of 2592, in series by cuDNN's kernels");
+  check(plan_of(96, 64, {9, 12, 10}, {3, 3, 3}, long_sums), col2im, "of 2592, in series by cuDNN's kernels");
   const Plan matmul = plan_of(20, 12, {23, 24, 23}, {1, 1, 1}, [&](Problem& p) { ieee(p), p.n = 2; });
-  check(matmul, true, "18, the kernel for few channels 29");
+  check(matmul, library, "18, the kernel for few channels 29");
   expect(has_part(matmul.reason, "a matmul as it lies"), matmul.reason);
   const auto eight_phases = [&](Problem& p) { ieee(p), p.n = 2, p.stride = {2, 2, 2}; };
-  check(plan_of(192, 16, {17, 14, 13}, {2, 2, 2}, eight_phases), false, "217, where 54 were expected");
+  check(plan_of(192, 16, {17, 14, 13}, {2, 2, 2}, eight_phases), col2im, "36, cuDNN's 217");
+  const auto one_output = [&](Problem& p) { ieee(p), p.padding = {1, 1, 1}; };
+  check(plan_of(128, 1, {42, 38, 37}, {3, 3, 3}, one_output), col2im, "36, cuDNN's by any kernel 66");
+}
+
+/// What the col2im plan does not take, and how its product is cut.
+void test_col2im() {
+  Problem p = headline(DType::kFloat32, Layout::kNCDHW);
+  p.n = 2, p.c = 96, p.k = 64, p.in = {9, 12, 10};
+  const Device device = hopper();
+  expect(col2im_obstacle(p, device).empty() && std::isfinite(col2im_us(p, device)), "a small block");
+  const auto obstacle = [&](const std::function<void(Problem&)>& change) {
+    Problem other = p;
+    change(other);
+    return col2im_obstacle(other, device);
+  };
+  expect(has_part(obstacle([](Problem& o) { o.dtype = DType::kBFloat16; }), "float32"), "16 bit");
+  expect(has_part(obstacle([](Problem& o) { o.groups = 2; }), "groups"), "convolution groups");
+  expect(has_part(obstacle([](Problem& o) { o.tail.has_skip = true; }), "skip"), "a skip");
+  expect(has_part(obstacle([](Problem& o) { o.n = 4096, o.k = 4096; }), "31 bits"), "4.2e10 products");
+  Device turing = device;
+  turing.compute_capability = 75;
+  expect(has_part(col2im_obstacle(p, turing), "8.0"), "no TF32");
+  Device forced = device;
+  forced.forced_plan = "col2im";
+  expect(select_plan(p, forced, all_compiled()).algorithm == Algorithm::kCudaCol2im, "asked for");
+  expect(select_training_plan(p, device, all_compiled()).algorithm != Algorithm::kCudaCol2im,
+         "a backward pass reads what other plans keep");
+  Device ampere = device;
+  ampere.compute_capability = 80;
+  expect(select_plan(p, ampere, all_compiled()).algorithm != Algorithm::kCudaCol2im, "not compared there");
+  Problem large = p;
+  large.n = 64;
+  expect(!std::isfinite(col2im_us(large, device)), "more than was compared");
+
+  const ColumnsLayout planes(p);
+  expect(planes.samples == 2 && planes.positions == 1080 && planes.pitch == 1080 && planes.rows == 64 * 27 &&
+             planes.row_k == 27 && planes.row_tap == 1,
+         "rows of each sample's positions, in the weight's order");
+  p.x_layout = Layout::kNDHWC, p.w_channels_last = true, p.in = {3, 3, 3};
+  const ColumnsLayout rows(p);
+  expect(
+      rows.samples == 1 && rows.positions == 54 && rows.pitch == 56 && rows.row_k == 1 && rows.row_tap == 64,
+      "rows through all samples, whole 16 bytes, and the weight's other order");
+  expect(columns_tile_rows(27, 59052) == 32 && columns_tile_rows(1728, 1152) == 64 &&
+             columns_tile_rows(8640, 64) == 128,
+         "the tile of which the fewest are needed");
 }
 
 /// Small blocks that are to spare the host: the SM90 plan, as long as it takes the device no longer than
@@ -385,7 +435,9 @@ void test_spared_hosts() {
     for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
       small.dtype = dtype, small.precision = Precision::kTF32;
       small.x_layout = small.y_layout = layout;
-      expect(algorithm(small, false) == Algorithm::kCudaLibrary, "cuDNN is the quicker one");
+      const Algorithm quickest = algorithm(small, false);
+      const bool col2im = dtype == DType::kFloat32 && quickest == Algorithm::kCudaCol2im;
+      expect(col2im || quickest == Algorithm::kCudaLibrary, "others are the quicker ones");
       expect(algorithm(small, true) == Algorithm::kSm90ImplicitGemm, "and PyTorch's host the slower one");
     }
   }
@@ -414,6 +466,7 @@ int main() {
     upconv3d::test_long_choices();
     upconv3d::test_matmuls_and_few_outputs();
     upconv3d::test_small_blocks_by_plan();
+    upconv3d::test_col2im();
     upconv3d::test_spared_hosts();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());

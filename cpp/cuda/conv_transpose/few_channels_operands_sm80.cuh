@@ -15,15 +15,9 @@
 #include <type_traits>
 
 #include "cuda/conv_transpose/few_channels_params_sm80.cuh"
+#include "cuda/conv_transpose/tensor_cores_sm80.cuh"
 
 namespace upconv3d::cuda {
-
-/// A float as TF32, rounded to nearest.
-__device__ __forceinline__ std::uint32_t to_tf32(float v) {
-  std::uint32_t bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
-  return bits;
-}
 
 /// A chunk's elements as words.
 template <class T, int kChunk>

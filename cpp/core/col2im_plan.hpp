@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// The part of select_plan that knows the col2im plan: one matrix product of the weight and all inputs, whose
+/// rows are (output channel, tap) and whose columns are input positions, then a gather that sums up what
+/// belongs to one output (cuda/conv_transpose/conv_transpose_columns_sm80.hpp, col2im.hpp), then what follows
+/// the library plan's convolution.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+
+namespace upconv3d {
+
+/// How the product lies in memory: [samples][rows][pitch] floats.
+struct ColumnsLayout {
+  std::int64_t samples = 0;  // of rows of their own: N, or 1 where a row goes through all samples (NDHWC)
+  std::int64_t rows = 0;     // K*T*R*S: row k*row_k + tap*row_tap, in w's own order
+  std::int64_t row_k = 0, row_tap = 0;
+  std::int64_t positions = 0;  // inputs of a row
+  std::int64_t pitch = 0;      // from row to row: positions and what aligns them
+
+  explicit ColumnsLayout(const Problem& problem);
+  std::int64_t values() const;  // saturating
+};
+
+/// Rows of a tile of the product, 32, 64 or 128 of kColumnsTile values: those of which the fewest tiles are
+/// needed.
+inline constexpr std::int64_t kColumnsTile = 8192;
+std::int64_t columns_tile_rows(std::int64_t rows, std::int64_t positions);
+
+/// Why the kernels of this plan cannot run, or "".
+std::string col2im_obstacle(const Problem& problem, const Device& device);
+
+/// Expected time of all launches, in us of an H200 with L2 cold; infinity of blocks unlike those that it was
+/// fitted to (perf/NOTES.md, "Small blocks by col2im").
+double col2im_us(const Problem& problem, const Device& device);
+
+}  // namespace upconv3d
