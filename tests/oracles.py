@@ -198,7 +198,7 @@ def check_sm90_or_small(plan: upconv3d.Plan, channels: int) -> None:
             "few outputs",
         ),
         "cuda_direct": ("few channels",),
-        "cuda_col2im": ("a small block",),
+        "cuda_col2im": ("a matrix product and a gather",),
     }
     if plan.algorithm == "sm90_implicit_gemm":
         return

@@ -128,3 +128,24 @@ def test_col2im_where_products_are_few():
     assert plan_of(facts(**block, dtype="bfloat16")).algorithm != "cuda_col2im"
     large = block | {"n": 16, "extent": (32, 32, 32), "dtype": "float32", "num_groups": 8}
     assert plan_of(facts(**large)).algorithm == "sm90_implicit_gemm"
+
+
+def test_col2im_in_place_of_long_sums_of_cudnn():
+    """Under "tf32", of stride 1: cuDNN takes longer for so many products than an estimate by FLOP says."""
+    block = {"n": 1, "c": 384, "k": 160, "extent": (5, 7, 5), "padding": [1, 1, 1], "num_groups": 2}
+    for layout in ("NCDHW", "NDHWC"):
+        arguments = block | {"dtype": "float32", "precision": "tf32", "layout": layout}
+        assert plan_of(facts(**arguments, weight_layout=layout)).algorithm == "cuda_col2im"
+        short = arguments | {"c": 128, "k": 128, "extent": (10, 9, 10)}
+        assert plan_of(facts(**short, weight_layout=layout)).algorithm == "cuda_library"
+
+
+def test_col2im_of_few_outputs_and_large_inputs():
+    """Further than of many outputs, at float32's accuracy, for products of 350 MB at most."""
+    block = {"n": 4, "c": 100, "k": 3, "extent": (66, 67, 61), "stride": [2, 2, 2], "padding": [1, 1, 1]}
+    block |= {"num_groups": 1, "dtype": "float32", "layout": "NCDHW", "weight_layout": "NCDHW"}
+    plan = plan_of(facts(**block, precision="ieee"))
+    assert plan.algorithm == "cuda_col2im" and 349e6 < plan.workspace_bytes < 351e6
+    for other in ({"n": 5}, {"k": 5}, {"c": 113}):
+        assert plan_of(facts(**block | other, precision="ieee")).algorithm != "cuda_col2im"
+    assert plan_of(facts(**block, precision="tf32")).algorithm != "cuda_col2im"

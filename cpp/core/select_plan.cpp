@@ -257,37 +257,56 @@ std::optional<Plan> sm90_choice(const Problem& problem, const Device& device,
   return plan;
 }
 
+/// Whether col2im was compared with cuDNN's convolution of this kind block by block: under "tf32", of
+/// stride 1.
+bool is_compared_kind(const Problem& p) {
+  constexpr std::int64_t kInputs = 16;
+  return !p.is_ieee() && p.stride == Extent3{1, 1, 1} && p.c >= kInputs;
+}
+
 /// What a plan is expected to take, in us: of the library plan, where it was not compared with the SM90 plan,
 /// what it takes at least.
 double expected_us(const Problem& p, const Plan& plan) {
+  // cuDNN sums up the products of an output one after the other, which estimates by FLOP do not see.
+  constexpr double kPerProduct = 2e-3;
   switch (plan.algorithm) {
     case Algorithm::kSm90ImplicitGemm:
       return sm90_us(p, plan);
     case Algorithm::kCudaDirect:
       return 1e3 * plan.estimated_direct_ms;
     default:
-      return plan.expected_us > 0 ? plan.expected_us : least_library_us(p);
+      if (plan.expected_us <= 0) return least_library_us(p);
+      return plan.expected_us +
+             (is_compared_kind(p) ? kPerProduct * static_cast<double>(p.c * volume(p.kernel)) : 0);
   }
+}
+
+/// By which the estimate of col2im is to be ahead of that of `chosen`.
+double margin_of_col2im(const Problem& p, const Plan& chosen) {
+  constexpr std::int64_t kInputs = 16;  // of fewer inputs cuDNN took little more than least_library_us
+  constexpr double kCompared = 1.05, kHigh = 1.15;
+  // Products of so many bytes are to be worth them.
+  constexpr std::int64_t kManyBytes = 128'000'000;
+  constexpr double kMemory = 1.3;
+  if (ColumnsLayout(p).values() > kManyBytes / static_cast<std::int64_t>(sizeof(float))) return kMemory;
+  if (chosen.algorithm != Algorithm::kCudaLibrary) return kCompared;
+  if (chosen.expected_us <= 0) return p.c < kInputs ? kHigh : 1.0;
+  return is_compared_kind(p) ? kCompared : kHigh;  // the estimate of cuDNN is on the high side
 }
 
 /// The col2im plan, where it is expected to be quicker than the one that was chosen.
 std::optional<Plan> instead_of(const Problem& p, const Device& device, const Plan& chosen) {
   if (!device.forced_plan.empty() || !col2im_obstacle(p, device).empty()) return std::nullopt;
-  const bool is_library = chosen.algorithm == Algorithm::kCudaLibrary;
   // Its three launches take the host longer than the SM90 plan's two.
   if (device.spares_host && chosen.algorithm == Algorithm::kSm90ImplicitGemm) return std::nullopt;
   // As it lies, a product is all there is to cuDNN's convolution.
-  if (is_library && volume(p.kernel) == 1) return std::nullopt;
-  // By which the estimate is to be ahead. That of cuDNN may be high, where it is not the least it takes.
-  constexpr std::int64_t kInputs = 16;  // of fewer inputs cuDNN took little more than that
-  const bool is_high = chosen.expected_us > 0 || p.c < kInputs;
-  const double ahead = !is_library ? 1.05 : is_high ? 1.15 : 1.0;
+  if (chosen.algorithm == Algorithm::kCudaLibrary && volume(p.kernel) == 1) return std::nullopt;
   const double col2im = col2im_us(p, device), other = expected_us(p, chosen);
-  if (ahead * col2im >= other) return std::nullopt;
-  Plan plan = cuda_col2im_plan(p, device,
-                               concat("a small block: a matrix product and a gather, with what follows, are "
-                                      "expected to take ",
-                                      col2im, " us, ", name(chosen.algorithm), " ", other, " us"));
+  if (margin_of_col2im(p, chosen) * col2im >= other) return std::nullopt;
+  Plan plan =
+      cuda_col2im_plan(p, device,
+                       concat("a matrix product and a gather, with what follows, are expected to take ",
+                              col2im, " us, ", name(chosen.algorithm), " ", other, " us"));
   plan.expected_us = col2im;
   return plan;
 }
