@@ -130,6 +130,15 @@ def test_col2im_where_products_are_few():
     assert plan_of(facts(**large)).algorithm == "sm90_implicit_gemm"
 
 
+def test_col2im_leaves_short_sums():
+    """At float32's accuracy: two words of TF32 lack last bits of a float, which few products do not hide."""
+    block = {"n": 2, "k": 4, "extent": (12, 12, 12), "stride": [3, 3, 3]}
+    block |= {"num_groups": 1, "dtype": "float32", "layout": "NCDHW", "weight_layout": "NCDHW"}
+    for c, kernel, expected in ((4, 3, False), (7, 3, False), (8, 3, True)):
+        plan = plan_of(facts(**block | {"c": c, "kernel": (kernel,) * 3}, precision="ieee"))
+        assert (plan.algorithm == "cuda_col2im") == expected, (c, kernel, plan.reason)
+
+
 def test_col2im_in_place_of_long_sums_of_cudnn():
     """Under "tf32", of stride 1: cuDNN takes longer for so many products than an estimate by FLOP says."""
     block = {"n": 1, "c": 384, "k": 160, "extent": (5, 7, 5), "padding": [1, 1, 1], "num_groups": 2}

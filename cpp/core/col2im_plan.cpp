@@ -72,7 +72,7 @@ double col2im_us(const Problem& p, const Device& device) {
   const bool was_timed =
       p.is_ieee() && p.k <= kFewOutputs && within(kFewColumnsMB, kFewInputMB, kFewResultMB, kFewFlops);
   if (p.n == 0 || !p.tail.norm || device.compute_capability != kHopper || p.c > kMostInputs ||
-      !(was_fitted || was_timed)) {
+      !(was_fitted || was_timed) || (p.is_ieee() && !hides_tf32_words(p))) {
     return kInfinity;
   }
   constexpr double kLaunches = 16.5, kColumnsPerMB = 0.53, kInputPerMB = 0.13, kResultPerMB = 1.25;

@@ -166,16 +166,12 @@ bool has_compared_channels_of_ieee(const Problem& p, const Device& device) {
   // takes three products.
   const int capability = device.compute_capability;
   if (capability != 80 && capability / 10 != 9 && capability / 10 != 10) return false;
-  // Sums of fewer products show that the operands' last bits are left out, at 2 to 3.4 times float32's rms.
-  constexpr double kLeastProducts = 8;
   const std::int64_t inputs = group_inputs(p), outputs = group_outputs(p);
-  const double products =
-      static_cast<double>(inputs * volume(p.kernel)) / static_cast<double>(volume(p.stride));
   // Of many inputs, less than two tiles of eight outputs, and stride 1, took 1.4 to 1.8 of their estimate.
   constexpr std::int64_t kInputs = 128, kOutputs = 64, kFewInputs = 32, kTwoTiles = 16, kSomeInputs = 64;
   const bool strided = p.stride != Extent3{1, 1, 1};
   const std::int64_t most = !strided ? kFewInputs : outputs >= kTwoTiles ? kInputs : kSomeInputs;
-  return products >= kLeastProducts && inputs <= most && outputs <= kOutputs;
+  return hides_tf32_words(p) && inputs <= most && outputs <= kOutputs;
 }
 
 /// Whether the estimates of the direct plan's kernel were compared with such convolutions.

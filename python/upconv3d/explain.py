@@ -20,7 +20,7 @@ class Plan:
 
     Attributes:
         algorithm: which of the plans; `reason` says why this one and not a quicker one.
-        kernel: name of the compiled variant, None for the direct and the library plans.
+        kernel: name of the compiled variant, None for the direct, col2im and library plans.
         tile: output channels and output positions of one tile of that kernel.
         conv_layout: memory order in which the convolution runs and stores.
         activation: dtype of what is normalized, relu(conv) or conv, between convolution and normalize. Under
