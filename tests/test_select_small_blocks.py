@@ -130,6 +130,28 @@ def test_col2im_where_products_are_few():
     assert plan_of(facts(**large)).algorithm == "sm90_implicit_gemm"
 
 
+COL2IM_REFUSED = {
+    "dtype": ({"dtype": "float16"}, "it computes float32"),
+    "groups": ({"k": 8, "groups": 2}, "the convolution has groups"),
+    "look back": ({"extent": (1, 1, 1), "stride": [1, 1, 100003], "dilation": [1, 1, 100019]},
+                  "offsets need more than 31 bits"),
+    "positions": ({"n": 1, "c": 1, "k": 1, "extent": (2, 2, 2**29 - 150), "kernel": (1, 1, 1)},
+                  "offsets need more than 31 bits"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COL2IM_REFUSED)
+def test_col2im_refuses_and_says_why(name):
+    """Asked for by name it is an error; else another plan runs."""
+    changes, fragment = COL2IM_REFUSED[name]
+    block = {"n": 2, "c": 16, "k": 4, "extent": (4, 4, 4), "kernel": (1, 1, 2), "num_groups": 1}
+    block |= {"dtype": "float32", "precision": "ieee", "layout": "NCDHW", "weight_layout": "NCDHW"} | changes
+    assert plan_of(facts(**block)).algorithm != "cuda_col2im"
+    with pytest.raises(RuntimeError, match=r"UPCONV3D_PLAN.*got col2im.*Unset UPCONV3D_PLAN") as refusal:
+        plan_of(facts(**block), forced_plan="col2im")
+    assert fragment in str(refusal.value)
+
+
 def test_col2im_leaves_short_sums():
     """At float32's accuracy: two words of TF32 lack last bits of a float, which few products do not hide."""
     block = {"n": 2, "k": 4, "extent": (12, 12, 12), "stride": [3, 3, 3]}

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "core/direct_limits.hpp"
 #include "core/index_math.hpp"
@@ -45,10 +46,15 @@ std::string col2im_obstacle(const Problem& p, const Device& device) {
   if (p.tail.has_skip) return "a skip is added to the convolution";
   if (device.compute_capability < 80) return "tensor cores multiply TF32 from compute capability 8.0 on";
   constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max();
+  constexpr std::int64_t kRounded = 1024;  // positions at most that the last block has beyond the volume
   const ColumnsLayout columns(p);
-  const bool counts = fits_32_bits(p) && columns.values() <= kMaxCount &&
-                      saturating_product(p.c, columns.rows) <= kMaxCount &&
-                      saturating_product(p.n, p.c, volume(p.in)) <= kMaxCount;
+  bool counts = fits_32_bits(p) && columns.values() <= kMaxCount - kRounded &&
+                p.positions() <= kMaxCount - kRounded && saturating_product(p.c, columns.rows) <= kMaxCount &&
+                saturating_product(p.n, p.c, volume(p.in)) <= kMaxCount;
+  for (int axis = 0; axis < 3; ++axis) {
+    // By so many outputs the gather looks back, from a tap that reaches one to the next.
+    counts = counts && std::lcm(p.stride[axis], p.dilation[axis]) <= kMaxCount / 8;
+  }
   return counts ? "" : "offsets need more than 31 bits";
 }
 
