@@ -361,6 +361,13 @@ void test_small_blocks_by_plan() {
   check(plan_of(20, 320, {8, 10, 10}, {5, 5, 5}, many_taps), Algorithm::kSm90ImplicitGemm,
         "and many taps: three times as expected");
 
+  const auto four_outputs = [&](Problem& p) { half(p), p.padding = {1, 1, 1}, p.num_groups = 4; };
+  const Plan launches = plan_of(64, 4, {17, 17, 17}, {3, 3, 3}, four_outputs);
+  check(launches, library, "32, the SM90 plan 48");
+  expect(has_part(launches.reason, "three launches") && launches.stages.back() == "group_norm_normalize",
+         launches.reason);
+  check(plan_of(64, 4, {60, 60, 60}, {3, 3, 3}, four_outputs), Algorithm::kSm90ImplicitGemm, "not timed");
+
   const auto ieee = [](Problem& p) { p.precision = Precision::kIEEE; };
   const auto short_sums = [&](Problem& p) { ieee(p), p.padding = {1, 0, 0}, p.num_groups = 256; };
   check(plan_of(4, 256, {18, 14, 19}, {3, 3, 3}, short_sums), library, "sums of 108 products: 34, 87");
