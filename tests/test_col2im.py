@@ -118,12 +118,14 @@ def col2im_hostile(device):
             3, 16, 24, (3, 4, 5), 3, num_groups=3, stride=2, padding=1, device=device, bias=False
         )
         block = block.channels_last() if layout == "NDHWC" else block
-        expected = block.ours()
-        poisoned = replace(block, input=block.input.clone())
-        poisoned.input[1] = torch.nan
-        y = poisoned.ours()
-        assert torch.equal(y[0], expected[0]) and torch.equal(y[2], expected[2])
-        assert bool(y[1].isnan().all())
+        for precision in ("ieee", "tf32"):
+            clean = replace(block, precision=precision)
+            expected = clean.ours()
+            poisoned = replace(clean, input=block.input.clone())
+            poisoned.input[1] = torch.nan
+            y = poisoned.ours()
+            assert torch.equal(y[0], expected[0]) and torch.equal(y[2], expected[2])
+            assert bool(y[1].isnan().all())
         outlier = replace(block, input=block.input.clone())
         outlier.input[:, :, 0, 0, 0] = 1e6
         check_like_eager(outlier)

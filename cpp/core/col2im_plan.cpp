@@ -44,7 +44,11 @@ std::string col2im_obstacle(const Problem& p, const Device& device) {
   if (p.dtype != DType::kFloat32) return "it computes float32";
   if (p.groups != 1) return "the convolution has groups";
   if (p.tail.has_skip) return "a skip is added to the convolution";
-  if (device.compute_capability < 80) return "tensor cores multiply TF32 from compute capability 8.0 on";
+  const int capability = device.compute_capability;
+  if (capability < 80) {
+    return concat("tensor cores multiply TF32 from compute capability 8.0 on; this is ", capability / 10, '.',
+                  capability % 10);
+  }
   constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max();
   constexpr std::int64_t kRounded = 1024;  // positions at most that the last block has beyond the volume
   const ColumnsLayout columns(p);
@@ -77,8 +81,8 @@ double col2im_us(const Problem& p, const Device& device) {
   const bool was_fitted = within(kMostColumnsMB, kMostInputMB, kMostResultMB, kMostFlops);
   const bool was_timed =
       p.is_ieee() && p.k <= kFewOutputs && within(kFewColumnsMB, kFewInputMB, kFewResultMB, kFewFlops);
-  if (p.n == 0 || !p.tail.norm || device.compute_capability != kHopper || p.c > kMostInputs ||
-      !(was_fitted || was_timed) || (p.is_ieee() && !hides_tf32_words(p))) {
+  if (p.n == 0 || !p.tail.norm || p.tail.returns_conv || device.compute_capability != kHopper ||
+      p.c > kMostInputs || !(was_fitted || was_timed) || (p.is_ieee() && !hides_tf32_words(p))) {
     return kInfinity;
   }
   constexpr double kLaunches = 16.5, kColumnsPerMB = 0.53, kInputPerMB = 0.13, kResultPerMB = 1.25;

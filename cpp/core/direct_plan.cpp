@@ -329,11 +329,11 @@ double least_library_us(const Problem& p) {
   const double least = library_us(p, true);
   // By any kernel, of up to 4 outputs and at least 16 inputs: seven blocks in NCDHW took 0.9 to 1.25 of this.
   constexpr std::int64_t kOutputs = 4, kInputs = 16;
-  constexpr double kLaunches = 20, kPerPosition = 300, kPerTap = 18;
+  constexpr double kLaunches = 20, kPerPosition = 300, kPerTap = 18, kMostTaps = 27;
   if (p.groups > 1 || p.k > kOutputs || p.c < kInputs || p.dtype != DType::kFloat32) return least;
   const double taps = static_cast<double>(volume(p.kernel)) / static_cast<double>(volume(p.stride));
   const double positions = static_cast<double>(p.n * p.positions()) / kMillion;
-  return std::max(least, kLaunches + (kPerPosition + kPerTap * taps) * positions);
+  return std::max(least, kLaunches + (kPerPosition + kPerTap * std::min(taps, kMostTaps)) * positions);
 }
 
 bool beats_sm90(const Problem& p, const Device& device, const Plan& direct, const Plan& sm90) {

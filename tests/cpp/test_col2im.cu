@@ -178,6 +178,10 @@ void run_cases() {
       // A dilation that reaches over the whole volume, and one voxel.
       {1, 4, 4, {3, 2, 3}, {2, 2, 2}, kOnes, kZeros, kZeros, {7, 9, 100}},
       {4, 33, 20, kOnes, {3, 3, 3}, kTwos, kOnes, kZeros, kOnes},
+      // Sums of nine k-blocks, more than any ring of stages has, in tiles of 32, 64 and 128 rows.
+      {1, 130, 1, {9, 10, 11}, {3, 3, 3}, kOnes, kOnes, kZeros, kOnes},
+      {1, 130, 24, {5, 6, 7}, kTwos, kTwos, kZeros, kZeros, kOnes},
+      {2, 130, 64, kOnes, {3, 3, 3}, kTwos, kOnes, kZeros, kOnes},
       // Enough outputs for lanes of eight channels: 40, 20, 12 and 6 of them.
       {1, 4, 40, {16, 16, 32}, kTwos, kTwos, kZeros, kZeros, kOnes},
       {1, 4, 20, {16, 32, 32}, kTwos, kTwos, kZeros, kZeros, kOnes},

@@ -23,9 +23,9 @@ constexpr int kThreads = 256, kLanes = 32;
 constexpr int kLoadsAhead = 16;  // of a lane
 
 struct Col2imArgs {
-  const float* columns;
-  const float* bias;
-  float* y;
+  const float* columns;         // [samples][rows][pitch] of ColumnsLayout
+  const float* bias;            // [K], or null
+  float* y;                     // [N,K,Z,P,Q] or [N,Z,P,Q,K]
   std::int64_t columns_sample;  // floats from sample to sample
   int tap, k;                   // floats from tap to tap, from output channel to output channel
   int channels;

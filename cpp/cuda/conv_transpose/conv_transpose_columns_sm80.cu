@@ -42,9 +42,9 @@ struct ColumnsTile {
 };
 
 struct ColumnsArgs {
-  const float* x;
-  const float* w;
-  float* columns;
+  const float* x;                         // [N,C,D,H,W] or [N,D,H,W,C]
+  const float* w;                         // [C,K,T,R,S], by its strides
+  float* columns;                         // [samples][rows][pitch] of ColumnsLayout
   std::int64_t x_sample, columns_sample;  // floats from sample to sample
   int rows, positions, inputs, pitch;
   int row_tiles, position_tiles;
