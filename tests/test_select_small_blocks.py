@@ -135,6 +135,8 @@ COL2IM_REFUSED = {
     "groups": ({"k": 8, "groups": 2}, "the convolution has groups"),
     "look back": ({"extent": (1, 1, 1), "stride": [1, 1, 100003], "dilation": [1, 1, 100019]},
                   "offsets need more than 31 bits"),
+    "channels": ({"n": 1, "c": 2**31 - 8, "k": 1, "extent": (1, 1, 1), "kernel": (1, 1, 1),
+                  "stride": [2, 2, 2], "output_padding": [1, 1, 1]}, "offsets need more than 31 bits"),
     "positions": ({"n": 1, "c": 1, "k": 1, "extent": (8, 8, 2**25 - 10), "kernel": (1, 1, 1)},
                   "offsets need more than 31 bits"),
 }  # fmt: skip

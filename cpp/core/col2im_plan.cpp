@@ -50,10 +50,11 @@ std::string col2im_obstacle(const Problem& p, const Device& device) {
                   capability % 10);
   }
   constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max();
-  constexpr std::int64_t kRounded = 1024;  // positions at most that the last block has beyond the volume
+  constexpr std::int64_t kRounded = 1024;  // at most that the last block has beyond what there is
   const ColumnsLayout columns(p);
   bool counts = fits_32_bits(p) && columns.values() <= kMaxCount - kRounded &&
-                p.positions() <= kMaxCount - kRounded && saturating_product(p.c, columns.rows) <= kMaxCount &&
+                p.positions() <= kMaxCount - kRounded &&
+                saturating_product(p.c, columns.rows) <= kMaxCount - kRounded &&
                 saturating_product(p.n, p.c, volume(p.in)) <= kMaxCount;
   for (int axis = 0; axis < 3; ++axis) {
     // By so many outputs the gather looks back, from a tap that reaches one to the next.

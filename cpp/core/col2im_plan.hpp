@@ -35,7 +35,8 @@ std::int64_t columns_tile_rows(std::int64_t rows, std::int64_t positions);
 std::string col2im_obstacle(const Problem& problem, const Device& device);
 
 /// Expected time of all launches, in us of an H200 with L2 cold; infinity of blocks unlike those that it was
-/// fitted to (perf/NOTES.md, "Small blocks by col2im"), and of sums too short for float32's accuracy.
+/// fitted to (perf/NOTES.md, "Small blocks by col2im"), of a returned convolution, of no
+/// norm, and of sums too short for float32's accuracy.
 double col2im_us(const Problem& problem, const Device& device);
 
 }  // namespace upconv3d

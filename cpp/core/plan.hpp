@@ -138,8 +138,9 @@ struct Plan {
 Plan select_plan(const Problem& problem, const Device& device,
                  const std::vector<ConvInstance>& instances = conv_instances());
 
-/// The plan of a forward pass that a backward pass will follow: as select_plan's, but where that is the SM90
-/// plan, before(conv) is stored beside y and kept, and where it is the library plan, the convolution is.
+/// The plan of a forward pass that a backward pass will follow: as select_plan's, but where that is one of
+/// inference alone (direct, col2im) another, where it is the SM90 plan, before(conv) is stored beside y and
+/// kept, and where it is the library plan, the convolution is.
 Plan select_training_plan(const Problem& problem, const Device& device,
                           const std::vector<ConvInstance>& instances = conv_instances());
 
