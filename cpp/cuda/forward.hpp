@@ -41,7 +41,8 @@ void copy_operands(const Problem& problem, const void* x, void* x_to, const void
                    cudaStream_t stream);
 
 /// Fills in what depends on the CUDA kernels: tile_positions and tiles of the library and the col2im
-/// plan, and workspace_bytes. To be called on every plan of select_plan for a CUDA device, before run_forward.
+/// plan, and workspace_bytes. To be called on every plan of select_plan for a CUDA device, before
+/// run_forward.
 void complete_plan(const Problem& problem, const Device& device, Plan& plan);
 
 /// Compute capability and multiprocessors of CUDA device `index`, cached.
