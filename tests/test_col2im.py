@@ -9,6 +9,7 @@ import torch
 from oracles import (
     ERROR_FACTOR,
     check_exact_relu_conv,
+    check_gradients_like_eager,
     check_like_eager,
     integer_block,
     make_block,
@@ -168,9 +169,48 @@ def col2im_infinite_weight(device):
         assert torch.equal(y.isinf(), expected.isinf()) and not bool(y.isnan().any())
 
 
+def col2im_gradients(device):
+    """Run by the child: it keeps nothing for a backward pass, which computes what it reads."""
+    for name in ("stride-2", "odd-everything", "dilated"):
+        sizes, numbers = SHAPES[name]
+        torch.manual_seed(1234)
+        block = make_block(*sizes, num_groups=1, device=device, **numbers)
+        for precision in ("ieee", "tf32"):
+            case = replace(block, precision=precision)
+            check_gradients_like_eager(case)
+            check_gradients_like_eager(case.channels_last())
+
+
+def col2im_empty(device):
+    """Run by the child: a batch of no samples."""
+    block = make_block(2, 8, 8, 4, 3, num_groups=2, device=device)
+    for case in (block, block.channels_last()):
+        y = replace(case, input=case.input[:0]).ours()
+        assert y.shape == (0, *case.ours().shape[1:]) and y.device == case.input.device
+
+
+def col2im_graph(device):
+    """Run by the child: captured, then replayed with other inputs, the same bits."""
+    block = make_block(2, 20, 12, (5, 6, 7), 3, num_groups=3, stride=2, padding=1, device=device)
+    for case in (block, block.channels_last()):
+        case.ours()  # reserves shared memory
+        static = replace(case, input=case.input.clone())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = static.ours()
+        static.input.copy_(case.input * 3 + 1)
+        y.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, static.ours())
+
+
 @pytest.mark.parametrize(
-    "cases", ["cases", "unaligned", "random", "exact", "hostile", "tails", "infinite_weight"]
-)
+    "cases",
+    [
+        "cases", "unaligned", "random", "exact", "hostile", "tails", "infinite_weight", "gradients", "empty",
+        "graph",
+    ],
+)  # fmt: skip
 def test_forced_col2im_plan(cuda, cases):
     if torch.cuda.get_device_capability(cuda) < (8, 0):
         pytest.skip("needs compute capability 8.0")

@@ -295,7 +295,7 @@ double margin_of_col2im(const Problem& p, const Plan& chosen) {
 }
 
 /// The col2im plan, where it is expected to be quicker than the one that was chosen.
-std::optional<Plan> instead_of(const Problem& p, const Device& device, const Plan& chosen) {
+std::optional<Plan> choose_col2im(const Problem& p, const Device& device, const Plan& chosen) {
   if (!device.forced_plan.empty() || !col2im_obstacle(p, device).empty()) return std::nullopt;
   // Its three launches take the host longer than the SM90 plan's two. At float32's accuracy that one takes
   // the device longer than was compared with the host.
@@ -357,7 +357,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
 
 Plan select_plan(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances) {
   const Plan chosen = choose(problem, device, instances, false);
-  return device.is_cuda ? instead_of(problem, device, chosen).value_or(chosen) : chosen;
+  return device.is_cuda ? choose_col2im(problem, device, chosen).value_or(chosen) : chosen;
 }
 
 Plan select_training_plan(const Problem& problem, const Device& device,

@@ -236,6 +236,19 @@ bool is_aligned(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
 }
 
+/// Whether w's rows lie one behind the other, as the result's do. Axes of one entry have any stride.
+bool lies_in_order(const ConvTransposeColumnsParams& params, const ColumnsLayout& layout) {
+  const Problem& p = params.problem;
+  const Extent3& kernel = p.kernel;
+  const std::int64_t extents[] = {p.c, p.k, kernel[0], kernel[1], kernel[2]};
+  const std::int64_t expected[] = {layout.rows, layout.row_k, kernel[1] * kernel[2] * layout.row_tap,
+                                   kernel[2] * layout.row_tap, layout.row_tap};
+  for (int axis = 0; axis < 5; ++axis) {
+    if (extents[axis] > 1 && params.w_strides[axis] != expected[axis]) return false;
+  }
+  return true;
+}
+
 template <int kProducts, class Tile>
 void launch(ColumnsArgs& args, std::int64_t samples, cudaStream_t stream) {
   args.row_tiles = static_cast<int>(ceil_div(args.rows, Tile::kRows));
@@ -283,12 +296,7 @@ void launch_columns(const ConvTransposeColumnsParams& params, cudaStream_t strea
   for (int axis = 0; axis < 2; ++axis) args.kernel[axis] = static_cast<int>(p.kernel[1 + axis]);
   args.taps = static_cast<int>(volume(p.kernel));
   args.row_k = static_cast<int>(layout.row_k);
-  const std::int64_t planes = p.kernel[1] * p.kernel[2];
-  const bool in_order = params.w_strides[0] == layout.rows && params.w_strides[1] == layout.row_k &&
-                        params.w_strides[4] == layout.row_tap &&
-                        params.w_strides[3] == p.kernel[2] * layout.row_tap &&
-                        params.w_strides[2] == planes * layout.row_tap;
-  args.w_vectors = in_order && layout.rows % kVector == 0 && is_aligned(params.w);
+  args.w_vectors = lies_in_order(params, layout) && layout.rows % kVector == 0 && is_aligned(params.w);
   args.x_vectors = (in_rows ? p.c : layout.positions) % kVector == 0 && is_aligned(params.x);
   if (p.is_ieee()) {
     if (in_rows) return launch_tile<3, true>(args, layout.samples, stream);
