@@ -92,6 +92,8 @@ def test_left_blocks_are_the_graph_that_they_were(device, monkeypatch, low):
 
 def test_other_blocks_are_our_operator(device, monkeypatch):
     monkeypatch.setattr(_in_graphs, "is_left_to_compiler", lambda *_: False)
+    # Of so few values the roundings of "tf32" open other gates than PyTorch's.
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
     model = _decoder(device=device)
     x = torch.randn(2, 8, 3, 4, 5, device=device)
     compiled, names = _compiled(model, rewrites=True)
@@ -143,6 +145,17 @@ def test_few_channels_are_left_but_at_float32s_accuracy(precision, is_left):
     kind = {"algorithm": plan.algorithm, "stages": plan.stages}
     assert "conv_transpose_few_channels_sm80" in plan.stages
     assert _in_graphs._is_small_kind(kind, precision == "ieee") == is_left
+
+
+def test_col2im_is_left_unless_it_spares_the_device_more_than_it_costs_the_host():
+    """By the plan alone, without a GPU."""
+    block = {"n": 1, "c": 256, "k": 1, "num_groups": 1, "stride": [2, 2, 2], "padding": [1, 1, 1]}
+    for extent, is_left in ((16, True), (48, False)):
+        plan = plan_of(facts(**block, extent=(extent,) * 3))
+        assert plan.algorithm == "cuda_col2im"
+        kind = {"algorithm": plan.algorithm, "stages": plan.stages, "saves_us": plan.saves_us}
+        assert _in_graphs._is_small_kind(kind, False) == is_left
+        assert not _in_graphs._is_small_kind(kind, True)
 
 
 @pytest.mark.parametrize("low", [None, torch.bfloat16, torch.float16], ids=str)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on the CUDA library plan, which keeps PyTorch's convolution: values, bits, memory, autocast.
+"""Training on the CUDA library plan, which keeps PyTorch's convolution, and on the col2im plan, which keeps
+its own in that one's place: values, bits, memory, autocast.
 
 `pytest -k library_training` runs all of it; what needs no GPU is the choice of plans.
 """
@@ -24,6 +25,7 @@ KINDS = {
 # (n, c, k, extent, kernel) and the other numbers
 SHAPES = {
     "last_block": ((2, 32, 2, 8, 3), {"num_groups": 2, "stride": 2, "padding": 1, "output_padding": 1}),
+    "one_output": ((2, 128, 1, (20, 19, 18), 3), {"num_groups": 1, "padding": 1}),
     "one_group": ((3, 5, 3, (3, 4, 5), 3), {"num_groups": 1}),
     "conv_groups": ((1, 32, 12, 6, 2), {"num_groups": 3, "stride": 2, "groups": 4, "bias": False}),
     "one_channel_per_group": ((2, 4, 6, (7, 3, 5), 3), {"num_groups": 6, "affine": False}),
@@ -66,11 +68,14 @@ def deterministic(cuda, monkeypatch):
 
 
 def test_plans():
-    plan = plan_of(few())
+    plan = plan_of(few(n=16))
     assert plan.algorithm == "cuda_library" and plan.keeps_conv and not plan.keeps_activation
     assert plan.backward_stages[-2:] == ("norm_backward", "aten::convolution_backward")
     assert "backward" in str(plan)
-    assert not plan_of(few() | {"training": False}).keeps_conv
+    assert not plan_of(few(n=16) | {"training": False}).keeps_conv
+    single = plan_of(few())
+    assert single.algorithm == "cuda_col2im" and single.keeps_conv and not single.activation_in_y
+    assert single.backward_stages == plan.backward_stages
     wide = plan_of(few(dtype="float64", precision="ieee"))
     assert not wide.keeps_conv and wide.backward_stages == ()
     assert plan_of(few(k=128), compute_capability=80).keeps_conv  # where the SM80 kernel keeps nothing
@@ -138,8 +143,9 @@ def test_random_problems(cuda):
 
 @every_kind
 @both_layouts
-def test_same_bits_and_recompute(deterministic, layout, kind):
-    block = kind_block("last_block", kind, deterministic, layout)
+@pytest.mark.parametrize("shape", ["last_block", "one_output"])
+def test_same_bits_and_recompute(deterministic, shape, layout, kind):
+    block = kind_block(shape, kind, deterministic, layout)
     grad_y = torch.randn_like(block.ours())
     first = block_gradients(block, grad_y)
     for again in (block_gradients(block, grad_y), block_gradients(block, grad_y, recompute=True)):
@@ -160,9 +166,10 @@ def test_recompute_gives_the_same_result(deterministic):
 
 
 @every_kind
-def test_kept_graph(deterministic, kind):
+@pytest.mark.parametrize("shape", ["last_block", "one_output"])
+def test_kept_graph(deterministic, shape, kind):
     """A backward that keeps the graph leaves the convolution; the last one may overwrite it."""
-    block = kind_block("last_block", kind, deterministic).requires_grad()
+    block = kind_block(shape, kind, deterministic).requires_grad()
     tensors = list(block.tensors().values())
     y = block.ours()
     grad_y = torch.randn_like(y)

@@ -131,7 +131,8 @@ Tensor run_own_convolution(const PreparedCall& call, const BlockTensors& t, Call
   const DeviceScratch workspace(x, call.plan.workspace_bytes);
   cuda::ForwardTensors f = forward_tensors(t, y, workspace);
   if (call.saved_bytes > 0) {
-    extras.saved = empty_bytes_like(x, call.saved_bytes);
+    extras.saved = call.plan.keeps_conv ? empty_strided_like(x, call.y_sizes, call.y_strides)
+                                        : empty_bytes_like(x, call.saved_bytes);
     f.saved = extras.saved->mutable_data_ptr();
   }
   if (call.problem.tail.returns_conv) {

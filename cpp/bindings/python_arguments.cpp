@@ -148,6 +148,7 @@ py::dict to_dict(const Plan& plan) {
   dict["estimated_stored_ms"] = plan.estimated_stored_ms;
   dict["estimated_twice_ms"] = plan.estimated_twice_ms;
   dict["estimated_direct_ms"] = plan.estimated_direct_ms;
+  dict["saves_us"] = plan.saves_us;
   dict["tiles"] = plan.tiles;
   dict["stages"] = plan.stages;
   dict["workspace_bytes"] = plan.workspace_bytes;

@@ -187,7 +187,7 @@ TailGradients run(const PreparedCall& prepared, const GradientMask& wanted, cons
   t.grad_beta = mutable_data_or_null(grad_beta);
   t.grad_slopes = mutable_data_or_null(grad_slopes);
   // What the library convolves is PyTorch's to free, when it wants to: never in saved memory, but for the
-  // convolution, which was PyTorch's to begin with.
+  // convolution, which is a tensor of its own.
   const GradC grad_c(call, x, consume_saved && (keeps_conv || !plan.library), t);
   run_stage(call, cuda::BackwardStage::kGroupNorm, t, x, index);
 

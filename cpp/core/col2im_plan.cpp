@@ -41,13 +41,13 @@ std::int64_t columns_tile_rows(std::int64_t rows, std::int64_t positions) {
 }
 
 std::string col2im_obstacle(const Problem& p, const Device& device) {
-  if (p.dtype != DType::kFloat32) return "it computes float32";
+  if (p.dtype == DType::kFloat64) return "it computes no float64";
   if (p.groups != 1) return "the convolution has groups";
   if (p.tail.has_skip) return "a skip is added to the convolution";
   const int capability = device.compute_capability;
   if (capability < 80) {
-    return concat("tensor cores multiply TF32 from compute capability 8.0 on; this is ", capability / 10, '.',
-                  capability % 10);
+    return concat("tensor cores multiply TF32 and bfloat16 from compute capability 8.0 on; this is ",
+                  capability / 10, '.', capability % 10);
   }
   constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max();
   constexpr std::int64_t kRounded = 1024;  // at most that the last block has beyond what there is
@@ -63,44 +63,96 @@ std::string col2im_obstacle(const Problem& p, const Device& device) {
   return counts ? "" : "offsets need more than 31 bits";
 }
 
-double col2im_us(const Problem& p, const Device& device) {
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  constexpr double kMostColumnsMB = 128, kMostResultMB = 32, kMostInputMB = 64, kMostFlops = 8e9;
-  // Of a few outputs at float32's accuracy two larger ones were timed, which took 0.88 and 1.33 of the
-  // estimate.
-  constexpr double kFewColumnsMB = 360, kFewResultMB = 104, kFewInputMB = 440, kFewFlops = 18e9,
-                   kSlower = 1.35;
-  constexpr std::int64_t kMostInputs = 512, kFewOutputs = 4;
-  const ColumnsLayout columns(p);
-  const double mega = sizeof(float) * 1e-6;
-  const double columns_mb = static_cast<double>(columns.values()) * mega;
-  const double x_mb = static_cast<double>(p.n * p.c * volume(p.in)) * mega;
-  const double y_mb = static_cast<double>(p.n * p.k * p.positions()) * mega;
-  const auto within = [&](double most_columns, double most_x, double most_y, double most_flops) {
-    return columns_mb <= most_columns && x_mb <= most_x && y_mb <= most_y && p.useful_flops() <= most_flops;
-  };
-  const bool was_fitted = within(kMostColumnsMB, kMostInputMB, kMostResultMB, kMostFlops);
-  const bool was_timed =
-      p.is_ieee() && p.k <= kFewOutputs && within(kFewColumnsMB, kFewInputMB, kFewResultMB, kFewFlops);
-  if (p.n == 0 || !p.tail.norm || p.tail.returns_conv || device.compute_capability != kHopper ||
-      p.c > kMostInputs || !(was_fitted || was_timed) || (p.is_ieee() && !hides_tf32_words(p))) {
-    return kInfinity;
+int col2im_lane_channels(const Problem& p) {
+  constexpr std::int64_t kFewChannels = 4, kManyOutputs = 1 << 20;
+  if (p.k == 1) return 1;
+  return p.k > kFewChannels && p.n * p.k * p.positions() >= kManyOutputs ? 8 : 2;
+}
+
+namespace {
+
+/// What a block moves and multiplies, megabytes of 10^6 bytes.
+struct ColumnsWork {
+  double columns_mb, x_mb, y_mb;
+  double rounds;  // of tiles, of which a multiprocessor holds two and is as good as full with one
+
+  ColumnsWork(const Problem& p, int sm_count) {
+    constexpr double kMega = 1e-6, kLeastRounds = 0.75;
+    const ColumnsLayout columns(p);
+    const double size = static_cast<double>(size_of(p.dtype)) * kMega;
+    columns_mb = static_cast<double>(columns.values()) * sizeof(float) * kMega;
+    x_mb = static_cast<double>(p.n * p.c * volume(p.in)) * size;
+    y_mb = static_cast<double>(p.n * p.k * p.positions()) * size;
+    const std::int64_t rows = columns_tile_rows(columns.rows, columns.positions);
+    const std::int64_t tiles =
+        columns.samples * ceil_div(columns.rows, rows) * ceil_div(columns.positions, kColumnsTile / rows);
+    rounds = std::max(kLeastRounds, static_cast<double>(ceil_div(tiles, std::max(sm_count, 1))) / 2);
   }
+};
+
+/// The largest blocks of a kind that were timed.
+struct ColumnsLimits {
+  double columns_mb, x_mb, y_mb, flops;
+
+  bool hold(const Problem& p, const ColumnsWork& work) const {
+    return work.columns_mb <= columns_mb && work.x_mb <= x_mb && work.y_mb <= y_mb &&
+           p.useful_flops() <= flops;
+  }
+};
+
+constexpr ColumnsLimits kAnyOutputs = {128, 64, 32, 8e9};
+
+/// float32, which takes 0.9 to 1.1 of this (standard deviation).
+double float_us(const Problem& p, const ColumnsWork& work) {
   constexpr double kLaunches = 16.5, kColumnsPerMB = 0.53, kInputPerMB = 0.13, kResultPerMB = 1.25;
   constexpr double kPerPosition = 25e-6;
-  // A multiprocessor holds two blocks, and is as good as full with one.
-  constexpr double kLeastRounds = 0.75;
   constexpr std::int64_t kBlockInputs = 16;
   const double per_block = p.is_ieee() ? 1.65 : 0.9;
-  const std::int64_t rows = columns_tile_rows(columns.rows, columns.positions);
-  const std::int64_t tiles =
-      columns.samples * ceil_div(columns.rows, rows) * ceil_div(columns.positions, kColumnsTile / rows);
-  const double rounds =
-      std::max(kLeastRounds, static_cast<double>(ceil_div(tiles, std::max(device.sm_count, 1))) / 2);
-  return (was_fitted ? 1 : kSlower) *
-         (kLaunches + per_block * rounds * static_cast<double>(ceil_div(p.c, kBlockInputs)) +
-          kColumnsPerMB * columns_mb + kInputPerMB * x_mb + kResultPerMB * y_mb +
-          kPerPosition * static_cast<double>(p.n * p.positions()));
+  return kLaunches + per_block * work.rounds * static_cast<double>(ceil_div(p.c, kBlockInputs)) +
+         kColumnsPerMB * work.columns_mb + kInputPerMB * work.x_mb + kResultPerMB * work.y_mb +
+         kPerPosition * static_cast<double>(p.n * p.positions());
+}
+
+/// 16 bit, the same. Rows of x or w of an odd number of values come through registers, which k-blocks wait
+/// for.
+double half_us(const Problem& p, const ColumnsWork& work) {
+  constexpr double kLaunches = 16.5, kPerBlock = 0.65, kColumnsPerMB = 0.68, kResultPerMB = 0.9;
+  constexpr double kPerLane = 25e-6, kOddInput = 1.35, kOddWeight = 1;
+  constexpr std::int64_t kBlockInputs = 32;
+  const ColumnsLayout columns(p);
+  const bool odd_input = (p.x_layout == Layout::kNDHWC ? p.c : columns.positions) % 2 != 0;
+  const bool odd_weight = columns.rows % 2 != 0;
+  const double lanes = static_cast<double>(p.n * p.positions() * ceil_div(p.k, col2im_lane_channels(p)));
+  const double per_block = kPerBlock + (odd_input ? kOddInput : 0) + (odd_weight ? kOddWeight : 0);
+  return kLaunches + per_block * work.rounds * static_cast<double>(ceil_div(p.c, kBlockInputs)) +
+         kColumnsPerMB * work.columns_mb + kResultPerMB * work.y_mb + kPerLane * lanes;
+}
+
+}  // namespace
+
+double col2im_us(const Problem& p, const Device& device) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  constexpr std::int64_t kMostInputs = 512;
+  if (p.n == 0 || !p.tail.norm || p.tail.returns_conv || device.compute_capability != kHopper ||
+      p.c > kMostInputs) {
+    return kInfinity;
+  }
+  const ColumnsWork work(p, device.sm_count);
+  if (p.dtype != DType::kFloat32) {
+    constexpr std::int64_t kFewOutputs = 16;
+    constexpr ColumnsLimits kOfFewOutputs = {450, 132, 60, 22e9};
+    const bool timed = kAnyOutputs.hold(p, work) || (p.k <= kFewOutputs && kOfFewOutputs.hold(p, work));
+    return timed ? half_us(p, work) : kInfinity;
+  }
+  if (p.is_ieee() && !hides_tf32_words(p)) return kInfinity;
+  if (kAnyOutputs.hold(p, work)) return float_us(p, work);
+  // Of a few outputs at float32's accuracy two larger ones were timed, which took 0.88 and 1.33 of the
+  // estimate.
+  constexpr std::int64_t kFewOutputs = 4;
+  constexpr ColumnsLimits kOfFewOutputs = {360, 440, 104, 18e9};
+  constexpr double kSlower = 1.35;
+  const bool timed = p.is_ieee() && p.k <= kFewOutputs && kOfFewOutputs.hold(p, work);
+  return timed ? kSlower * float_us(p, work) : kInfinity;
 }
 
 }  // namespace upconv3d

@@ -102,8 +102,8 @@ struct Plan {
   bool activation_in_y = false;          // before(conv) is stored in y's memory, and normalized there
   bool normalizes = false;               // SM90: the convolution's kernel normalizes too
   bool keeps_activation = false;         // SM90: before(conv) and its moments are kept for the backward
-  bool keeps_conv = false;               // library: the backward reads the convolution, without bias unless
-                                         // it is what the call returned
+  bool keeps_conv = false;               // library and col2im: the backward reads the convolution, without
+                                         // bias unless it is what the call returned
   bool instead_of_sm90 = false;          // library: though it could run (library_plan.hpp)
   bool linear = false;                   // SM90: no normalization follows, and so no moments are taken
   bool w_in_place = false;               // SM90: w is read as it lies, [C,T,R,S,K], and not packed
@@ -124,6 +124,7 @@ struct Plan {
   bool few_channels = false;         // direct: on tensor cores, not on CUDA cores
   double estimated_direct_ms = 0.0;  // direct: all launches
   double expected_us = 0.0;          // col2im and library: all launches, where they were compared; else 0
+  double saves_us = 0.0;             // col2im: of what the plan is expected to take that it runs in place of
   std::int64_t tiles = 0;            // partial moments per sample and channel (SM90: and granule of them)
   std::string channels;              // how channels are padded or grouped, "" where they lie as they are
   std::vector<std::string> stages;   // kernels in launch order, by name

@@ -119,13 +119,15 @@ Plan cuda_library_plan(const Problem& p, const Device& device, const std::string
   return plan;
 }
 
-Plan cuda_col2im_plan(const Problem& p, const Device& device, const std::string& reason) {
+/// \param for_training as of cuda_library_plan
+Plan cuda_col2im_plan(const Problem& p, const Device& device, const std::string& reason, bool for_training) {
   Plan plan;
   plan.algorithm = Algorithm::kCudaCol2im;
   plan.reason = reason;
   plan.conv_layout = p.y_layout;
   plan.activation = p.dtype;
-  plan.activation_in_y = !p.tail.returns_conv;
+  plan.keeps_conv = for_training && keeps_library_conv(p);
+  plan.activation_in_y = !p.tail.returns_conv && !plan.keeps_conv;
   plan.stages = {"conv_transpose_columns_sm80", "col2im"};
   add_tail_stages(p, device, plan);
   return plan;
@@ -192,9 +194,9 @@ Plan forced_direct(const Problem& p, const Device& device) {
 }
 
 /// The col2im plan, asked for by name.
-Plan forced_col2im(const Problem& p, const Device& device) {
+Plan forced_col2im(const Problem& p, const Device& device, bool for_training) {
   require_no_obstacle(p, device.forced_plan, col2im_obstacle(p, device));
-  return cuda_col2im_plan(p, device, "UPCONV3D_PLAN=" + device.forced_plan);
+  return cuda_col2im_plan(p, device, "UPCONV3D_PLAN=" + device.forced_plan, for_training);
 }
 
 /// What is expected to be quicker than the SM90 plan, if anything and none is asked for.
@@ -257,11 +259,12 @@ std::optional<Plan> sm90_choice(const Problem& problem, const Device& device,
   return plan;
 }
 
-/// Whether col2im was compared with cuDNN's convolution of this kind block by block: under "tf32", of
-/// stride 1.
+/// Whether sums of this kind were compared with cuDNN's block by block, of stride 1 under "tf32" and in 16
+/// bit where tiles are mostly empty, rows of channels no whole 16 bytes, or taps many.
 bool is_compared_kind(const Problem& p) {
-  constexpr std::int64_t kInputs = 16;
-  return !p.is_ieee() && p.stride == Extent3{1, 1, 1} && p.c >= kInputs;
+  constexpr std::int64_t kInputs = 16, kOutputs = 24, kTaps = 27, kVector = 8;
+  if (p.is_ieee() || p.stride != Extent3{1, 1, 1} || p.c < kInputs) return false;
+  return p.dtype == DType::kFloat32 || p.k <= kOutputs || p.c % kVector != 0 || volume(p.kernel) > kTaps;
 }
 
 /// What a plan is expected to take, in us: of the library plan, where it was not compared with the SM90 plan,
@@ -275,8 +278,7 @@ double expected_us(const Problem& p, const Plan& plan) {
     case Algorithm::kCudaDirect:
       return 1e3 * plan.estimated_direct_ms;
     default:
-      if (plan.expected_us <= 0) return least_library_us(p);
-      return plan.expected_us +
+      return (plan.expected_us > 0 ? plan.expected_us : least_library_us(p)) +
              (is_compared_kind(p) ? kPerProduct * static_cast<double>(p.c * volume(p.kernel)) : 0);
   }
 }
@@ -290,12 +292,20 @@ double margin_of_col2im(const Problem& p, const Plan& chosen) {
   constexpr double kMemory = 1.3;
   if (ColumnsLayout(p).values() > kManyBytes / static_cast<std::int64_t>(sizeof(float))) return kMemory;
   if (chosen.algorithm != Algorithm::kCudaLibrary) return kCompared;
+  // In rows of channels cuDNN's convolution without overlaps took 0.6 to 0.9 of what was expected of it.
+  constexpr double kWithoutOverlaps = 1.4;
+  const bool in_rows = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
+  if (in_rows && p.kernel == p.stride) return kWithoutOverlaps;
   if (chosen.expected_us <= 0) return p.c < kInputs ? kHigh : 1.0;
   return is_compared_kind(p) ? kCompared : kHigh;  // the estimate of cuDNN is on the high side
 }
 
-/// The col2im plan, where it is expected to be quicker than the one that was chosen.
-std::optional<Plan> choose_col2im(const Problem& p, const Device& device, const Plan& chosen) {
+/// The col2im plan, where it is expected to be quicker than the one that was chosen. In training only for
+/// what would keep PyTorch's convolution: in its place this one is kept.
+std::optional<Plan> choose_col2im(const Problem& p, const Device& device, const Plan& chosen,
+                                  bool for_training) {
+  if (for_training && !(chosen.algorithm == Algorithm::kCudaLibrary && chosen.keeps_conv))
+    return std::nullopt;
   if (!device.forced_plan.empty() || !col2im_obstacle(p, device).empty()) return std::nullopt;
   // Its three launches take the host longer than the SM90 plan's two. At float32's accuracy that one takes
   // the device longer than was compared with the host.
@@ -310,8 +320,10 @@ std::optional<Plan> choose_col2im(const Problem& p, const Device& device, const 
   Plan plan =
       cuda_col2im_plan(p, device,
                        concat("a matrix product and a gather, with what follows, are expected to take ",
-                              col2im, " us, ", name(chosen.algorithm), " ", other, " us"));
+                              col2im, " us, ", name(chosen.algorithm), " ", other, " us"),
+                       for_training);
   plan.expected_us = col2im;
+  plan.saves_us = other - col2im;
   return plan;
 }
 
@@ -327,7 +339,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     return cuda_library_plan(problem, device, "the backward pass begins with the returned convolution", true);
   }
   if (forced == "direct") return forced_direct(problem, device);
-  if (forced == "col2im") return forced_col2im(problem, device);
+  if (forced == "col2im") return forced_col2im(problem, device, keeps_activation);
   std::string reason = forced.empty() ? "" : "UPCONV3D_PLAN=" + forced;
   if (forced.empty() || is_sm90(forced)) {
     std::string obstacle;
@@ -357,12 +369,13 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
 
 Plan select_plan(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances) {
   const Plan chosen = choose(problem, device, instances, false);
-  return device.is_cuda ? choose_col2im(problem, device, chosen).value_or(chosen) : chosen;
+  return device.is_cuda ? choose_col2im(problem, device, chosen, false).value_or(chosen) : chosen;
 }
 
 Plan select_training_plan(const Problem& problem, const Device& device,
                           const std::vector<ConvInstance>& instances) {
-  return choose(problem, device, instances, true);
+  const Plan chosen = choose(problem, device, instances, true);
+  return device.is_cuda ? choose_col2im(problem, device, chosen, true).value_or(chosen) : chosen;
 }
 
 }  // namespace upconv3d

@@ -342,7 +342,7 @@ void run_library(const Problem& problem, const Plan& plan, const Device& device,
 /// Whose workspace is that of the products first, then of what follows.
 void run_col2im(const Problem& problem, const Plan& plan, const Device& device, const ForwardTensors& tensors,
                 cudaStream_t stream) {
-  void* const conv = problem.tail.returns_conv ? tensors.c : tensors.y;
+  void* const conv = problem.tail.returns_conv ? tensors.c : plan.keeps_conv ? tensors.saved : tensors.y;
   convolve_by_columns(problem, tensors, conv, stream);
   ForwardTensors after = tensors;
   after.conv = conv;

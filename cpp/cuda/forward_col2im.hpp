@@ -17,7 +17,7 @@ std::int64_t columns_bytes(const Problem& problem);
 
 /// Writes the convolution, problem.y_layout, to `conv`; with the bias where it is to be returned.
 /// \param tensors x, w, bias and a workspace of columns_bytes
-/// \param conv    [N,K,Z,P,Q] or [N,Z,P,Q,K] float; written
+/// \param conv    [N,K,Z,P,Q] or [N,Z,P,Q,K] of problem.dtype; written
 void convolve_by_columns(const Problem& problem, const ForwardTensors& tensors, void* conv,
                          cudaStream_t stream);
 

@@ -202,10 +202,10 @@ def _keep_again(
     """What a forward that is not recomputed keeps; None where its plan keeps nothing."""
     arguments = (x, weight, bias, *args[:6], norm_weight, None, args.eps, args.precision)
     plan = _C.explain(block_facts(*arguments) | {"training": True})["plan"]
-    if plan["keeps_conv"]:
+    if plan["keeps_conv"] and plan["algorithm"] == "cuda_library":
         conv = _convolution(x, weight, None, args)
         return conv.contiguous(memory_format=memory_format_of(x, weight))
-    if not plan["keeps_activation"]:
+    if not plan["keeps_activation"] and not plan["keeps_conv"]:
         return None
     saved: Tensor = _training_op(*arguments)[1]
     return saved

@@ -36,15 +36,21 @@ def _replays() -> bool:
     return bool(config.triton.cudagraphs)
 
 
+# What the device has to be spared, in us, for what a call of ours takes the host longer than the compiler's.
+_HOST_US = 90
+
+
 def _is_small_kind(plan: dict[str, Any], is_ieee: bool) -> bool:
     """Whether a small block of this plan is the compiler's. The library plan calls cuDNN, as Inductor does;
     few channels' kernel takes the device up to 90 us less, but the host as much more as the library plan, and
-    so does col2im; not at float32's accuracy, where the former took 425 us of 28 million values and
-    torch.compile 1092."""
+    so does col2im, but for few outputs of large inputs, which cuDNN takes up to 5 times as long for; not at
+    float32's accuracy, where the former took 425 us of 28 million values and torch.compile 1092."""
     if plan["algorithm"] == "cuda_library":
         return True
-    is_few = FEW_CHANNELS_KERNEL in plan["stages"] or plan["algorithm"] == "cuda_col2im"
-    return is_few and not is_ieee
+    if is_ieee:
+        return False
+    is_col2im = plan["algorithm"] == "cuda_col2im"
+    return FEW_CHANNELS_KERNEL in plan["stages"] or (is_col2im and plan["saves_us"] <= _HOST_US)
 
 
 def is_left_to_compiler(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:

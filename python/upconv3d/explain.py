@@ -29,7 +29,7 @@ class Plan:
         w_in_place: whether the kernel reads weight where it lies; else it packs a copy.
         activation_in_y: whether that is stored in the result's memory and normalized in place.
         keeps_activation: whether that and its moments are kept for the backward pass.
-        keeps_conv: whether PyTorch's convolution is, before the bias is added.
+        keeps_conv: whether the convolution is (library and col2im plans), before the bias is added.
         split_axes: axes, depth first, along which the kernel treats borders apart, to skip taps that would
             read only padding.
         share_taps: whether one load of input serves all taps along the height, or along the depth of small
@@ -44,6 +44,8 @@ class Plan:
             take of the former), without packing; 0 where a plan cannot run. The former is of the tiles that
             plans are compared by, which need not be those that run.
         estimated_direct_ms: of the direct plan, what it is expected to take; else 0.
+        saves_us: of the col2im plan where it is chosen, by how much less time it is expected to take than the
+            plan that it runs in place of; else 0.
         tile_positions, tiles: positions that one partial moment covers, and how many there are per sample and
             channel.
         stages: in launch order.
@@ -77,6 +79,7 @@ class Plan:
     estimated_stored_ms: float
     estimated_twice_ms: float
     estimated_direct_ms: float
+    saves_us: float
     tiles: int
     stages: tuple[str, ...]
     workspace_bytes: int
@@ -114,6 +117,7 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         estimated_stored_ms=plan["estimated_stored_ms"],
         estimated_twice_ms=plan["estimated_twice_ms"],
         estimated_direct_ms=plan["estimated_direct_ms"],
+        saves_us=plan["saves_us"],
         tiles=plan["tiles"],
         stages=tuple(plan["stages"]),
         workspace_bytes=plan["workspace_bytes"],

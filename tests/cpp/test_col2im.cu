@@ -55,14 +55,25 @@ void for_each(const Extent3& extents, const Visit& visit) {
   }
 }
 
-std::vector<double> random_values(std::int64_t count, std::uint32_t seed) {
+/// Each of `dtype` exactly, 16 bit as multiples of 1/128.
+std::vector<double> random_values(std::int64_t count, std::uint32_t seed, DType dtype) {
   std::vector<double> values(static_cast<std::size_t>(count));
   for (double& value : values) {
     seed = seed * 1664525u + 1013904223u;
-    // A float exactly.
     value = static_cast<float>(static_cast<std::int32_t>(seed) * 0x1p-31);
+    if (dtype != DType::kFloat32) value = std::round(value * 128) / 128;
   }
   return values;
+}
+
+/// By how much of the sum of the products' sizes a result may be off. Of float32 two last bits that TF32's
+/// second word may lack, the product of two such words, and rounding; or two roundings to TF32. Of 16 bit
+/// rounding the result.
+double limit_of(DType dtype, Precision precision) {
+  constexpr double kSums = 8 * 0x1p-24;
+  if (dtype == DType::kBFloat16) return 0x1p-8 + kSums;
+  if (dtype == DType::kFloat16) return 0x1p-11 + kSums;
+  return precision == Precision::kIEEE ? kSums : 2 * 0x1p-11;
 }
 
 /// The convolution, and the sum of its products' sizes, which its error is measured by.
@@ -100,33 +111,33 @@ struct Case {
 
 constexpr Extent3 kOnes = {1, 1, 1}, kTwos = {2, 2, 2}, kZeros = {0, 0, 0};
 
-/// \param offset of x and w from 16 bytes, in floats
-void run(const Case& c, Precision precision, bool x_last, bool w_last, bool y_last, int offset) {
+/// \param offset of x and w from 16 bytes, in values
+void run(const Case& c, DType dtype, Precision precision, bool x_last, bool w_last, bool y_last, int offset) {
   Problem p;
   p.n = c.n, p.c = c.c, p.k = c.k, p.in = c.in, p.kernel = c.kernel, p.stride = c.stride;
   p.padding = c.padding, p.output_padding = c.output_padding, p.dilation = c.dilation;
-  p.dtype = DType::kFloat32, p.precision = precision;
+  p.dtype = dtype, p.precision = precision;
   p.x_layout = x_last ? Layout::kNDHWC : Layout::kNCDHW;
   p.y_layout = y_last ? Layout::kNDHWC : Layout::kNCDHW;
   p.w_channels_last = w_last && offset == 0;
   const std::string what = concat(describe(p), w_last ? " w last" : "", " offset ", offset);
   const View xv(p.n, p.c, p.in, x_last), wv(p.c, p.k, p.kernel, w_last), yv(p.n, p.k, p.out(), y_last);
-  const std::vector<double> x = random_values(xv.count(), 1), w = random_values(wv.count(), 2),
-                            bias = random_values(p.k, 3);
+  const std::vector<double> x = random_values(xv.count(), 1, dtype), w = random_values(wv.count(), 2, dtype),
+                            bias = random_values(p.k, 3, dtype);
   std::vector<double> expected(static_cast<std::size_t>(yv.count())), size(expected.size());
   convolve(p, xv, x, wv, w, yv, expected, size);
 
-  constexpr std::int64_t kFloat = sizeof(float);
-  Buffer x_buffer((xv.count() + offset) * kFloat), w_buffer((wv.count() + offset) * kFloat);
-  Buffer bias_buffer(p.k * kFloat), y_buffer(yv.count() * kFloat);
-  Buffer columns(ColumnsLayout(p).values() * kFloat);
-  upload(x_buffer.data() + offset * kFloat, x, DType::kFloat32);
-  upload(w_buffer.data() + offset * kFloat, w, DType::kFloat32);
-  upload(bias_buffer.data(), bias, DType::kFloat32);
+  const std::int64_t size_of_value = size_of(dtype);
+  Buffer x_buffer((xv.count() + offset) * size_of_value), w_buffer((wv.count() + offset) * size_of_value);
+  Buffer bias_buffer(p.k * size_of_value), y_buffer(yv.count() * size_of_value);
+  Buffer columns(ColumnsLayout(p).values() * static_cast<std::int64_t>(sizeof(float)));
+  upload(x_buffer.data() + offset * size_of_value, x, dtype);
+  upload(w_buffer.data() + offset * size_of_value, w, dtype);
+  upload(bias_buffer.data(), bias, dtype);
   ConvTransposeColumnsParams product;
   product.problem = p;
-  product.x = x_buffer.data() + offset * kFloat;
-  product.w = w_buffer.data() + offset * kFloat;
+  product.x = x_buffer.data() + offset * size_of_value;
+  product.w = w_buffer.data() + offset * size_of_value;
   for (int axis = 0; axis < 5; ++axis) product.w_strides[axis] = wv.stride[axis];
   product.columns = columns.data();
   Col2imParams gather;
@@ -139,14 +150,11 @@ void run(const Case& c, Precision precision, bool x_last, bool w_last, bool y_la
   check(cudaMemset(y_buffer.data(), 0xff, static_cast<std::size_t>(y_buffer.bytes())), "poisoning");
   launch_columns(product, nullptr);
   launch_col2im(gather, nullptr);
-  const std::vector<double> y = download(y_buffer.data(), yv.count(), DType::kFloat32);
+  const std::vector<double> y = download(y_buffer.data(), yv.count(), dtype);
   launch_columns(product, nullptr);
   launch_col2im(gather, nullptr);
-  expect(y == download(y_buffer.data(), yv.count(), DType::kFloat32), what + ": the same bits again");
+  expect(y == download(y_buffer.data(), yv.count(), dtype), what + ": the same bits again");
 
-  // Of the sum of the products' sizes: two last bits that TF32's second word may lack, the product of two
-  // such words, and rounding; or two roundings to TF32.
-  const double limit = precision == Precision::kIEEE ? 8 * 0x1p-24 : 2 * 0x1p-11;
   double worst = 0;
   const Extent3 out = p.out();
   for (std::int64_t n = 0; n < p.n; ++n) {
@@ -159,7 +167,7 @@ void run(const Case& c, Precision precision, bool x_last, bool w_last, bool y_la
       });
     }
   }
-  expect(worst <= limit, concat(what, ": error ", worst, " of the products' sizes"));
+  expect(worst <= limit_of(dtype, precision), concat(what, ": error ", worst, " of the products' sizes"));
   expect(x_buffer.pads_intact() && w_buffer.pads_intact() && y_buffer.pads_intact() && columns.pads_intact(),
          what + ": wrote outside a buffer");
 }
@@ -182,19 +190,33 @@ void run_cases() {
       {1, 130, 1, {9, 10, 11}, {3, 3, 3}, kOnes, kOnes, kZeros, kOnes},
       {1, 130, 24, {5, 6, 7}, kTwos, kTwos, kZeros, kZeros, kOnes},
       {2, 130, 64, kOnes, {3, 3, 3}, kTwos, kOnes, kZeros, kOnes},
+      // The same of 16 bit, whose k-blocks are twice as long; an odd number of inputs.
+      {1, 261, 3, {5, 7, 9}, {3, 3, 3}, kOnes, kOnes, kZeros, kOnes},
+      {1, 264, 24, {4, 6, 7}, kTwos, kTwos, kZeros, kZeros, kOnes},
+      {2, 258, 64, kOnes, {3, 3, 3}, kTwos, kOnes, kZeros, kOnes},
       // Enough outputs for lanes of eight channels: 40, 20, 12 and 6 of them.
       {1, 4, 40, {16, 16, 32}, kTwos, kTwos, kZeros, kZeros, kOnes},
       {1, 4, 20, {16, 32, 32}, kTwos, kTwos, kZeros, kZeros, kOnes},
       {1, 4, 12, {24, 32, 32}, kTwos, kTwos, kZeros, kZeros, kOnes},
       {1, 4, 6, {32, 32, 32}, kTwos, kTwos, kZeros, kZeros, kOnes},
   };
+  struct Kind {
+    DType dtype;
+    Precision precision;
+  };
+  const Kind kinds[] = {{DType::kFloat32, Precision::kIEEE},
+                        {DType::kFloat32, Precision::kTF32},
+                        {DType::kBFloat16, Precision::kIEEE},
+                        {DType::kFloat16, Precision::kIEEE}};
   for (const Case& c : cases) {
-    for (const Precision precision : {Precision::kIEEE, Precision::kTF32}) {
+    for (const auto& [dtype, precision] : kinds) {
       for (int order = 0; order < 8; ++order) {
-        run(c, precision, (order & 1) != 0, (order & 2) != 0, (order & 4) != 0, 0);
+        run(c, dtype, precision, (order & 1) != 0, (order & 2) != 0, (order & 4) != 0, 0);
       }
-      run(c, precision, false, false, false, 1);
-      run(c, precision, true, true, true, 1);
+      for (const int offset : {1, 2}) {
+        run(c, dtype, precision, false, false, false, offset);
+        run(c, dtype, precision, true, true, true, offset);
+      }
     }
   }
 }

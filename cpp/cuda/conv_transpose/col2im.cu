@@ -10,11 +10,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <stdexcept>
 
 #include "core/col2im_plan.hpp"
 #include "core/index_math.hpp"
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/col2im.hpp"
+#include "cuda/group_norm/element.cuh"
 
 namespace upconv3d::cuda {
 namespace {
@@ -22,10 +24,9 @@ namespace {
 constexpr int kThreads = 256, kLanes = 32;
 constexpr int kLoadsAhead = 16;  // of a lane
 
+/// All but what has the dtype of y.
 struct Col2imArgs {
   const float* columns;         // [samples][rows][pitch] of ColumnsLayout
-  const float* bias;            // [K], or null
-  float* y;                     // [N,K,Z,P,Q] or [N,Z,P,Q,K]
   std::int64_t columns_sample;  // floats from sample to sample
   int tap, k;                   // floats from tap to tap, from output channel to output channel
   int channels;
@@ -36,6 +37,13 @@ struct Col2imArgs {
   cutlass::FastDivmod back[3];          // inputs that the next one reads before
   int positions;                        // outputs of a sample
   int position_blocks, channel_blocks;  // of a sample
+};
+
+/// \tparam T of y and bias
+template <class T>
+struct Col2imTypedArgs : Col2imArgs {
+  const T* bias;  // [K], or null
+  T* y;           // [N,K,Z,P,Q] or [N,Z,P,Q,K]
 };
 
 /// Taps that reach one output along one axis: first, first + step, ... `count` of them, which read input,
@@ -100,8 +108,8 @@ class TapWalk {
 
 /// \tparam kChannels output channels of a lane
 /// \tparam kAcross   warps that share an output position
-template <int kChannels, int kAcross, bool kInRows>
-__global__ void __launch_bounds__(kThreads) col2im(const __grid_constant__ Col2imArgs args) {
+template <class T, int kChannels, int kAcross, bool kInRows>
+__global__ void __launch_bounds__(kThreads) col2im(const __grid_constant__ Col2imTypedArgs<T> args) {
   constexpr int kBlockChannels = kChannels * kAcross, kBlockPositions = kThreads / kAcross;
   const int block = int(blockIdx.x);
   const int position0 = block % args.position_blocks * kBlockPositions;
@@ -144,7 +152,7 @@ __global__ void __launch_bounds__(kThreads) col2im(const __grid_constant__ Col2i
     if (args.bias) {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        if (channel + c < args.channels) sums[c] += args.bias[channel + c];
+        if (channel + c < args.channels) sums[c] += to_stat(args.bias[channel + c]);
       }
     }
   }
@@ -157,33 +165,33 @@ __global__ void __launch_bounds__(kThreads) col2im(const __grid_constant__ Col2i
     for (int i = int(threadIdx.x); i < kBlockPositions * kBlockChannels; i += kThreads) {
       const int o = i / kBlockChannels, c = i % kBlockChannels;
       if (position0 + o >= args.positions || channel0 + c >= args.channels) continue;
-      args.y[(n * args.positions + position0 + o) * args.channels + channel0 + c] = tile[o][c];
+      args.y[(n * args.positions + position0 + o) * args.channels + channel0 + c] = from_stat<T>(tile[o][c]);
     }
   } else if (position < args.positions) {
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       if (channel + c >= args.channels) break;
-      args.y[(n * args.channels + channel + c) * args.positions + position] = sums[c];
+      args.y[(n * args.channels + channel + c) * args.positions + position] = from_stat<T>(sums[c]);
     }
   }
 }
 
-template <int kChannels, int kAcross>
-void launch(Col2imArgs& args, const Problem& p, cudaStream_t stream) {
+template <int kChannels, int kAcross, class T>
+void launch(Col2imTypedArgs<T>& args, const Problem& p, cudaStream_t stream) {
   args.position_blocks = static_cast<int>(ceil_div(args.positions, kThreads / kAcross));
   args.channel_blocks = static_cast<int>(ceil_div(p.k, kChannels * kAcross));
   const auto blocks = static_cast<unsigned>(p.n * args.position_blocks * args.channel_blocks);
   if (p.y_layout == Layout::kNDHWC) {
-    col2im<kChannels, kAcross, true><<<blocks, kThreads, 0, stream>>>(args);
+    col2im<T, kChannels, kAcross, true><<<blocks, kThreads, 0, stream>>>(args);
   } else {
-    col2im<kChannels, kAcross, false><<<blocks, kThreads, 0, stream>>>(args);
+    col2im<T, kChannels, kAcross, false><<<blocks, kThreads, 0, stream>>>(args);
   }
   check_launch("launching col2im");
 }
 
 /// As many warps share a position as channels are there for.
-template <int kChannels>
-void launch_of(Col2imArgs& args, const Problem& p, cudaStream_t stream) {
+template <int kChannels, class T>
+void launch_of(Col2imTypedArgs<T>& args, const Problem& p, cudaStream_t stream) {
   const std::int64_t across = ceil_div(p.k, kChannels);
   if (across == 1) return launch<kChannels, 1>(args, p, stream);
   if (across == 2) return launch<kChannels, 2>(args, p, stream);
@@ -191,16 +199,15 @@ void launch_of(Col2imArgs& args, const Problem& p, cudaStream_t stream) {
   launch<kChannels, 8>(args, p, stream);
 }
 
-}  // namespace
-
-void launch_col2im(const Col2imParams& params, cudaStream_t stream) {
+template <class T>
+void launch_typed(const Col2imParams& params, cudaStream_t stream) {
   const Problem& p = params.problem;
   const ColumnsLayout layout(p);
   const Extent3 out = p.out();
-  Col2imArgs args{};
+  Col2imTypedArgs<T> args{};
   args.columns = static_cast<const float*>(params.columns);
-  args.bias = static_cast<const float*>(params.bias);
-  args.y = static_cast<float*>(params.y);
+  args.bias = static_cast<const T*>(params.bias);
+  args.y = static_cast<T*>(params.y);
   args.columns_sample = layout.samples == 1 ? volume(p.in) : layout.rows * layout.pitch;
   args.tap = static_cast<int>(layout.row_tap * layout.pitch);
   args.k = static_cast<int>(layout.row_k * layout.pitch);
@@ -219,12 +226,22 @@ void launch_col2im(const Col2imParams& params, cudaStream_t stream) {
   args.height = cutlass::FastDivmod(static_cast<int>(out[1]));
   args.width = cutlass::FastDivmod(static_cast<int>(out[2]));
   args.positions = static_cast<int>(p.positions());
-  // Of few outputs a lane has few channels, so that more of the card has some.
-  constexpr std::int64_t kFewChannels = 4, kManyOutputs = 1 << 20;
-  const bool many = p.k > kFewChannels && p.n * p.k * p.positions() >= kManyOutputs;
-  if (p.k == 1) return launch<1, 1>(args, p, stream);
-  if (many) return launch_of<8>(args, p, stream);
+  const int channels = col2im_lane_channels(p);
+  if (channels == 1) return launch<1, 1>(args, p, stream);
+  if (channels == 8) return launch_of<8>(args, p, stream);
   launch_of<2>(args, p, stream);
+}
+
+}  // namespace
+
+void launch_col2im(const Col2imParams& params, cudaStream_t stream) {
+  const Problem& p = params.problem;
+  if (p.dtype == DType::kBFloat16) return launch_typed<__nv_bfloat16>(params, stream);
+  if (p.dtype == DType::kFloat16) return launch_typed<__half>(params, stream);
+  if (p.dtype != DType::kFloat32) {
+    throw std::logic_error("upconv3d: col2im has no kernel for " + describe(p));
+  }
+  launch_typed<float>(params, stream);
 }
 
 }  // namespace upconv3d::cuda

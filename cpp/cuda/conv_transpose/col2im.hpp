@@ -12,8 +12,8 @@ namespace upconv3d::cuda {
 struct Col2imParams {
   Problem problem;
   const void* columns = nullptr;  // ColumnsLayout (core/col2im_plan.hpp), float
-  const void* bias = nullptr;     // [K] float, or null
-  void* y = nullptr;              // [N,K,Z,P,Q] or [N,Z,P,Q,K] float, problem.y_layout; written
+  const void* bias = nullptr;     // [K] of problem.dtype, or null
+  void* y = nullptr;              // [N,K,Z,P,Q] or [N,Z,P,Q,K] of problem.dtype, in problem.y_layout; written
 };
 
 /// \throws std::runtime_error where CUDA refuses the launch

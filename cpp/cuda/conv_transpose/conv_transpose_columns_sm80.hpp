@@ -12,7 +12,7 @@
 namespace upconv3d::cuda {
 
 struct ConvTransposeColumnsParams {
-  Problem problem;                 // float32
+  Problem problem;                 // float32, bfloat16 or float16
   const void* x = nullptr;         // [N,C,D,H,W] or [N,D,H,W,C], problem.x_layout
   const void* w = nullptr;         // [C,K,T,R,S]
   std::int64_t w_strides[5] = {};  // in elements

@@ -18,6 +18,24 @@ __device__ __forceinline__ std::uint32_t to_tf32(float v) {
   return bits;
 }
 
+/// Four matrices of 8 x 8 16-bit values from shared memory: lane l names row l%8 of matrix l/8, 16 bytes, and
+/// gets of each row l/4, columns 2*(l%4) and the next; or, kTransposed, column l/4 and those rows.
+template <bool kTransposed>
+__device__ __forceinline__ void load_matrices(std::uint32_t (&to)[4], const void* row) {
+  const auto shared = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared)
+                 : "memory");
+  }
+}
+
 /// d = c + a*b: 16 rows by 8 columns, 32 bytes of gemm_k. Lane l has rows l/4 and 8 more of a and d, gemm_k
 /// l%4 and 4 more of floats of a and b, column l/4 of b and 2*(l%4) and the next of d.
 template <class T>
