@@ -282,27 +282,6 @@ struct MatmulTimes {
   }
 };
 
-/// Whether a block has few outputs of many inputs, at float32's accuracy and with kernel = stride. The SM90
-/// plan's three products leave most of their tiles empty there, and conv_transpose_few_channels_sm80 holds
-/// fewer inputs.
-bool has_few_outputs_of_ieee(const Problem& p) {
-  constexpr std::int64_t kOutputs = 24, kInputs = 128, kMostInputs = 512, kStride = 2, kEightPhases = 8;
-  const bool few_phases = *std::max_element(p.stride.begin(), p.stride.end()) <= kStride;
-  // Of more outputs and as many phases it took 217 us where 54 were expected (2, 192 > 16, 17x14x13, k2 s2).
-  if (p.k > kEightPhases && volume(p.stride) >= kEightPhases) return false;
-  return few_phases && p.c <= kMostInputs && p.is_ieee() && p.groups == 1 && p.k <= kOutputs &&
-         p.c >= kInputs && p.kernel == p.stride && volume(p.stride) > 1 && p.x_layout == p.y_layout &&
-         p.tail.norm;
-}
-
-/// The library plan of those: 320 > 8, k2 s2 and 160 > 20, (2,2,1) took 213 and 232 in NCDHW, 366 and 337 in
-/// NDHWC, within 25 % of this.
-double few_outputs_block(const Problem& p, const Traffic& mb) {
-  constexpr double kLaunches = 22, kPassesPerMB = 0.7;
-  const double per_gflop = p.y_layout == Layout::kNDHWC ? 100 : 60;
-  return kLaunches + per_gflop * p.useful_flops() * 1e-9 + kPassesPerMB * mb.y;
-}
-
 /// Whether the library plan of a result that one launch cannot hold was timed on blocks that are only near:
 /// in 16 bit, of stride 1. Of twelve such of 1 to 20 outputs three took 0.7 to 0.9 of near_library_block and
 /// two more launches, the others 0.92 to 1.13 (perf/results/h200_plan_limits.txt, part 10).
@@ -375,10 +354,6 @@ NearTimes near_times(const Problem& p, const Device& device, const Plan& sm90) {
   if (was_compared(p)) return {};
   const Traffic mb(p);
   const double ours = sm90_us(p, sm90);
-  if (has_few_outputs_of_ieee(p)) {
-    return {few_outputs_block(p, mb), ours,
-            "few outputs: cuDNN's convolution and what follows it are expected to take "};
-  }
   const bool is_near = p.is_ieee() ? is_near_compared_ieee(p) : is_near_compared(p);
   if (!is_near) return {};
   if (held_cut(p, p.y_layout, device.compute_capability)) {

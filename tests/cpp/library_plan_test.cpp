@@ -309,7 +309,7 @@ void test_long_choices() {
   sm90([&](Problem& p) { large(p), p.tail.norm = false; }, "nothing is normalized");
 }
 
-/// Pointwise convolutions that are matmuls as they lie, and few outputs of many inputs at float32's accuracy.
+/// Pointwise convolutions that are matmuls as they lie, and few channels at float32's accuracy.
 void test_matmuls_and_few_outputs() {
   const auto plan_of = [](const std::function<void(Problem&)>& change) {
     Problem p = headline(DType::kBFloat16, Layout::kNCDHW);
@@ -332,15 +332,14 @@ void test_matmuls_and_few_outputs() {
          "more channels than were timed");
   const auto few_outputs = [](Problem& p) {
     p.dtype = DType::kFloat32, p.precision = Precision::kIEEE;
-    p.n = 3, p.c = 320, p.k = p.num_groups = 8, p.in = {29, 39, 40}, p.kernel = p.stride = {2, 2, 2};
+    p.n = 2, p.c = 320, p.k = p.num_groups = 8, p.in = {29, 39, 40}, p.kernel = p.stride = {2, 2, 2};
   };
-  expect(has_part(plan_of(few_outputs).reason, "few outputs"), "of two samples 213 us, the SM90 plan 407");
+  expect(plan_of(few_outputs).algorithm == Algorithm::kCudaCol2im, "149 us, the SM90 plan 433, cuDNN's 4665");
   const auto single_channel = [](Problem& p) {
     p.dtype = DType::kFloat32, p.precision = Precision::kIEEE;
     p.n = 16, p.c = p.k = p.num_groups = 1, p.in = {32, 32, 32}, p.kernel = {3, 3, 3};
   };
   expect(is_library(single_channel), "37 us, the direct plan 124, col2im 84");
-  expect(!is_library([&](Problem& p) { few_outputs(p), p.tail.norm = false; }), "nothing is normalized");
 }
 
 /// Of which each was measured by plan (perf/results/h200_plan_limits.txt, parts 9 to 12).
