@@ -137,7 +137,7 @@ double col2im_us(const Problem& p, const Device& device) {
   }
   const ColumnsWork work(p, device.sm_count);
   if (p.dtype != DType::kFloat32) {
-    constexpr std::int64_t kFewOutputs = 24;
+    constexpr std::int64_t kFewOutputs = 16;
     constexpr ColumnsLimits kOfFewOutputs = {450, 132, 60, 22e9};
     const bool timed = kAnyOutputs.hold(p, work) || (p.k <= kFewOutputs && kOfFewOutputs.hold(p, work));
     return timed ? kHalfCosts.us(p, work) : kInfinity;
@@ -145,7 +145,7 @@ double col2im_us(const Problem& p, const Device& device) {
   if (p.is_ieee() && !hides_tf32_words(p)) return kInfinity;
   const ColumnsCosts& costs = p.is_ieee() ? kIeeeCosts : kTf32Costs;
   constexpr std::int64_t kFewOutputs = 24, kLeastOutputs = 4;
-  constexpr ColumnsLimits kOfFewOutputs = {450, 135, 35, 9e9}, kOfLeastOutputs = {360, 440, 104, 18e9};
+  constexpr ColumnsLimits kOfFewOutputs = {450, 135, 45, 9e9}, kOfLeastOutputs = {360, 440, 104, 18e9};
   if (kAnyOutputs.hold(p, work) || (p.k <= kFewOutputs && kOfFewOutputs.hold(p, work)))
     return costs.us(p, work);
   // At float32's accuracy two larger ones were timed, which took 0.88 and 1.33 of the estimate.
