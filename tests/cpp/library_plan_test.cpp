@@ -4,7 +4,6 @@
 /// and when that is worth PyTorch's convolution, or the col2im plan is. Without torch or CUDA.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -12,7 +11,6 @@
 #include <optional>
 #include <string>
 
-#include "core/col2im_plan.hpp"
 #include "core/held_norm.hpp"
 #include "core/library_plan.hpp"
 #include "core/plan.hpp"
@@ -391,62 +389,6 @@ void test_small_blocks_by_plan() {
   check(plan_of(128, 1, {42, 38, 37}, {3, 3, 3}, one_output), col2im, "36, cuDNN's by any kernel 66");
 }
 
-/// What the col2im plan does not take, and how its product is cut.
-void test_col2im() {
-  Problem p = headline(DType::kFloat32, Layout::kNCDHW);
-  p.n = 2, p.c = 96, p.k = 64, p.in = {9, 12, 10};
-  const Device device = hopper();
-  expect(col2im_obstacle(p, device).empty() && std::isfinite(col2im_us(p, device)), "a small block");
-  const auto obstacle = [&](const std::function<void(Problem&)>& change) {
-    Problem other = p;
-    change(other);
-    return col2im_obstacle(other, device);
-  };
-  expect(obstacle([](Problem& o) { o.dtype = DType::kFloat16; }).empty(), "16 bit");
-  expect(has_part(obstacle([](Problem& o) { o.dtype = DType::kFloat64; }), "no float64"), "float64");
-  expect(has_part(obstacle([](Problem& o) { o.groups = 2; }), "groups"), "convolution groups");
-  expect(has_part(obstacle([](Problem& o) { o.tail.has_skip = true; }), "skip"), "a skip");
-  expect(has_part(obstacle([](Problem& o) { o.n = 4096, o.k = 4096; }), "31 bits"), "4.2e10 products");
-  Device turing = device;
-  turing.compute_capability = 75;
-  expect(has_part(col2im_obstacle(p, turing), "8.0"), "no TF32");
-  Device forced = device;
-  forced.forced_plan = "col2im";
-  expect(select_plan(p, forced, all_compiled()).algorithm == Algorithm::kCudaCol2im, "asked for");
-  expect(select_training_plan(p, device, all_compiled()).algorithm != Algorithm::kCudaCol2im,
-         "a backward pass reads what the SM90 plan keeps");
-  Problem one_output = p;
-  one_output.k = one_output.num_groups = 1, one_output.c = 128, one_output.in = {42, 38, 37};
-  const Plan trained = select_training_plan(one_output, device, all_compiled());
-  expect(trained.algorithm == Algorithm::kCudaCol2im && trained.keeps_conv && !trained.activation_in_y,
-         "kept in the place of PyTorch's convolution: " + trained.reason);
-  one_output.dtype = DType::kFloat64;
-  expect(select_training_plan(one_output, device, all_compiled()).algorithm == Algorithm::kCudaLibrary,
-         "of float64 PyTorch's");
-  Device ampere = device;
-  ampere.compute_capability = 80;
-  expect(select_plan(p, ampere, all_compiled()).algorithm != Algorithm::kCudaCol2im, "not compared there");
-  Problem large = p;
-  large.n = 64;
-  expect(!std::isfinite(col2im_us(large, device)), "more than was compared");
-  Problem returned = p;
-  returned.tail.returns_conv = true;
-  expect(!std::isfinite(col2im_us(returned, device)), "a second result: not compared");
-
-  const ColumnsLayout planes(p);
-  expect(planes.samples == 2 && planes.positions == 1080 && planes.pitch == 1080 && planes.rows == 64 * 27 &&
-             planes.row_k == 27 && planes.row_tap == 1,
-         "rows of each sample's positions, in the weight's order");
-  p.x_layout = Layout::kNDHWC, p.w_channels_last = true, p.in = {3, 3, 3};
-  const ColumnsLayout rows(p);
-  expect(
-      rows.samples == 1 && rows.positions == 54 && rows.pitch == 56 && rows.row_k == 1 && rows.row_tap == 64,
-      "rows through all samples, whole 16 bytes, and the weight's other order");
-  expect(columns_tile_rows(27, 59052) == 32 && columns_tile_rows(1728, 1152) == 64 &&
-             columns_tile_rows(8640, 64) == 128,
-         "the tile of which the fewest are needed");
-}
-
 /// Small blocks that are to spare the host: the SM90 plan, as long as it takes the device no longer than
 /// PyTorch's convolution takes the host.
 void test_spared_hosts() {
@@ -510,7 +452,6 @@ int main() {
     upconv3d::test_long_choices();
     upconv3d::test_matmuls_and_few_outputs();
     upconv3d::test_small_blocks_by_plan();
-    upconv3d::test_col2im();
     upconv3d::test_spared_hosts();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());

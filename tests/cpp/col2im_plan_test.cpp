@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// core/col2im_plan.hpp: what the col2im plan takes, where it is chosen and kept for a backward pass, and how
+/// its product lies. Without torch or CUDA.
+
+#include "core/col2im_plan.hpp"
+
+#include <cmath>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <iostream>
+#include <string>
+
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+#include "core/text.hpp"
+#include "core_cases.hpp"
+
+namespace upconv3d {
+namespace {
+
+/// What it does not take, and what was not compared; what is kept in training.
+void test_choice() {
+  Problem p = headline(DType::kFloat32, Layout::kNCDHW);
+  p.n = 2, p.c = 96, p.k = 64, p.in = {9, 12, 10};
+  const Device device = hopper();
+  expect(col2im_obstacle(p, device).empty() && std::isfinite(col2im_us(p, device)), "a small block");
+  const auto obstacle = [&](const std::function<void(Problem&)>& change) {
+    Problem other = p;
+    change(other);
+    return col2im_obstacle(other, device);
+  };
+  expect(obstacle([](Problem& o) { o.dtype = DType::kFloat16; }).empty(), "16 bit");
+  expect(has_part(obstacle([](Problem& o) { o.dtype = DType::kFloat64; }), "no float64"), "float64");
+  expect(has_part(obstacle([](Problem& o) { o.groups = 2; }), "groups"), "convolution groups");
+  expect(has_part(obstacle([](Problem& o) { o.tail.has_skip = true; }), "skip"), "a skip");
+  expect(has_part(obstacle([](Problem& o) { o.n = 4096, o.k = 4096; }), "31 bits"), "4.2e10 products");
+  Device turing = device;
+  turing.compute_capability = 75;
+  expect(has_part(col2im_obstacle(p, turing), "8.0"), "no TF32");
+  Device forced = device;
+  forced.forced_plan = "col2im";
+  expect(select_plan(p, forced, all_compiled()).algorithm == Algorithm::kCudaCol2im, "asked for");
+  expect(select_training_plan(p, device, all_compiled()).algorithm != Algorithm::kCudaCol2im,
+         "a backward pass reads what the SM90 plan keeps");
+  Problem one_output = p;
+  one_output.k = one_output.num_groups = 1, one_output.c = 128, one_output.in = {42, 38, 37};
+  const Plan trained = select_training_plan(one_output, device, all_compiled());
+  expect(trained.algorithm == Algorithm::kCudaCol2im && trained.keeps_conv && !trained.activation_in_y,
+         "kept in the place of PyTorch's convolution: " + trained.reason);
+  one_output.dtype = DType::kFloat64;
+  expect(select_training_plan(one_output, device, all_compiled()).algorithm == Algorithm::kCudaLibrary,
+         "of float64 PyTorch's");
+  Device ampere = device;
+  ampere.compute_capability = 80;
+  expect(select_plan(p, ampere, all_compiled()).algorithm != Algorithm::kCudaCol2im, "not compared there");
+  Problem large = p;
+  large.n = 64;
+  expect(!std::isfinite(col2im_us(large, device)), "more than was compared");
+  Problem returned = p;
+  returned.tail.returns_conv = true;
+  expect(!std::isfinite(col2im_us(returned, device)), "a second result: not compared");
+}
+
+/// Of larger inputs, each measured by plan (perf/results/h100_col2im.txt).
+void test_few_outputs() {
+  const auto plan_of = [](const std::function<void(Problem&)>& change, bool training = false) {
+    Problem p = headline();
+    p.padding = {0, 0, 0}, p.w_channels_last = true;
+    change(p);
+    return training ? select_training_plan(p, hopper(), all_compiled())
+                    : select_plan(p, hopper(), all_compiled());
+  };
+  const auto check = [](const Plan& plan, Algorithm algorithm, const std::string& what) {
+    expect(plan.algorithm == algorithm, concat(what, ": ", name(plan.algorithm), ", ", plan.reason));
+  };
+  constexpr Algorithm col2im = Algorithm::kCudaCol2im;
+  const auto ieee = [](Problem& p) { p.dtype = DType::kFloat32, p.precision = Precision::kIEEE; };
+  const auto long_sums = [](Problem& p) {
+    p.n = 1, p.c = 512, p.k = p.num_groups = 1, p.in = {16, 32, 32}, p.kernel = {7, 7, 7};
+    p.padding = {3, 3, 3};
+  };
+  check(plan_of(long_sums), col2im, "104 us, cuDNN's 1017");
+  check(plan_of(long_sums, true), col2im, "in training too");
+  const auto four = [](Problem& p) {
+    p.n = 2, p.c = 128, p.k = p.num_groups = 4, p.in = {40, 40, 40}, p.kernel = p.stride = {2, 2, 2};
+  };
+  check(plan_of(four), col2im, "107 us, the SM90 plan 126");
+  check(plan_of([&](Problem& p) { four(p), ieee(p); }), col2im, "123 us, the SM90 plan 486, cuDNN's 2800");
+  const auto twenty = [](Problem& p) {
+    p.n = 2, p.c = 160, p.k = 20, p.num_groups = 5, p.in = {31, 42, 41}, p.kernel = p.stride = {2, 2, 1};
+  };
+  check(plan_of(twenty), Algorithm::kSm90ImplicitGemm, "83 us, col2im 133");
+  check(plan_of([&](Problem& p) { twenty(p), ieee(p); }), col2im, "195 us, the SM90 plan 304");
+
+  Problem p = headline();
+  const auto lanes = [&p](std::int64_t k, const Extent3& in) {
+    p.n = 1, p.k = k, p.in = in;
+    return col2im_lane_channels(p);
+  };
+  expect(lanes(1, {64, 64, 64}) == 1 && lanes(3, {64, 64, 64}) == 2, "channels of a lane, of few");
+  expect(lanes(20, {8, 8, 8}) == 2 && lanes(20, {64, 64, 64}) == 8, "and of more where there are enough");
+}
+
+/// In planes of each sample, or in rows through all; and the tile that it is cut into.
+void test_columns() {
+  Problem p = headline(DType::kFloat32, Layout::kNCDHW);
+  p.n = 2, p.c = 96, p.k = 64, p.in = {9, 12, 10};
+  const ColumnsLayout planes(p);
+  expect(planes.samples == 2 && planes.positions == 1080 && planes.pitch == 1080 && planes.rows == 64 * 27 &&
+             planes.row_k == 27 && planes.row_tap == 1,
+         "rows of each sample's positions, in the weight's order");
+  p.x_layout = Layout::kNDHWC, p.w_channels_last = true, p.in = {3, 3, 3};
+  const ColumnsLayout rows(p);
+  expect(
+      rows.samples == 1 && rows.positions == 54 && rows.pitch == 56 && rows.row_k == 1 && rows.row_tap == 64,
+      "rows through all samples, whole 16 bytes, and the weight's other order");
+  expect(columns_tile_rows(27, 59052) == 32 && columns_tile_rows(1728, 1152) == 64 &&
+             columns_tile_rows(8640, 64) == 128,
+         "the tile of which the fewest are needed");
+}
+
+}  // namespace
+}  // namespace upconv3d
+
+int main() {
+  try {
+    upconv3d::test_choice();
+    upconv3d::test_few_outputs();
+    upconv3d::test_columns();
+  } catch (const std::exception& error) {
+    upconv3d::expect(false, error.what());
+  }
+  if (upconv3d::failures == 0) std::cout << "col2im_plan: all passed\n";
+  return upconv3d::failures == 0 ? 0 : 1;
+}
