@@ -309,13 +309,14 @@ double margin_of_col2im(const Problem& p, const Plan& chosen) {
   }
   if (!is_library) return kCompared;
   if (chosen.expected_us <= 0) {
-    // Of fewer inputs cuDNN took 0.9 to 1.5 of least_library_us, and down to half of it without overlaps and
-    // in float32 of stride 1.
-    constexpr std::int64_t kInputs = 16;
+    // Of fewer inputs cuDNN took 0.9 to 1.5 of least_library_us, and down to half of it in float32 of stride
+    // 1 and without overlaps, where strides of 2 were timed.
+    constexpr std::int64_t kInputs = 16, kStride = 2;
     constexpr double kHalf = 1.9;
     if (p.c >= kInputs) return 1.0;
-    const bool is_unstrided_float = p.dtype == DType::kFloat32 && p.stride == Extent3{1, 1, 1};
-    return is_apart || is_unstrided_float ? kHalf : kHigh;
+    const std::int64_t longest = *std::max_element(p.stride.begin(), p.stride.end());
+    const bool is_unstrided_float = p.dtype == DType::kFloat32 && longest == 1;
+    return is_unstrided_float || (is_apart && longest <= kStride) ? kHalf : kHigh;
   }
   return is_compared_kind(p) ? kCompared : kHigh;  // the estimate of cuDNN is on the high side
 }
