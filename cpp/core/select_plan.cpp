@@ -171,7 +171,7 @@ bool backward_can_count(const Problem& p, const Plan& plan) {
 /// From one channel to one at float32's accuracy, of stride 1, cuDNN has a quick kernel: 16 of 32^3, k3, took
 /// 37 us with what follows, the direct plan 124 and col2im 84.
 bool is_one_channel_of_ieee(const Problem& p) {
-  return p.is_ieee() && p.dtype == DType::kFloat32 && p.c == 1 && p.k == 1 && p.stride == Extent3{1, 1, 1};
+  return p.is_ieee() && p.c == 1 && p.k == 1 && p.stride == Extent3{1, 1, 1};
 }
 
 /// The direct plan where it is expected to be quicker than `other`, if that is the SM90 plan, or than the
@@ -334,9 +334,9 @@ std::optional<Plan> choose_col2im(const Problem& p, const Device& device, const 
   if (spares_host && chosen.algorithm == Algorithm::kSm90ImplicitGemm && sm90_spares_host(p, chosen)) {
     return std::nullopt;
   }
-  // As it lies, a product is all there is to cuDNN's convolution.
-  if (chosen.algorithm == Algorithm::kCudaLibrary && volume(p.kernel) == 1) return std::nullopt;
-  if (chosen.algorithm == Algorithm::kCudaLibrary && is_one_channel_of_ieee(p)) return std::nullopt;
+  // As it lies, a product is all there is to cuDNN's pointwise convolution.
+  const bool cudnn_is_quick = volume(p.kernel) == 1 || is_one_channel_of_ieee(p);
+  if (chosen.algorithm == Algorithm::kCudaLibrary && cudnn_is_quick) return std::nullopt;
   const double col2im = col2im_us(p, device), other = expected_us(p, chosen);
   if (margin_of_col2im(p, chosen) * col2im >= other) return std::nullopt;
   Plan plan =

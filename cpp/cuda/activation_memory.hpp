@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// Where before(conv) of the SM90 plan (core/tail.hpp) lies with what is needed to read it: in a call's
-/// workspace, or, where the plan keeps it for the backward pass, in memory of its own. (The
-/// library plan keeps the convolution as PyTorch returned it, the col2im plan its own in the same form.)
+/// workspace, or, where the plan keeps it for the backward pass, in memory of its own. (The library plan
+/// keeps the convolution as PyTorch returned it, the col2im plan its own in the same form.)
 #pragma once
 
 #include <cstdint>

@@ -202,6 +202,7 @@ def _keep_again(
     """What a forward that is not recomputed keeps; None where its plan keeps nothing."""
     arguments = (x, weight, bias, *args[:6], norm_weight, None, args.eps, args.precision)
     plan = _C.explain(block_facts(*arguments) | {"training": True})["plan"]
+    # PyTorch's alone, without what follows it; col2im's is to be had of the operator only.
     if plan["keeps_conv"] and plan["algorithm"] == "cuda_library":
         conv = _convolution(x, weight, None, args)
         return conv.contiguous(memory_format=memory_format_of(x, weight))

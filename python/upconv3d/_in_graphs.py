@@ -36,15 +36,16 @@ def _replays() -> bool:
     return bool(config.triton.cudagraphs)
 
 
-# What the device has to be spared, in us, for what a call of ours takes the host longer than the compiler's.
+# By how much a col2im block has to spare the device, in us: as much as the kernel for few channels did at
+# most, which took the host longer than the compiler's code. Beside that, col2im's host time was not measured.
 _HOST_US = 90
 
 
 def _is_small_kind(plan: dict[str, Any], is_ieee: bool) -> bool:
     """Whether a small block of this plan is the compiler's. The library plan calls cuDNN, as Inductor does;
-    few channels' kernel takes the device up to 90 us less, but the host as much more as the library plan, and
-    so does col2im, but for few outputs of large inputs, which cuDNN takes up to 5 times as long for; not at
-    float32's accuracy, where the former took 425 us of 28 million values and torch.compile 1092."""
+    few channels' kernel takes the device up to 90 us less, but the host as much more as the library plan; not
+    at float32's accuracy, where it took 425 us of 28 million values and torch.compile 1092. col2im is taken
+    for alike, but for few outputs of large inputs, which cuDNN takes up to 5 times as long for."""
     if plan["algorithm"] == "cuda_library":
         return True
     if is_ieee:
