@@ -147,7 +147,7 @@ def test_few_channels_are_left_but_at_float32s_accuracy(precision, is_left):
     assert _in_graphs._is_small_kind(kind, precision == "ieee") == is_left
 
 
-def test_col2im_is_left_unless_it_spares_the_device_more_than_it_costs_the_host():
+def test_col2im_is_left_unless_it_spares_the_device_enough():
     """By the plan alone, without a GPU."""
     block = {"n": 1, "c": 256, "k": 1, "num_groups": 1, "stride": [2, 2, 2], "padding": [1, 1, 1]}
     for extent, is_left in ((16, True), (48, False)):
