@@ -277,6 +277,23 @@ def direct_infinite_weight(device):
             assert torch.equal(y.isinf(), expected.isinf()) and not bool(y.isnan().any()), dtype
 
 
+def direct_closed_channel(device):
+    """Run by the child: a bias of -inf makes 0 of its channel before the norm, as in PyTorch."""
+    blocks = [
+        ((2, 16, 16, (5, 6, 7), 3), {"stride": 2, "padding": 1}),  # few channels
+        ((2, 5, 20, (3, 4, 9), 3), {"stride": 2, "padding": 1, "groups": 5}),  # any taps
+        ((2, 16, 16, (3, 9, 5), 3), {"stride": 2, "padding": 1, "groups": 16}),  # depthwise
+    ]
+    for at, (shape, options) in enumerate(blocks):
+        for dtype in DTYPES:
+            block = make_block(*shape, num_groups=4, device=device, dtype=dtype, **options)
+            block.bias[3] = -torch.inf
+            for case in (block, block.channels_last()):
+                assert (FEW_CHANNELS_KERNEL in case.plan().stages) == (at == 0), case.plan()
+                assert bool(case.ours().isfinite().all()), (shape, dtype)
+                check_like_eager(case)
+
+
 def direct_threads(device):
     """Run by the child: threads launch one kernel for shapes of more and of less shared memory."""
     blocks = [
@@ -297,7 +314,7 @@ def direct_threads(device):
 @pytest.mark.parametrize(
     "cases",
     ["depthwise", "any_taps", "few_channels", "random", "exact", "mixed_layouts", "hostile", "outliers",
-     "first_phase_outside", "tails", "infinite_weight", "threads"],
+     "first_phase_outside", "tails", "infinite_weight", "closed_channel", "threads"],
 )  # fmt: skip
 def test_forced_direct_plan(cuda, cases):
     result = _run_child(f"import test_direct; test_direct.direct_{cases}('cuda')", plan="direct")

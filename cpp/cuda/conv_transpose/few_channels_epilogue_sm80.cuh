@@ -218,8 +218,9 @@ class FewEpilogue {
   __device__ __forceinline__ void read_pivot(float (&pivot)[Traits::RUN]) const {
     float begun[Traits::RUN];
     read_channels(kStart, pivot), start(begun);
+    // A bias of -inf is where both begin: the difference would make NaN of what ReLU makes 0.
 #pragma unroll
-    for (int i = 0; i < Traits::RUN; ++i) pivot[i] -= begun[i];
+    for (int i = 0; i < Traits::RUN; ++i) pivot[i] = pivot[i] == begun[i] ? 0.f : pivot[i] - begun[i];
   }
 
   /// acc = before(conv + bias) - pivot.
