@@ -321,12 +321,22 @@ double margin_of_col2im(const Problem& p, const Plan& chosen) {
   return is_compared_kind(p) ? kCompared : kHigh;  // the estimate of cuDNN is on the high side
 }
 
-/// The col2im plan, where it is expected to be quicker than the one that was chosen. In training only for
-/// what would keep PyTorch's convolution: in its place this one is kept.
+/// Whether col2im's convolution may be kept for a backward pass where the chosen plan would keep something:
+/// in the place of PyTorch's, and of few outputs in that of what the SM90 plan keeps, whose gradients are
+/// computed among 64 channels then, in up to twice cuDNN's time (perf/NOTES.md, "Training few outputs").
+bool trains_by_col2im(const Problem& p, const Plan& chosen) {
+  if (chosen.keeps_conv) return chosen.algorithm == Algorithm::kCudaLibrary;
+  // PyTorch's convolution_backward takes the host some 150 us longer, so shorter blocks stay.
+  constexpr std::int64_t kFewOutputs = 8;
+  constexpr double kLeastUs = 100;
+  return chosen.keeps_activation && keeps_library_conv(p) && !p.is_ieee() && p.k <= kFewOutputs &&
+         expected_us(p, chosen) >= kLeastUs;
+}
+
+/// The col2im plan, where it is expected to be quicker than the one that was chosen.
 std::optional<Plan> choose_col2im(const Problem& p, const Device& device, const Plan& chosen,
                                   bool for_training) {
-  if (for_training && !(chosen.algorithm == Algorithm::kCudaLibrary && chosen.keeps_conv))
-    return std::nullopt;
+  if (for_training && !trains_by_col2im(p, chosen)) return std::nullopt;
   if (!device.forced_plan.empty() || !col2im_obstacle(p, device).empty()) return std::nullopt;
   // Its three launches take the host longer than the SM90 plan's two. At float32's accuracy that one takes
   // the device longer than was compared with the host.

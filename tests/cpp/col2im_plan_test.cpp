@@ -94,6 +94,20 @@ void test_few_outputs() {
   check(plan_of(twenty), Algorithm::kSm90ImplicitGemm, "83 us, col2im 133");
   check(plan_of([&](Problem& p) { twenty(p), ieee(p); }), col2im, "195 us, the SM90 plan 304");
 
+  // In training, forward and gradients together, of 64 > 2, k5 (perf/results/h200_training_plans.txt).
+  const auto two = [](Problem& p) {
+    p.n = 2, p.c = 64, p.k = p.num_groups = 2, p.in = {40, 38, 37}, p.kernel = {5, 5, 5};
+    p.padding = {2, 2, 2};
+  };
+  check(plan_of(two, true), col2im, "464 us, the SM90 plan 776");
+  check(plan_of([&](Problem& p) { two(p), p.in = {10, 8, 8}; }, true), Algorithm::kSm90ImplicitGemm,
+        "too short for PyTorch's convolution_backward, which takes the host longer");
+  check(plan_of([&](Problem& p) { two(p), p.k = 16; }, true), Algorithm::kSm90ImplicitGemm,
+        "of 16 outputs the SM90 plan's gradients are as quick");
+  check(plan_of([&](Problem& p) { two(p), ieee(p); }, true), Algorithm::kSm90ImplicitGemm, "not compared");
+  check(plan_of([&](Problem& p) { two(p), p.tail.returns_conv = true; }, true), Algorithm::kCudaLibrary,
+        "a returned convolution is what is kept");
+
   Problem p = headline();
   const auto lanes = [&p](std::int64_t k, const Extent3& in) {
     p.n = 1, p.k = k, p.in = in;
