@@ -10,7 +10,8 @@ One line per case:
 ms is the accelerated model's median, eager_ms that of the model as it was; compile_ms and compiled_ms are
 the two under torch.compile. Every x_ is after divided by before: below 1 is quicker, or less memory.
 x_copy and x_compiled_copy divide the time of an unchanged copy of the model by that of the model, in the same
-rounds: how far apart two equal models come out, which is what another ratio can be told from 1 by.
+rounds: how far apart two equal models come out, which is what another ratio can be told from 1 by. Each is
+compiled with a cache of its own.
 memory_mb is the peak of the accelerated model beside parameters and input, on a GPU. err and eager_err are
 rms errors of the output, in training of all gradients together, relative to the model as it was in
 float64. check is "ok" where all is finite and err at most twice eager_err.
@@ -42,6 +43,7 @@ from bench import bench_line, exit_status, regex, result_text
 from models import MODELS, Model
 from report import models_report
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
 from upconv3d.profile.arguments import ArgumentError, device_of, seconds
 from upconv3d.profile.measure import environment, environment_line, medians_ms
 from upconv3d.profile.results import ResultFileError, ResultFiles
@@ -167,7 +169,8 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
             for name, m in models.items():
                 call = step(torch.compile(m, dynamic=False), list(m.parameters()), x, kind, dtype)
                 try:
-                    call()
+                    with fresh_cache():  # else the copy is the model's own code, tuned once for both
+                        call()
                 except Exception as error:  # the compiler's, which a row reports
                     failures[name] = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
                 else:
