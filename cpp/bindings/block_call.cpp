@@ -73,8 +73,8 @@ Tensor output_for(const DenseResult& conv, const PreparedCall& call) {
                                               : empty_strided_like(conv.tensor, call.y_sizes, call.y_strides);
 }
 
-/// The mission's block. \param saved set, unless null, to the convolution [N,K,Z,P,Q] dtype: with the bias in
-/// 16 bit, else without
+/// ReLU before a group norm. \param saved set, unless null, to the convolution [N,K,Z,P,Q] dtype: with the
+/// bias in 16 bit, else without
 Tensor run_cpu(const PreparedCall& call, const BlockTensors& t, std::optional<Tensor>* saved) {
   const Problem& p = call.problem;
   const Plan& plan = call.plan;

@@ -2,8 +2,8 @@
 /// \file
 /// The decision as data: which algorithm, which compiled kernel, how much scratch memory, and why.
 ///
-/// before(conv) and after() are those of the problem's tail (core/tail.hpp); of the mission's block,
-/// relu(conv) and nothing.
+/// before(conv) and after() are those of the problem's tail (core/tail.hpp); of ReLU before a group
+/// norm, relu(conv) and nothing.
 #pragma once
 
 #include <algorithm>

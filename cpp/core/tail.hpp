@@ -3,7 +3,7 @@
 /// What follows the convolution in a block, as data:
 ///
 ///   c = conv_transpose3d(x, w, bias) (+ skip)
-///   act_norm:  y = norm(activation(c))      (the mission's block, with group norm and ReLU)
+///   act_norm:  y = norm(activation(c))      (with ReLU and group norm the block of the README)
 ///   norm_act:  y = activation(norm(c))
 ///
 /// Instance norm is group norm with as many groups as channels.
@@ -50,7 +50,7 @@ struct Tail {
   Activation before() const { return order == Order::kActNorm || !norm ? activation : Activation::kNone; }
   Activation after() const { return before() == activation ? Activation::kNone : activation; }
 
-  /// relu, then group norm, and nothing else: the block of the mission.
+  /// relu, then group norm, and nothing else.
   bool is_relu_group_norm() const {
     return order == Order::kActNorm && norm && activation == Activation::kRelu && !has_skip && !returns_conv;
   }

@@ -20,7 +20,7 @@ inline Tail tail_of(Order order, Activation activation, double parameter = 0.0, 
   return tail;
 }
 
-/// Beside the mission's own: nothing but the normalization, and every activation that may follow it in
+/// Beside ReLU before the norm: nothing but the normalization, and every activation that may follow it in
 /// registers. \param k output channels
 inline std::vector<Tail> piecewise_linear_tails(std::int64_t k) {
   return {tail_of(Order::kActNorm, Activation::kNone), tail_of(Order::kNormAct, Activation::kRelu),

@@ -304,7 +304,7 @@ std::string check_repeats(Fixture& fixture, Launch launch, int sm_count) {
   return "";
 }
 
-/// Every cut with the mission's tail, in place and with the moments only; group counts, and whether gamma and
+/// Every cut with ReLU before a norm, in place and with the moments only; group counts, and whether gamma and
 /// beta are given, take turns.
 template <class Fixture>
 void run_cuts(Fixture& fixture, int index, int sm_count, Tally& tally) {

@@ -373,8 +373,8 @@ std::string check_repeats(Fixture& fixture, const Tail& tail, std::int64_t group
   return "";
 }
 
-/// Every case with layer norm, instance norm and what lies between, by few blocks and by many; with the
-/// mission's tail, and with one of the others of either kind, which take turns.
+/// Every case with layer norm, instance norm and what lies between, by few blocks and by many; with ReLU
+/// before a norm, and with one of the others of either kind, which take turns.
 template <class Operand, class Output>
 void run_instance(const ConvInstance& instance, Layout y_layout, int sm_count, Tally& tally) {
   std::uint64_t state = 0x9e3779b97f4a7c15ull;

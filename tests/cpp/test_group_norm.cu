@@ -315,8 +315,8 @@ constexpr Shape kShapes[] = {{2, 16, 60, 4},  {3, 64, 264, 8},   {1, 128, 129, 1
                              {1, 260, 67, 4}, {2, 20, 515, 5},   {2, 100, 77, 20}, {3, 2, 300, 2},
                              {5, 9, 33, 3},   {1, 136, 301, 17}, {1, 2056, 9, 1},  {2, 1031, 2, 1}};
 
-/// The mission's tail and what its own epilogue left, on every shape.
-void run_mission_cases() {
+/// ReLU before the norm and what the SM90 kernel's epilogue left, on every shape.
+void run_relu_cases() {
   int turn = 0;
   for (const Shape& s : kShapes) {
     for (const Types& t : kTypes) {
@@ -432,7 +432,7 @@ void run_refusals() {
 }
 
 void run_cases() {
-  run_mission_cases();
+  run_relu_cases();
   run_tail_cases();
   run_value_cases();
   run_refusals();

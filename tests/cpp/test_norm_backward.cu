@@ -223,7 +223,7 @@ void run_shapes() {
       for (const bool first : {true, false}) {
         ++turn;
         ConvCase c{s.n, s.k, s.positions, s.num_groups, dtype};
-        // The mission's own block every other time.
+        // ReLU every other time.
         set_tail(c, first, turn % 4 < 2 ? Activation::kRelu : kActivations[turn / 2 % 8], turn);
         c.bias = turn % 3 != 0, c.affine = turn % 5 != 0;
         c.in_place = turn % 4 != 1, c.sums_only = turn % 11 == 0;

@@ -78,7 +78,7 @@ struct NormBackwardArgs {
   float4* map;
 };
 
-/// Which activation a kernel knows of when it is compiled: the mission's block has kernels of its own.
+/// Which activation a kernel knows of when it is compiled: ReLU before the norm has kernels of its own.
 struct ReluBefore {
   static constexpr bool kFirst = true;
   template <class Visit>

@@ -3,9 +3,9 @@
 /// What is still due of a stored convolution before it is normalized: bias, skip and activation. The moments
 /// and the normalize kernels must see the same value, so both take it from here.
 ///
-/// The mission's block and what needs no activation are types of their own, which cost nothing; all others
-/// are AnyPending, decided at run time. There, the switch on the activation stands outside of a vector's
-/// elements.
+/// ReLU before a group norm and what needs no activation are types of their own, which cost nothing; all
+/// others are AnyPending, decided at run time. There, the switch on the activation stands outside of a
+/// vector's elements.
 #pragma once
 
 #include <stdexcept>
