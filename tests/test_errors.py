@@ -20,7 +20,12 @@ def _zeros(*sizes, **kwargs):
 
 # name: (what is wrong, exception class, fragments of the message, does PyTorch raise for it)
 CASES = {
-    "rank-3": (lambda b: {"input": _zeros(4, 3, 3)}, RuntimeError, ["input must be", "[4, 3, 3]"], True),
+    "rank-3": (
+        lambda b: {"input": _zeros(4, 3, 3)},
+        RuntimeError,
+        ["input must be", "[4, 3, 3]", "unsqueeze"],
+        True,
+    ),
     "rank-6": (lambda b: {"input": _zeros(1, 2, 4, 3, 3, 3)}, RuntimeError, ["input must be"], True),
     "weight-rank": (lambda b: {"weight": _zeros(4, 8, 3, 3)}, RuntimeError, ["weight must be"], True),
     "channels": (
@@ -29,7 +34,7 @@ CASES = {
         ["weight.size(0)", "[2, 5, 3, 3, 3]"],
         True,
     ),
-    "groups": (lambda b: {"groups": 3}, RuntimeError, ["groups=3"], True),
+    "groups": (lambda b: {"groups": 3}, RuntimeError, ["groups=3, C=4", "Divisors: 1, 2, 4."], True),
     "groups-0": (lambda b: {"groups": 0}, RuntimeError, ["groups=0"], True),
     "groups-negative": (lambda b: {"groups": -1}, RuntimeError, ["groups=-1"], True),
     "num_groups-0": (lambda b: {"num_groups": 0}, RuntimeError, ["num_groups=0"], False),
@@ -108,9 +113,19 @@ CASES = {
     ),
     "meta-weight": (lambda b: {"weight": b.weight.to("meta")}, RuntimeError, ["device", "meta"], False),
     "meta-input": (lambda b: {"input": b.input.to("meta")}, RuntimeError, ["device", "meta"], False),
-    "sparse-input": (lambda b: {"input": b.input.to_sparse()}, RuntimeError, [], True),
-    "sparse-weight": (lambda b: {"weight": b.weight.to_sparse()}, RuntimeError, [], True),
-    "sparse-bias": (lambda b: {"bias": b.bias.to_sparse()}, RuntimeError, [], True),
+    "sparse-input": (
+        lambda b: {"input": b.input.to_sparse()},
+        RuntimeError,
+        ["input.layout=sparse_coo"],
+        True,
+    ),
+    "sparse-weight": (
+        lambda b: {"weight": b.weight.to_sparse()},
+        RuntimeError,
+        ["weight.layout=sparse_coo"],
+        True,
+    ),
+    "sparse-bias": (lambda b: {"bias": b.bias.to_sparse()}, RuntimeError, ["bias.layout=sparse_coo"], True),
 }
 
 

@@ -66,6 +66,23 @@ std::string dtype_text(std::int32_t dtype) {
   return concat("dtype #", dtype);
 }
 
+/// As torch.layout has them.
+std::string layout_text(std::int32_t layout) {
+  static const std::array<std::pair<std::int32_t, const char*>, 7> kNames = {{
+      {aoti_torch_layout_strided(), "strided"},
+      {aoti_torch_layout_sparse_coo(), "sparse_coo"},
+      {aoti_torch_layout_sparse_csr(), "sparse_csr"},
+      {aoti_torch_layout_sparse_csc(), "sparse_csc"},
+      {aoti_torch_layout_sparse_bsr(), "sparse_bsr"},
+      {aoti_torch_layout_sparse_bsc(), "sparse_bsc"},
+      {aoti_torch_layout__mkldnn(), "_mkldnn"},
+  }};
+  for (const auto& [code, text] : kNames) {
+    if (code == layout) return text;
+  }
+  return concat("layout #", layout);
+}
+
 std::string device_text(std::int32_t type, std::int32_t index) {
   if (type == aoti_torch_device_type_cpu()) return "cpu";
   if (type == aoti_torch_device_type_cuda()) return concat("cuda:", index);
@@ -152,7 +169,7 @@ TensorDesc describe_tensor(const Tensor& tensor) {
   desc.dtype = dtype_text(kind.dtype);
   desc.device = device_text(kind.device_type, kind.device_index);
   if (kind.layout != aoti_torch_layout_strided()) {
-    desc.layout = concat("layout number ", kind.layout);
+    desc.layout = layout_text(kind.layout);
     return desc;  // a sparse tensor has neither strides nor one data pointer
   }
   desc.strides = strides_of(tensor);

@@ -81,7 +81,7 @@ void check_kind(const Arguments& a) {
 Extent3 parse_triple(const Sizes& values, const char* argument) {
   if (values.size() != 3) {
     throw RuleViolation(concat("upconv3d: ", argument, " must be one int or one per spatial axis (3); got ",
-                               list_text(values), "."));
+                               list_text(values), ". Pass 3 values, or one for all axes."));
   }
   return {values[0], values[1], values[2]};
 }
@@ -92,7 +92,7 @@ std::pair<Sizes, Sizes> batched(const TensorDesc& input) {
   if (rank != 4 && rank != 5) {
     throw RuleViolation(
         concat("upconv3d: input must be [N, C, D, H, W] or unbatched [C, D, H, W]; got input.shape=",
-               list_text(input.sizes), "."));
+               list_text(input.sizes), ". Add or drop axes with unsqueeze or flatten."));
   }
   if (rank == 5) return {input.sizes, input.strides};
   Sizes sizes = {1};
@@ -105,11 +105,12 @@ std::pair<Sizes, Sizes> batched(const TensorDesc& input) {
 void check_weight(const Sizes& x_sizes, const Arguments& a) {
   const Sizes& w = a.weight.sizes;
   if (w.size() != 5) {
-    throw RuleViolation(
-        concat("upconv3d: weight must be [C, K/groups, T, R, S]; got weight.shape=", list_text(w), "."));
+    throw RuleViolation(concat("upconv3d: weight must be [C, K/groups, T, R, S]; got weight.shape=",
+                               list_text(w), ". Add axes of 1 tap with unsqueeze."));
   }
   if (a.groups < 1) {
-    throw RuleViolation(concat("upconv3d: groups must be at least 1; got groups=", a.groups, "."));
+    throw RuleViolation(concat("upconv3d: groups must be at least 1; got groups=", a.groups,
+                               ". Pass 1 for an ordinary convolution."));
   }
   if (w[0] != x_sizes[1]) {
     throw RuleViolation(concat("upconv3d: weight.size(0) must equal the input's channels; got weight.shape=",
@@ -216,7 +217,8 @@ Problem make_problem(const Arguments& a) {
   p.has_bias = a.bias.has_value();
   p.tail = complete_tail(a);
   if (__builtin_mul_overflow(a.weight.sizes[1], a.groups, &p.k)) {
-    throw RuleViolation(concat("upconv3d: groups is out of range; got groups=", a.groups, "."));
+    throw RuleViolation(concat("upconv3d: groups is out of range; got groups=", a.groups,
+                               ". Pass a divisor of the input channels."));
   }
   validate(p);
   check_per_channel(a.bias, "bias", p.k);

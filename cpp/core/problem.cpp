@@ -33,7 +33,7 @@ double axis_hits(std::int64_t in, std::int64_t kernel, std::int64_t stride, std:
   return hits;
 }
 
-/// "1, 2, 4, 8" and so on: what num_groups may be. Long lists end in dots.
+/// "1, 2, 4, 8" and so on: what groups may be. Long lists end in dots.
 std::string divisors_text(std::int64_t k) {
   constexpr int kMaxListed = 12;
   constexpr std::int64_t kMaxTried = 1 << 16;  // an error message need not factor a huge number
@@ -104,10 +104,13 @@ void validate_output(const Problem& p) {
 }
 
 void validate_groups(const Problem& p) {
-  if (p.groups < 1 || p.c % p.groups != 0 || p.k % p.groups != 0) {
-    throw RuleViolation(
-        concat("upconv3d: groups must be positive and divide the channels of input and output; got groups=",
-               p.groups, ", C=", p.c, ", K=", p.k, ". Use a divisor of both."));
+  if (p.groups < 1 || p.c % p.groups != 0) {
+    throw RuleViolation(concat("upconv3d: groups must divide the input channels; got groups=", p.groups,
+                               ", C=", p.c, ". Divisors: ", divisors_text(p.c), "."));
+  }
+  if (p.k % p.groups != 0) {  // not of a weight [C, K/groups, T, R, S]
+    throw RuleViolation(concat("upconv3d: groups must divide the output channels; got groups=", p.groups,
+                               ", K=", p.k, ". Divisors: ", divisors_text(p.k), "."));
   }
   if (p.num_groups < 1) {
     throw RuleViolation(concat("upconv3d: num_groups must be at least 1; got num_groups=", p.num_groups,

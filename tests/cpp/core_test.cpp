@@ -95,7 +95,7 @@ void test_rules() {
                                   "divisors");
   expect_violation<RuleViolation>(with([](Arguments& a) { a.num_groups = 0; }), "num_groups=0",
                                   "num_groups 0");
-  expect_violation<RuleViolation>(with([](Arguments& a) { a.groups = 3; }), "groups=3", "groups");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.groups = 3; }), "groups=3, C=4", "groups");
   expect_violation<RuleViolation>(with([](Arguments& a) { a.stride = {1, 0, 1}; }), "stride=(1, 0, 1)",
                                   "stride 0");
   expect_violation<RuleViolation>(with([](Arguments& a) { a.dilation = {1, 1, -1}; }), "dilation",
