@@ -274,3 +274,17 @@ def test_what_the_col2im_plan_refuses(cuda):
         result = _run_child(f"import torch\nfrom oracles import make_block\n{code}.ours()", plan="col2im")
         assert result.returncode != 0
         assert f"got col2im, but {what}" in result.stderr
+
+
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_trains_few_outputs(hopper, dtype, layout):
+    """As chosen, in the SM90 plan's place: the forward has the bits of inference, and gradients are right."""
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    block = make_block(1, 192, 2, (10, 20, 21), 5, num_groups=2, padding=2, device=hopper, dtype=dtype)
+    block = block.channels_last() if layout == "NDHWC" else block
+    args, kwargs = block.arguments()
+    plan = upconv3d.explain(*args, **kwargs, training=True)
+    assert plan.algorithm == "cuda_col2im" and plan.keeps_conv and not plan.keeps_activation
+    assert torch.equal(block.requires_grad().ours(), block.ours())
+    check_gradients_like_eager(block)
