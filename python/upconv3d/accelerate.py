@@ -13,6 +13,7 @@ from ._accelerated.block import Block, Options, Way, sized_weight, way_of
 from ._accelerated.call import call_of
 from ._accelerated.chain import blocks_of, find_block
 from ._accelerated.proof import UnprovableError
+from ._accelerated.recorded import is_open
 from ._accelerated.run import admits, takes
 from ._accelerated.swap import (
     Accelerated,
@@ -25,7 +26,7 @@ from ._accelerated.swap import (
     unswap,
     why_not_swapped,
 )
-from ._accelerated.traced import _TRACED, AcceleratedForward, is_open, trace
+from ._accelerated.traced import _TRACED, AcceleratedForward, trace
 from .explain import explain_norm_act
 from .functional import resolve_precision
 

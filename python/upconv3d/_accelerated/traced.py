@@ -19,12 +19,13 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..functional import _dynamo_compiling, _tracing
 from .block import Block, Options
-from .chain import blocks_of, in_mode, why_watched
+from .chain import blocks_of
 from .entered import Entered, as_its_base, entered, may_be_entered
 from .functions import activation_of, works_in_place
 from .proof import Guards, UnprovableError, defaults_of, holds, prove
+from .recorded import Recorded, compiled, record
 from .run import run_chain, run_chain_and_conv
-from .swap import _OPTIONS, MIXINS, Accelerated, is_sequential, leaves
+from .swap import _OPTIONS, MIXINS, Accelerated
 
 _TRACED = "_upconv3d_traced"
 _DROPOUTS = (nn.Dropout, nn.Dropout2d, nn.Dropout3d)
@@ -45,67 +46,6 @@ def run_traced_with_conv(
 ) -> tuple[Any, Any]:
     """run_traced, and the convolution modules[0] of x for those that read it beside."""
     return run_chain_and_conv([*modules, *(_stateless[function] for function in functions)], x, options)
-
-
-def is_open(sequential: nn.Module) -> bool:
-    """Whether a Sequential ends with a transposed convolution, which what follows it may complete."""
-    kept = [leaf for leaf in leaves(sequential) if not isinstance(leaf, (nn.Identity, nn.Dropout))]
-    return bool(kept) and isinstance(kept[-1], nn.ConvTranspose3d)
-
-
-def in_place(operation: str, left: Any, right: Any) -> Any:
-    """The statement of that name, "iadd" for left += right, on whatever left is."""
-    return getattr(operator, operation)(left, right)
-
-
-def _recorded(operation: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
-    def record(self: fx.Proxy, other: Any) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", in_place, (operation, self, other), {})
-
-    return record
-
-
-class _Proxy(fx.Proxy):
-    """A value while it is recorded. torch.fx's own records x += y as x = x + y, and other names keep x."""
-
-
-for _operation in (
-    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
-    *("iand", "ior", "ixor", "ilshift", "irshift"),
-):
-    setattr(_Proxy, f"__{_operation}__", _recorded(_operation))
-
-
-class _Tracer(fx.Tracer):
-    """Records calls of submodules; looks into Sequentials that end with a transposed convolution.
-
-    Attributes:
-        to_enter: further modules, by path, that it looks into.
-        opened: what it looked into.
-    """
-
-    def __init__(self, to_enter: dict[str, Entered]) -> None:
-        super().__init__()
-        self.to_enter = to_enter
-        self.opened: dict[str, Entered] = {}
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
-
-    def call_module(self, m: nn.Module, *args: Any) -> Any:
-        # What such a call does beside forward would be recorded, and then done by the recorded call again.
-        owner = next(cls for cls in type(m).__mro__ if "__call__" in cls.__dict__)
-        if owner is not nn.Module and not isinstance(m, fx.GraphModule):
-            raise UnprovableError(f"its forward calls {type(m).__name__}, which has a __call__ of its own")
-        return super().call_module(m, *args)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        entry = self.to_enter.get(module_qualified_name)
-        if entry is None and is_sequential(m) and why_watched(m) is None and is_open(m):
-            entry = entered(m)
-        if entry is not None:
-            self.opened[module_qualified_name] = entry
-        return entry is None
 
 
 _Path = tuple[str, ...]
@@ -328,35 +268,6 @@ def _rewrite(graph: fx.Graph, chain: _Chain) -> None:
         graph.erase_node(node)
 
 
-@dataclass
-class _Recorded:
-    """A forward as torch.fx saw it in one mode; `opened` is what it did not record calls of."""
-
-    graph: fx.Graph
-    opened: dict[str, Entered]
-
-    def convolutions(self, module: nn.Module) -> Iterator[fx.Node]:
-        for node in list(self.graph.nodes):
-            if (
-                node.op == "call_module"
-                and len(node.args) == 1
-                and not node.kwargs
-                and isinstance(module.get_submodule(str(node.target)), nn.ConvTranspose3d)
-            ):
-                yield node
-
-    def otherwise_called(self, module: nn.Module) -> Iterator[tuple[str, str]]:
-        """Names of convolutions that are called with more than a tensor or by keyword, and with what."""
-        for node in self.graph.nodes:
-            if node.op == "call_module" and (node.kwargs or len(node.args) != 1):
-                if not isinstance(module.get_submodule(str(node.target)), nn.ConvTranspose3d):
-                    continue
-                if len(node.args) > 1 or "output_size" in node.kwargs:
-                    yield str(node.target), "is called with output_size"
-                else:
-                    yield str(node.target), f"is called by keyword ({', '.join(node.kwargs)}=)"
-
-
 def _path(name: str) -> _Path:
     return tuple(name.split("."))
 
@@ -367,25 +278,6 @@ def _aliases(module: nn.Module, called: set[str]) -> tuple[tuple[_Path, _Path], 
     every = module.named_modules(remove_duplicate=False)
     others = [(first[id(part)], name) for name, part in every if first[id(part)] != name]
     return tuple((_path(known), _path(name)) for known, name in others if known in called)
-
-
-def _record(
-    module: nn.Module, defaults: dict[str, Any], training: bool, to_enter: dict[str, Entered]
-) -> _Recorded:
-    """Raises: UnprovableError."""
-    tracer = _Tracer(to_enter)
-    inner = [module, *(module.get_submodule(path) for path in to_enter)]
-    try:
-        with in_mode(inner, training):
-            graph = tracer.trace(module, concrete_args=defaults or None)
-    except UnprovableError:
-        raise
-    except Exception as error:  # whatever a forward does that torch.fx cannot record
-        said = str(error).strip().partition("\n")[0][:120] or type(error).__name__
-        raise UnprovableError(f"torch.fx cannot trace its forward: {said}") from error
-    if any(node.op == "get_attr" and "_tensor_constant" in str(node.target) for node in graph.nodes):
-        raise UnprovableError("its forward makes a tensor that a trace would keep")
-    return _Recorded(graph, tracer.opened)
 
 
 class _Search:
@@ -410,10 +302,10 @@ class _Search:
         kept = {path for conv in self._blocks(records) for path in self.asked.get(conv, ())}
         self.entered = {path: entry for path, entry in self.entered.items() if path in kept}
 
-    def _records(self, to_enter: dict[str, Entered]) -> list[_Recorded]:
-        return [_record(self.module, self.defaults, mode, to_enter) for mode in (True, False)]
+    def _records(self, to_enter: dict[str, Entered]) -> list[Recorded]:
+        return [record(self.module, self.defaults, mode, to_enter) for mode in (True, False)]
 
-    def _next(self, records: list[_Recorded]) -> tuple[str, str] | None:
+    def _next(self, records: list[Recorded]) -> tuple[str, str] | None:
         """A convolution without a block, and a module called with its result that may hold the rest."""
         found = set(self._blocks(records))
         for recorded in records:
@@ -429,7 +321,7 @@ class _Search:
                         return str(conv.target), path
         return None
 
-    def _blocks(self, records: list[_Recorded]) -> Iterator[str]:
+    def _blocks(self, records: list[Recorded]) -> Iterator[str]:
         for recorded in records:
             for conv in recorded.convolutions(self.module):
                 if not isinstance(_chain_of(recorded.graph, conv, self.module), str):
@@ -439,14 +331,6 @@ class _Search:
         """reason, and why what follows was not entered."""
         refused = [self.refused[path] for path in self.asked.get(conv, ()) if path in self.refused]
         return ": ".join([reason, *refused])
-
-
-def _compiled(graph: fx.Graph) -> Callable[..., Any]:
-    code = graph.python_code("self")
-    names = dict(code.globals)
-    exec(compile(code.src, "<upconv3d.accelerate>", "exec"), names)
-    function: Callable[..., Any] = names["forward"]
-    return function
 
 
 class Tracing(NamedTuple):
@@ -477,7 +361,7 @@ def trace(module: nn.Module) -> Tracing:
     called: set[str] = set()
     returning: dict[str, bool] = {}
     for training in (True, False):
-        recorded = _record(module, defaults, training, search.entered)
+        recorded = record(module, defaults, training, search.entered)
         called |= {str(node.target) for node in recorded.graph.nodes if node.op == "call_module"}
         reasons |= recorded.otherwise_called(module)
         for conv in recorded.convolutions(module):
@@ -488,7 +372,7 @@ def trace(module: nn.Module) -> Tracing:
             _rewrite(recorded.graph, chain)
             found[name] = blocks_of(chain.modules, returns_conv=chain.returns_conv)
             returning[name] = returning.get(name, True) and chain.returns_conv
-        functions[training] = _compiled(recorded.graph)
+        functions[training] = compiled(recorded.graph)
         opened |= recorded.opened
     reasons = {name: why for name, why in reasons.items() if name not in found}
     entries = tuple((_path(name), entry) for name, entry in opened.items())

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch.fx records of a forward, and the code of it."""
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from .chain import in_mode, why_watched
+from .entered import Entered, entered
+from .proof import UnprovableError
+from .swap import is_sequential, leaves
+
+
+def is_open(sequential: nn.Module) -> bool:
+    """Whether a Sequential ends with a transposed convolution, which what follows it may complete."""
+    kept = [leaf for leaf in leaves(sequential) if not isinstance(leaf, (nn.Identity, nn.Dropout))]
+    return bool(kept) and isinstance(kept[-1], nn.ConvTranspose3d)
+
+
+def in_place(operation: str, left: Any, right: Any) -> Any:
+    """The statement of that name, "iadd" for left += right, on whatever left is."""
+    return getattr(operator, operation)(left, right)
+
+
+def _recorded(operation: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    def record(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", in_place, (operation, self, other), {})
+
+    return record
+
+
+class _Proxy(fx.Proxy):
+    """A value while it is recorded. torch.fx's own records x += y as x = x + y, and other names keep x."""
+
+
+for _operation in (
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
+    *("iand", "ior", "ixor", "ilshift", "irshift"),
+):
+    setattr(_Proxy, f"__{_operation}__", _recorded(_operation))
+
+
+class _Tracer(fx.Tracer):
+    """Records calls of submodules; looks into Sequentials that end with a transposed convolution.
+
+    Attributes:
+        to_enter: further modules, by path, that it looks into.
+        opened: what it looked into.
+    """
+
+    def __init__(self, to_enter: dict[str, Entered]) -> None:
+        super().__init__()
+        self.to_enter = to_enter
+        self.opened: dict[str, Entered] = {}
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def call_module(self, m: nn.Module, *args: Any) -> Any:
+        # What such a call does beside forward would be recorded, and then done by the recorded call again.
+        owner = next(cls for cls in type(m).__mro__ if "__call__" in cls.__dict__)
+        if owner is not nn.Module and not isinstance(m, fx.GraphModule):
+            raise UnprovableError(f"its forward calls {type(m).__name__}, which has a __call__ of its own")
+        return super().call_module(m, *args)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        entry = self.to_enter.get(module_qualified_name)
+        if entry is None and is_sequential(m) and why_watched(m) is None and is_open(m):
+            entry = entered(m)
+        if entry is not None:
+            self.opened[module_qualified_name] = entry
+        return entry is None
+
+
+@dataclass
+class Recorded:
+    """A forward as torch.fx saw it in one mode; `opened` is what it did not record calls of."""
+
+    graph: fx.Graph
+    opened: dict[str, Entered]
+
+    def convolutions(self, module: nn.Module) -> Iterator[fx.Node]:
+        for node in list(self.graph.nodes):
+            if (
+                node.op == "call_module"
+                and len(node.args) == 1
+                and not node.kwargs
+                and isinstance(module.get_submodule(str(node.target)), nn.ConvTranspose3d)
+            ):
+                yield node
+
+    def otherwise_called(self, module: nn.Module) -> Iterator[tuple[str, str]]:
+        """Names of convolutions that are called with more than a tensor or by keyword, and with what."""
+        for node in self.graph.nodes:
+            if node.op == "call_module" and (node.kwargs or len(node.args) != 1):
+                if not isinstance(module.get_submodule(str(node.target)), nn.ConvTranspose3d):
+                    continue
+                if len(node.args) > 1 or "output_size" in node.kwargs:
+                    yield str(node.target), "is called with output_size"
+                else:
+                    yield str(node.target), f"is called by keyword ({', '.join(node.kwargs)}=)"
+
+
+def record(
+    module: nn.Module, defaults: dict[str, Any], training: bool, to_enter: dict[str, Entered]
+) -> Recorded:
+    """Raises: UnprovableError."""
+    tracer = _Tracer(to_enter)
+    inner = [module, *(module.get_submodule(path) for path in to_enter)]
+    try:
+        with in_mode(inner, training):
+            graph = tracer.trace(module, concrete_args=defaults or None)
+    except UnprovableError:
+        raise
+    except Exception as error:  # whatever a forward does that torch.fx cannot record
+        said = str(error).strip().partition("\n")[0][:120] or type(error).__name__
+        raise UnprovableError(f"torch.fx cannot trace its forward: {said}") from error
+    if any(node.op == "get_attr" and "_tensor_constant" in str(node.target) for node in graph.nodes):
+        raise UnprovableError("its forward makes a tensor that a trace would keep")
+    return Recorded(graph, tracer.opened)
+
+
+def compiled(graph: fx.Graph) -> Callable[..., Any]:
+    code = graph.python_code("self")
+    names = dict(code.globals)
+    exec(compile(code.src, "<upconv3d.accelerate>", "exec"), names)
+    function: Callable[..., Any] = names["forward"]
+    return function
