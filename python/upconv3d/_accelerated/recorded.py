@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from .chain import in_mode, why_watched
 from .entered import Entered, entered
@@ -51,6 +51,10 @@ class _Tracer(fx.Tracer):
         opened: what it looked into.
     """
 
+    # A buffer is read at each call, as a parameter is; else one that a trace reads or changes would be the
+    # module's own, once.
+    proxy_buffer_attributes = True
+
     def __init__(self, to_enter: dict[str, Entered]) -> None:
         super().__init__()
         self.to_enter = to_enter
@@ -58,6 +62,12 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        # torch.fx would give the module an attribute for it, which would stay there.
+        if isinstance(a, Tensor):
+            raise UnprovableError("its forward makes a tensor that a trace would keep")
+        return super().create_arg(a)
 
     def call_module(self, m: nn.Module, *args: Any) -> Any:
         # What such a call does beside forward would be recorded, and then done by the recorded call again.
@@ -118,8 +128,6 @@ def record(
     except Exception as error:  # whatever a forward does that torch.fx cannot record
         said = str(error).strip().partition("\n")[0][:120] or type(error).__name__
         raise UnprovableError(f"torch.fx cannot trace its forward: {said}") from error
-    if any(node.op == "get_attr" and "_tensor_constant" in str(node.target) for node in graph.nodes):
-        raise UnprovableError("its forward makes a tensor that a trace would keep")
     return Recorded(graph, tracer.opened)
 
 

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""upconv3d.accelerate: state that a forward reads or changes is read and changed at each call."""
+
+import copy
+
+import pytest
+import torch
+import upconv3d
+from accelerated_models import Up as _Up
+from torch import nn
+
+
+def _volume():
+    return torch.randn(2, 6, 3, 4, 3, generator=torch.Generator().manual_seed(3))
+
+
+def _accelerated(make):
+    """A plain model, a copy that is accelerated, and what became of its only convolution."""
+    torch.manual_seed(7)
+    plain = make().eval()
+    model = copy.deepcopy(plain)
+    (finding,) = upconv3d.accelerate(model).findings
+    return plain, model, finding
+
+
+def _same(plain, model, x):
+    y, expected = model(x), plain(x)
+    assert y.dtype is expected.dtype and y.requires_grad == expected.requires_grad
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+
+
+def _same_state(plain, model):
+    for key, tensor in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], tensor, msg=key)
+
+
+class _Buffered(_Up):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8))
+        self.register_buffer("number", torch.tensor(1.0))
+        self.register_buffer("on", torch.tensor(False))
+
+
+class _Item(_Buffered):
+    def forward(self, x):
+        return super().forward(x) * self.number.item()
+
+
+class _Sized(_Buffered):
+    def forward(self, x):
+        return super().forward(x) * self.scale.shape[0]
+
+
+class _OfItsDtype(_Buffered):
+    def forward(self, x):
+        return super().forward(x.to(self.scale.dtype))
+
+
+class _Counting(_Buffered):
+    def forward(self, x):
+        self.number.add_(1)
+        return super().forward(x)
+
+
+class _Averaging(_Buffered):
+    def forward(self, x):
+        y = super().forward(x)
+        self.scale.mul_(0.9).add_(y.detach().mean((0, 2, 3, 4)))
+        return y + self.scale.view(1, -1, 1, 1, 1)
+
+
+class _Switched(_Buffered):
+    def forward(self, x):
+        y = super().forward(x)
+        if self.on:
+            y = y + 1
+        return y
+
+
+class _CountingSwitched(_Switched):
+    def forward(self, x):
+        self.number.add_(1)
+        return super().forward(x)
+
+
+class _OverItsValues(_Buffered):
+    def forward(self, x):
+        y = super().forward(x)
+        for value in self.scale:
+            y = y + value
+        return y
+
+
+def _set_values(model):
+    model.number.fill_(3)
+    model.on.fill_(True)
+    model.scale.fill_(2)
+
+
+def _set_sizes(model):
+    model.scale = torch.ones(5)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        *((make, _set_values) for make in (_Item, _Counting, _Averaging)),
+        *((make, nn.Module.double) for make in (_OfItsDtype, _Counting, _Averaging)),
+        (_Sized, _set_sizes),
+    ],
+)
+def test_buffers_are_read_and_changed_at_each_call(make, change):
+    plain, model, finding = _accelerated(make)
+    assert finding.replaced
+    _same_state(plain, model)  # accelerate() changed none
+    _same(plain, model, _volume())
+    for each in (plain, model):
+        change(each)
+    x = _volume() if make is _OfItsDtype else _volume().to(plain.up.weight.dtype)
+    for _ in range(2):
+        _same(plain, model, x)
+        _same_state(plain, model)
+
+
+@pytest.mark.parametrize("make", [_Switched, _CountingSwitched, _OverItsValues])
+def test_forwards_that_branch_on_a_buffer_are_left_alone_and_so_is_the_buffer(make):
+    plain, model, finding = _accelerated(make)
+    assert not finding.replaced and "cannot trace its forward" in finding.evaluation
+    assert model.__dict__.keys() == plain.__dict__.keys()
+    _same_state(plain, model)
+    for each in (plain, model):
+        _set_values(each)
+    _same(plain, model, _volume())
+
+
+class _Unregistered(_Up):
+    """A tensor in a parameter's place that is none, as some wrappers put there."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self._parameters["scale"] = torch.ones(1)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_tensors_that_are_neither_parameters_nor_buffers_are_left_alone():
+    plain, model, finding = _accelerated(_Unregistered)
+    assert not finding.replaced and "a tensor that a trace would keep" in finding.evaluation
+    assert model.__dict__.keys() == plain.__dict__.keys()
