@@ -150,3 +150,86 @@ def test_tensors_that_are_neither_parameters_nor_buffers_are_left_alone():
     plain, model, finding = _accelerated(_Unregistered)
     assert not finding.replaced and "a tensor that a trace would keep" in finding.evaluation
     assert model.__dict__.keys() == plain.__dict__.keys()
+
+
+class _Private(_Up):
+    """Names that the compiler mangles: of an attribute, a method, an argument and a variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.__gain = 1.0
+
+    def gain(self, value):
+        self.__gain = value
+
+    def __scaled(self, y, __more):
+        __factor = self.__gain
+        return y * __factor + __more
+
+    def forward(self, x):
+        return self.__scaled(super().forward(x), [self.__gain for _ in range(2)][1])
+
+
+class _Inheriting(_Private):
+    """A class of another name."""
+
+
+class _PrivateMethod(_Up):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __note(self, y):
+        self.seen.append(y.shape)
+        return y
+
+    def forward(self, x):
+        return self.__note(super().forward(x))
+
+
+class _Lender(_Up):
+    def gain(self, value):
+        self.__gain = value
+
+    def forward(self, x):
+        return self.norm(self.up(x)) * self.__gain
+
+
+class _Borrowing(_Up):
+    """Functions that were written in another class."""
+
+    gain, forward = _Lender.gain, _Lender.forward
+
+    def __init__(self):
+        super().__init__()
+        self.gain(2.0)
+
+
+class _Misnamed(_Private):
+    def forward(self, x):
+        return self.norm(self.up(x)) * self.__other
+
+    forward.__qualname__ = "_Elsewhere.forward"
+
+
+@pytest.mark.parametrize("make", [_Private, _Inheriting, _Borrowing])
+def test_private_names_are_the_compilers(make):
+    plain, model, finding = _accelerated(make)
+    assert finding.replaced
+    _same(plain, model, _volume())
+    for each in (plain, model):
+        each.gain(3.0)
+    _same(plain, model, _volume())
+
+
+def test_private_methods_are_read():
+    plain, model, finding = _accelerated(_PrivateMethod)
+    assert not finding.replaced and finding.evaluation.endswith("reads self.seen, a list")
+    assert not model.seen
+    _same(plain, model, _volume())
+
+
+def test_private_names_of_an_unknown_class_are_left_alone():
+    _, _, finding = _accelerated(_Misnamed)
+    assert not finding.replaced
+    assert finding.evaluation.endswith("_Elsewhere.forward uses __other, another class's")

@@ -72,7 +72,37 @@ def _source(function: Callable[..., Any]) -> ast.FunctionDef:
         raise UnprovableError(f"{function.__qualname__} is not a plain function")
     if any(not (isinstance(d, ast.Name) and d.id == "staticmethod") for d in definition.decorator_list):
         raise UnprovableError(f"{function.__qualname__} is decorated")
+    _mangle(definition, function)
     return definition
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """code, and that of the comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _mangle(definition: ast.FunctionDef, function: types.FunctionType) -> None:
+    """Gives private names, __x, the names that the compiler gave them, _Class__x.
+
+    Raises: UnprovableError: function's name does not say in which class it was written.
+    """
+    written_in = function.__qualname__.rpartition(".")[0].rpartition(".")[2].lstrip("_")
+    compiled: set[str] = set()
+    for code in _codes(function.__code__):
+        compiled.update(code.co_names, code.co_varnames, code.co_cellvars, code.co_freevars)
+    for node in _inside(definition):
+        for field in ("id", "attr", "arg"):
+            name = getattr(node, field, None)
+            if isinstance(node, ast.keyword) or not isinstance(name, str):
+                continue
+            if name.startswith("__") and not name.endswith("__"):
+                mangled = f"_{written_in}{name}" if written_in else name
+                if mangled not in compiled:
+                    raise UnprovableError(f"{function.__qualname__} uses {name}, another class's")
+                setattr(node, field, mangled)
 
 
 def _inside(node: ast.AST) -> Iterator[ast.AST]:
