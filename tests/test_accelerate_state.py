@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """upconv3d.accelerate: state that a forward reads or changes is read and changed at each call."""
 
+import collections
 import copy
+import enum
 
 import pytest
 import torch
+import torch.nn.functional as F
 import upconv3d
 from accelerated_models import Up as _Up
+from accelerated_models import count_blocks_run
 from torch import nn
 
 
@@ -233,3 +237,91 @@ def test_private_names_of_an_unknown_class_are_left_alone():
     _, _, finding = _accelerated(_Misnamed)
     assert not finding.replaced
     assert finding.evaluation.endswith("_Elsewhere.forward uses __other, another class's")
+
+
+class _Number(_Up):
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("value", [torch.tensor(3.0), nn.Parameter(torch.tensor(3.0)), True, 1])
+def test_numbers_that_become_something_else_of_the_same_value(value, monkeypatch):
+    """1.0 == True, which said of tensors and modules that they are there."""
+    plain, model, finding = _accelerated(_Number)
+    assert finding.replaced
+    calls = count_blocks_run(monkeypatch.setattr)
+    for each in (plain, model):
+        each.scale = value
+    _same(plain, model, _volume())
+    assert not calls
+
+
+class _Own(float):
+    def __mul__(self, other):
+        return other
+
+    __rmul__ = __mul__
+
+
+class _Mode(str, enum.Enum):
+    NEAREST = "nearest"
+
+
+_Pair = collections.namedtuple("_Pair", "first second")
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (_Own(2), "_Own"),
+        (_Mode.NEAREST, "_Mode"),
+        (_Pair(1, 2), "_Pair"),
+        ((1, _Own(2)), "tuple"),
+        ([1, 2], "list"),
+    ],
+)
+def test_subclasses_of_numbers_are_no_numbers(value, kind):
+    def make():
+        model = _Number()
+        model.scale = value
+        return model
+
+    _, _, finding = _accelerated(make)
+    assert not finding.replaced and finding.evaluation.endswith(f"reads self.scale, a {kind}")
+
+
+def test_numpys_numbers_are_no_numbers():
+    """The code of a trace would name numpy, which is not there."""
+    numpy = pytest.importorskip("numpy")
+
+    def make():
+        model = _Number()
+        model.scale = numpy.sqrt(0.5)
+        return model
+
+    plain, model, finding = _accelerated(make)
+    assert not finding.replaced and finding.evaluation.endswith("reads self.scale, a float64")
+    _same(plain, model, _volume())
+
+
+class _OfSize(_Up):
+    def __init__(self):
+        super().__init__()
+        self.size = torch.Size([2, 3, 2])
+        self.mode = ("nearest", 1)
+
+    def forward(self, x):
+        return F.interpolate(super().forward(x), size=self.size, mode=self.mode[0])
+
+
+def test_sizes_and_tuples_are_compared():
+    plain, model, finding = _accelerated(_OfSize)
+    assert finding.replaced
+    _same(plain, model, _volume())
+    for each in (plain, model):
+        each.size, each.mode = torch.Size([4, 4, 4]), ("trilinear", 1)
+    _same(plain, model, _volume())

@@ -44,7 +44,7 @@ _BUILTINS = {"len", "range", "enumerate", "zip", "reversed", "list", "tuple", "s
 _BUILTINS |= {"True", "False", "None", "ValueError", "RuntimeError", "TypeError"}
 _LIST_METHODS = {"append", "extend", "insert", "pop", "reverse"}
 _CONTAINER_METHODS = {"values", "items", "keys"}
-_SIMPLE = (bool, int, float, str, type(None))
+_SIMPLE = frozenset({bool, int, float, str, type(None)})
 # Functions of tensors that do nothing but return one, and that torch.fx records.
 _TORCH = "cat concat stack chunk split flatten add sub mul div relu sigmoid tanh softmax transpose permute"
 _TORCH += " squeeze unsqueeze reshape norm mean sum amax abs exp sqrt pow"
@@ -241,11 +241,16 @@ class _Reader:
 
 
 _ABSENT = object()  # of an attribute that is not there
+# Of one that is no plain number; equal to none, as True would be to 1. (Dynamo compares no plain objects.)
+_PRESENT = b"present"
 
 
 def _is_simple(value: Any) -> bool:
-    """Whether comparing value says whether it is still the same; tuples of such values too."""
-    return isinstance(value, _SIMPLE) or (isinstance(value, tuple) and all(map(_is_simple, value)))
+    """Whether comparing value says whether it is still the same; tuples of such values too.
+
+    Not of subclasses: they may compute and be written, in a trace's code, in ways of their own.
+    """
+    return type(value) in _SIMPLE or (type(value) in (tuple, torch.Size) and all(map(_is_simple, value)))
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -288,7 +293,7 @@ def _state(module: nn.Module, name: str) -> Any:
         return ...
     if isinstance(value, _CONTAINERS):
         return _keys(value)
-    return value if _is_simple(value) else True
+    return value if _is_simple(value) else _PRESENT
 
 
 Guards = tuple[tuple[str, Any], ...]
@@ -333,11 +338,12 @@ def holds(module: nn.Module, guards: Guards) -> bool:
         # Most are modules that are there: getattr finds these last. A loop costs less than all() of it.
         child = modules.get(name)
         if child is None:
-            if _state(module, name) != state:
+            now = _state(module, name)
+            if type(now) is not type(state) or now != state:
                 return False
         elif isinstance(child, _CONTAINERS):
             if not _has_keys(child, state):
                 return False
-        elif state is not True:
+        elif type(state) is not bytes:  # _PRESENT's
             return False
     return True
