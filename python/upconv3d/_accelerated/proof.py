@@ -45,6 +45,8 @@ _BUILTINS |= {"True", "False", "None", "ValueError", "RuntimeError", "TypeError"
 _LIST_METHODS = {"append", "extend", "insert", "pop", "reverse"}
 _CONTAINER_METHODS = {"values", "items", "keys"}
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
+# What torch.fx writes into the code of a trace as it is, and compares.
+_CONSTANTS = _SIMPLE | {complex, torch.dtype, torch.device, torch.memory_format}
 # Functions of tensors that do nothing but return one, and that torch.fx records.
 _TORCH = "cat concat stack chunk split flatten add sub mul div relu sigmoid tanh softmax transpose permute"
 _TORCH += " squeeze unsqueeze reshape norm mean sum amax abs exp sqrt pow"
@@ -329,6 +331,14 @@ def defaults_of(module: nn.Module) -> tuple[int, dict[str, Any]]:
         else:
             defaults[parameter.name] = parameter.default
     return needed, defaults
+
+
+def require_constants(defaults: dict[str, Any]) -> None:
+    """Raises: UnprovableError: the code of a trace would not say of one what it is, or compare it with it."""
+    for name, value in defaults.items():
+        if type(value) not in _CONSTANTS or value != value:
+            kind = "nan" if type(value) is float else f"a {type(value).__name__}"
+            raise UnprovableError(f"its forward has a default that is no plain number, {name}: {kind}")
 
 
 def holds(module: nn.Module, guards: Guards) -> bool:

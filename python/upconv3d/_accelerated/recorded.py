@@ -114,6 +114,10 @@ class Recorded:
                     yield str(node.target), f"is called by keyword ({', '.join(node.kwargs)}=)"
 
 
+def _said(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:120] or type(error).__name__
+
+
 def record(
     module: nn.Module, defaults: dict[str, Any], training: bool, to_enter: dict[str, Entered]
 ) -> Recorded:
@@ -126,14 +130,17 @@ def record(
     except UnprovableError:
         raise
     except Exception as error:  # whatever a forward does that torch.fx cannot record
-        said = str(error).strip().partition("\n")[0][:120] or type(error).__name__
-        raise UnprovableError(f"torch.fx cannot trace its forward: {said}") from error
+        raise UnprovableError(f"torch.fx cannot trace its forward: {_said(error)}") from error
     return Recorded(graph, tracer.opened)
 
 
 def compiled(graph: fx.Graph) -> Callable[..., Any]:
-    code = graph.python_code("self")
-    names = dict(code.globals)
-    exec(compile(code.src, "<upconv3d.accelerate>", "exec"), names)
+    """The function that graph is. Raises: UnprovableError."""
+    try:
+        code = graph.python_code("self")
+        names = dict(code.globals)
+        exec(compile(code.src, "<upconv3d.accelerate>", "exec"), names)
+    except Exception as error:  # whatever torch.fx writes that is no code, of a value that it does not know
+        raise UnprovableError(f"the code of its trace is none: {_said(error)}") from error
     function: Callable[..., Any] = names["forward"]
     return function

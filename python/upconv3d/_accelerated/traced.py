@@ -22,7 +22,7 @@ from .block import Block, Options
 from .chain import blocks_of
 from .entered import Entered, as_its_base, entered, may_be_entered
 from .functions import activation_of, works_in_place
-from .proof import Guards, UnprovableError, defaults_of, holds, prove
+from .proof import Guards, UnprovableError, defaults_of, holds, prove, require_constants
 from .recorded import Recorded, compiled, record
 from .run import run_chain, run_chain_and_conv
 from .swap import _OPTIONS, MIXINS, Accelerated
@@ -353,6 +353,7 @@ def trace(module: nn.Module) -> Tracing:
     """
     guards, _ = prove(module)
     needed, defaults = defaults_of(module)
+    require_constants(defaults)
     search = _Search(module, defaults)
     functions: dict[bool, Callable[..., Any]] = {}
     found: dict[str, dict[bool, Block | str]] = {}
