@@ -158,6 +158,13 @@ class _Reader:
                 raise UnprovableError(f"its forward uses {word}")
         if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
             raise UnprovableError(f"its forward assigns to {ast.unparse(node)}")
+        if isinstance(node, ast.Compare):
+            # A trace holds other objects than a call.
+            sides = [node.left, *node.comparators]
+            for operator, left, right in zip(node.ops, sides, sides[1:], strict=False):
+                constant = isinstance(left, ast.Constant) or isinstance(right, ast.Constant)
+                if isinstance(operator, (ast.Is, ast.IsNot)) and not constant:
+                    raise UnprovableError(f"its forward asks whether {ast.unparse(node)}")
         if isinstance(node, ast.Attribute) and not isinstance(node.value, (ast.Name, ast.Attribute)):
             after_super = isinstance(node.value, ast.Call) and ast.unparse(node.value) == "super()"
             if not after_super and not _known_of_values(node.attr):
@@ -209,6 +216,7 @@ class _Reader:
             container = isinstance(self.module._modules[name], (nn.ModuleList, nn.ModuleDict))
             if len(chain) > 1 and not (container and chain[1] in _CONTAINER_METHODS):
                 raise UnprovableError(f"its forward reads self.{'.'.join(chain)}")
+            _require_parameters(self.module._modules[name], name)
             self.reads.add(name)
         elif name in self.module._parameters or name in self.module._buffers:
             self.reads.add(name)
@@ -255,11 +263,30 @@ def _is_simple(value: Any) -> bool:
     return type(value) in _SIMPLE or (type(value) in (tuple, torch.Size) and all(map(_is_simple, value)))
 
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, *_OF_PARAMETERS)
+
+
+def _parameters_of(container: nn.Module) -> dict[str, bool]:
+    """The keys of a ParameterList or ParameterDict in order, and whether each has a parameter."""
+    of: Any = container
+    keys = of.keys() if isinstance(of, nn.ParameterDict) else range(len(of))
+    return {str(key): container._parameters.get(str(key)) is not None for key in keys}
+
+
+def _require_parameters(container: nn.Module | None, name: str) -> None:
+    """Raises: UnprovableError: container, or one in it, is one of parameters and holds something else."""
+    if isinstance(container, _OF_PARAMETERS) and not all(_parameters_of(container).values()):
+        raise UnprovableError(f"its forward reads self.{name}, which holds more than parameters")
+    if isinstance(container, _CONTAINERS):
+        for child in container._modules.values():
+            _require_parameters(child, name)
 
 
 def _keys(container: nn.Module) -> tuple[Any, ...]:
     """What a loop over container, and over containers in it, depends on."""
+    if isinstance(container, _OF_PARAMETERS):
+        return tuple(_parameters_of(container).items())
     return tuple(
         (name, _keys(child) if isinstance(child, _CONTAINERS) else None)
         for name, child in container._modules.items()
@@ -268,6 +295,9 @@ def _keys(container: nn.Module) -> tuple[Any, ...]:
 
 def _has_keys(container: nn.Module, keys: Any) -> bool:
     """Whether _keys of container are these."""
+    if container._parameters:
+        same: bool = _keys(container) == keys
+        return same
     children = container._modules
     if not isinstance(keys, tuple) or len(children) != len(keys):
         return False
