@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models in the style of published decoders, for test_accelerate.py. Each takes [N, 6, D, H, W]."""
 
+import copy
+
 import torch
 import torch.nn.functional as F
+import upconv3d
 from torch import nn
 from upconv3d._accelerated import remembered, run, swap
 
@@ -203,3 +206,25 @@ def count_blocks_run(replace):
         replace(module, "run_block", counted)
     replace(remembered._Decided, "run", counted_decided)
     return calls
+
+
+class Pair:
+    """A model with one convolution, in eval mode, and a copy that is accelerated; `finding` says how."""
+
+    def __init__(self, make, x, replace):
+        """x: what check() calls them with. replace: as in count_blocks_run."""
+        torch.manual_seed(7)
+        self.plain, self.x = make().eval(), x
+        self.model = copy.deepcopy(self.plain)
+        (self.finding,) = upconv3d.accelerate(self.model).findings
+        self.calls = count_blocks_run(replace)
+
+    def change(self, change):
+        for each in (self.plain, self.model):
+            change(each)
+
+    def check(self, blocks):
+        """That both compute the same, the copy with so many of its blocks in one call."""
+        self.calls.clear()
+        torch.testing.assert_close(self.model(self.x), self.plain(self.x), rtol=1e-4, atol=1e-5)
+        assert len(self.calls) == blocks

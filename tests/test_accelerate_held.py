@@ -1,44 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""upconv3d.accelerate: forwards that go over containers, and over modules and parameters that these hold."""
+"""upconv3d.accelerate: forwards that ask which of two values is which, and that go over parameters."""
 
 import copy
 
 import pytest
 import torch
 import upconv3d
+from accelerated_models import Pair
 from accelerated_models import Up as _Up
-from accelerated_models import count_blocks_run
 from torch import nn
 
 
-def _volume(channels=6):
-    return torch.randn(2, channels, 3, 4, 3, generator=torch.Generator().manual_seed(3))
-
-
-class _Both:
-    """A plain model, a copy that is accelerated, and the blocks that the copy ran."""
-
-    def __init__(self, make, monkeypatch):
-        torch.manual_seed(7)
-        self.plain = make().eval()
-        self.model = copy.deepcopy(self.plain)
-        (self.finding,) = upconv3d.accelerate(self.model).findings
-        self.calls = count_blocks_run(monkeypatch.setattr)
-
-    def change(self, change):
-        for each in (self.plain, self.model):
-            change(each)
-
-    def check(self, blocks):
-        x = _volume()
-        self.calls.clear()
-        torch.testing.assert_close(self.model(x), self.plain(x), rtol=1e-4, atol=1e-5)
-        assert len(self.calls) == blocks
+def _volume():
+    return torch.randn(2, 6, 3, 4, 3, generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture
 def both(monkeypatch):
-    return lambda make: _Both(make, monkeypatch)
+    return lambda make: Pair(make, _volume(), monkeypatch.setattr)
 
 
 class _Same(_Up):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .chain import why_watched
-from .proof import Guards, UnprovableError, _is_simple, defaults_of, holds, prove
+from .proof import Codes, Guards, UnprovableError, _is_simple, defaults_of, holds, prove
 from .swap import is_sequential, set_class
 
 
@@ -20,12 +20,14 @@ class Entered(NamedTuple):
         names: of a Sequential's children.
         reads_mode: whether that forward reads `training`. If so, there is a trace only of the mode that the
             outer module is in.
+        codes: as in Proof; of a Sequential none.
     """
 
     cls: type[nn.Module] | None
     guards: Guards
     names: tuple[str, ...]
     reads_mode: bool
+    codes: Codes
 
     def fits(self, module: Any, training: bool) -> bool:
         """Whether calling module is what was recorded, in an outer module of that mode."""
@@ -68,20 +70,20 @@ def entered(module: nn.Module) -> Entered:
     if watched is not None:
         raise UnprovableError(watched)
     if is_sequential(module):
-        return Entered(None, (), tuple(module._modules), False)
+        return Entered(None, (), tuple(module._modules), False, {})
     if "forward" in module.__dict__:
         raise UnprovableError("its forward was replaced")
     if type(module).__call__ is not nn.Module.__call__:
         raise UnprovableError("it has a __call__ of its own")
     with as_its_base(module):
-        guards, reads_mode = prove(module)
+        proof = prove(module)
         needed, defaults = defaults_of(module)
     if needed != 1:
         raise UnprovableError(f"its forward takes {needed} arguments")
     # A list, say, may be what a call leaves for the next.
     if not all(map(_is_simple, defaults.values())):
         raise UnprovableError("its forward has defaults that are no plain numbers")
-    return Entered(own_class(module), guards, (), reads_mode)
+    return Entered(own_class(module), proof.guards, (), proof.reads_mode, proof.codes)
 
 
 def may_be_entered(module: nn.Module) -> bool:

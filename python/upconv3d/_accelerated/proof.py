@@ -12,7 +12,7 @@ import inspect
 import textwrap
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -123,6 +123,21 @@ def _known_of_values(attribute: str) -> bool:
     return hasattr(Tensor, attribute) or attribute in _LIST_METHODS | _CONTAINER_METHODS
 
 
+def _read_of_values(body: list[ast.AST], parents: dict[int, ast.AST], this: str) -> Iterator[str]:
+    """The attributes of others than `this` that are not just called."""
+    for node in body:
+        if isinstance(node, ast.Attribute):
+            call = parents.get(id(node))
+            called = isinstance(call, ast.Call) and call.func is node
+            if not called and not (isinstance(node.value, ast.Name) and node.value.id == this):
+                yield node.attr
+
+
+# The code of each function that was read, and the attributes of others than its module that it does not just
+# call.
+Codes = dict[types.CodeType, frozenset[str]]
+
+
 class _Reader:
     """One pass over a forward and the methods that it calls."""
 
@@ -130,6 +145,7 @@ class _Reader:
         self.module = module
         self.reads: set[str] = set()
         self.seen: set[types.FunctionType] = set()
+        self.codes: Codes = {}
 
     def read(self, function: Callable[..., Any], owner: type) -> None:
         """Raises: UnprovableError."""
@@ -147,6 +163,8 @@ class _Reader:
         body = [node for statement in definition.body for node in (statement, *_inside(statement))]
         names |= {n.id for n in body if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         parents = {id(child): node for node in body for child in ast.iter_child_nodes(node)}
+        values = frozenset(_read_of_values(body, parents, this))
+        self.codes |= dict.fromkeys(_codes(function.__code__), values)
         for node in body:
             self._statement(node)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
@@ -331,19 +349,39 @@ def _state(module: nn.Module, name: str) -> Any:
 Guards = tuple[tuple[str, Any], ...]
 
 
-def prove(module: nn.Module) -> tuple[Guards, bool]:
-    """The attributes that module's forward reads, with what they are now; and whether it reads `training`.
+class Proof(NamedTuple):
+    """What the trace of a forward depends on.
 
-    That is not among them: there is a trace for each mode.
-
-    Raises: UnprovableError.
+    Attributes:
+        guards: the attributes that it reads, with what they were; not `training`: there is a trace for each
+            mode.
+        reads_mode: whether it reads `training`.
+        codes: of the forward and the methods that it calls.
     """
+
+    guards: Guards
+    reads_mode: bool
+    codes: Codes
+
+
+def prove(module: nn.Module) -> Proof:
+    """Raises: UnprovableError."""
     forward = type(module).forward
     owner = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
     reader = _Reader(module)
     reader.read(forward, owner)
     guards = tuple((name, _state(module, name)) for name in sorted(reader.reads - {"training"}))
-    return guards, "training" in reader.reads
+    return Proof(guards, "training" in reader.reads, reader.codes)
+
+
+def may_read(module: nn.Module, name: str, values: frozenset[str]) -> bool:
+    """Whether a forward may read this of a module that it holds: a child or a container's method, to call it.
+
+    A trace calls the child by its name. values: as in Codes.
+    """
+    children = object.__getattribute__(module, "__dict__").get("_modules", ())
+    contained = name in _CONTAINER_METHODS and issubclass(type(module), _CONTAINERS)
+    return name not in values and (name in children or contained)
 
 
 def defaults_of(module: nn.Module) -> tuple[int, dict[str, Any]]:

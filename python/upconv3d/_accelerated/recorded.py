@@ -2,7 +2,11 @@
 """What torch.fx records of a forward, and the code of it."""
 
 import operator
+import sys
+import threading
+import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from .chain import in_mode, why_watched
 from .entered import Entered, entered
-from .proof import UnprovableError
+from .proof import Codes, UnprovableError, may_read
 from .swap import is_sequential, leaves
 
 
@@ -49,16 +53,18 @@ class _Tracer(fx.Tracer):
     Attributes:
         to_enter: further modules, by path, that it looks into.
         opened: what it looked into.
+        codes: of the module and of what it looked into, by id; and of all of these.
     """
 
     # A buffer is read at each call, as a parameter is; else one that a trace reads or changes would be the
     # module's own, once.
     proxy_buffer_attributes = True
 
-    def __init__(self, to_enter: dict[str, Entered]) -> None:
+    def __init__(self, module: nn.Module, codes: Codes, to_enter: dict[str, Entered]) -> None:
         super().__init__()
         self.to_enter = to_enter
         self.opened: dict[str, Entered] = {}
+        self.codes, self.all_codes = {id(module): codes}, dict(codes)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -82,7 +88,46 @@ class _Tracer(fx.Tracer):
             entry = entered(m)
         if entry is not None:
             self.opened[module_qualified_name] = entry
+            self.codes[id(m)] = entry.codes
+            self.all_codes |= entry.codes
         return entry is None
+
+    def look(self, module: nn.Module, name: str, frame: types.FrameType) -> None:
+        """Raises: UnprovableError: a forward, or an __iter__ that it calls, reads what no guard compares."""
+        code, caller = frame.f_code, frame.f_back
+        if code in self.codes.get(id(module), ()):
+            return  # its own, which the proof knows
+        if code in self.all_codes:
+            allowed = may_read(module, name, self.all_codes[code])
+        else:
+            of_forward = caller is not None and caller.f_code in self.all_codes
+            allowed = not of_forward or frame.f_globals.get("__name__", "").startswith("torch.")
+        if not allowed:
+            raise UnprovableError(f"its forward reads {name} of a {type(module).__name__}")
+
+
+_reading = threading.Lock()
+
+
+@contextmanager
+def _reads_seen_by(look: Callable[[nn.Module, str, types.FrameType], None]) -> Iterator[None]:
+    """Shows look every attribute that this thread reads of a module meanwhile, and where.
+
+    torch.fx sees only what nn.Module.__getattr__ finds.
+    """
+    thread = threading.get_ident()
+
+    def read(module: nn.Module, name: str) -> Any:
+        if threading.get_ident() == thread:
+            look(module, name, sys._getframe(1))
+        return object.__getattribute__(module, name)
+
+    with _reading:
+        nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del nn.Module.__getattribute__
 
 
 @dataclass
@@ -119,13 +164,13 @@ def _said(error: Exception) -> str:
 
 
 def record(
-    module: nn.Module, defaults: dict[str, Any], training: bool, to_enter: dict[str, Entered]
+    module: nn.Module, codes: Codes, defaults: dict[str, Any], training: bool, to_enter: dict[str, Entered]
 ) -> Recorded:
-    """Raises: UnprovableError."""
-    tracer = _Tracer(to_enter)
+    """codes: as in module's Proof. Raises: UnprovableError."""
+    tracer = _Tracer(module, codes, to_enter)
     inner = [module, *(module.get_submodule(path) for path in to_enter)]
     try:
-        with in_mode(inner, training):
+        with in_mode(inner, training), _reads_seen_by(tracer.look):
             graph = tracer.trace(module, concrete_args=defaults or None)
     except UnprovableError:
         raise

@@ -22,7 +22,7 @@ from .block import Block, Options
 from .chain import blocks_of
 from .entered import Entered, as_its_base, entered, may_be_entered
 from .functions import activation_of, works_in_place
-from .proof import Guards, UnprovableError, defaults_of, holds, prove, require_constants
+from .proof import Codes, Guards, UnprovableError, defaults_of, holds, prove, require_constants
 from .recorded import Recorded, compiled, record
 from .run import run_chain, run_chain_and_conv
 from .swap import _OPTIONS, MIXINS, Accelerated
@@ -283,8 +283,8 @@ def _aliases(module: nn.Module, called: set[str]) -> tuple[tuple[_Path, _Path], 
 class _Search:
     """Finds the modules behind convolutions that hold the rest of a block, and why others are not entered."""
 
-    def __init__(self, module: nn.Module, defaults: dict[str, Any]) -> None:
-        self.module, self.defaults = module, defaults
+    def __init__(self, module: nn.Module, defaults: dict[str, Any], codes: Codes) -> None:
+        self.module, self.defaults, self.codes = module, defaults, codes
         self.refused: dict[str, str] = {}  # why a module is not entered, by its path
         self.entered: dict[str, Entered] = {}
         self.asked: dict[str, list[str]] = {}  # paths by the convolution that they are called with
@@ -303,7 +303,7 @@ class _Search:
         self.entered = {path: entry for path, entry in self.entered.items() if path in kept}
 
     def _records(self, to_enter: dict[str, Entered]) -> list[Recorded]:
-        return [record(self.module, self.defaults, mode, to_enter) for mode in (True, False)]
+        return [record(self.module, self.codes, self.defaults, mode, to_enter) for mode in (True, False)]
 
     def _next(self, records: list[Recorded]) -> tuple[str, str] | None:
         """A convolution without a block, and a module called with its result that may hold the rest."""
@@ -351,10 +351,10 @@ def trace(module: nn.Module) -> Tracing:
 
     Raises: UnprovableError, where its forward might do what a trace does not show.
     """
-    guards, _ = prove(module)
+    proof = prove(module)
     needed, defaults = defaults_of(module)
     require_constants(defaults)
-    search = _Search(module, defaults)
+    search = _Search(module, defaults, proof.codes)
     functions: dict[bool, Callable[..., Any]] = {}
     found: dict[str, dict[bool, Block | str]] = {}
     reasons: dict[str, str] = {}
@@ -362,7 +362,7 @@ def trace(module: nn.Module) -> Tracing:
     called: set[str] = set()
     returning: dict[str, bool] = {}
     for training in (True, False):
-        recorded = record(module, defaults, training, search.entered)
+        recorded = record(module, proof.codes, defaults, training, search.entered)
         called |= {str(node.target) for node in recorded.graph.nodes if node.op == "call_module"}
         reasons |= recorded.otherwise_called(module)
         for conv in recorded.convolutions(module):
@@ -379,5 +379,5 @@ def trace(module: nn.Module) -> Tracing:
     entries = tuple((_path(name), entry) for name, entry in opened.items())
     aliases = _aliases(module, called | set(opened))
     unrecorded = _path(next(iter(found))) if found and all(returning.values()) else None
-    traced = Traced(functions, guards, entries, aliases, needed, unrecorded)
+    traced = Traced(functions, proof.guards, entries, aliases, needed, unrecorded)
     return Tracing(traced, found, reasons)
