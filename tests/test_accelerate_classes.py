@@ -205,6 +205,68 @@ def test_modules_with_yet_another_class_run_their_own_forward(bare, reason):
     assert not finding.replaced and finding.evaluation.endswith(reason)
 
 
+class _Optional(nn.Sequential):
+    """Calls its children in a way of its own."""
+
+    def forward(self, x):
+        y = self.norm(self.up(x))
+        return y if self.act is None else self.act(y)
+
+
+def _optional():
+    model = _Optional()
+    for name, child in (("up", nn.ConvTranspose3d(6, 8, 2, 2)), ("norm", nn.GroupNorm(2, 8)), ("act", None)):
+        model.add_module(name, child)
+    return model
+
+
+class _NotCalled(_Up):
+    """Has a Sequential with nothing in a child's place, which is never called."""
+
+    def __init__(self, *children):
+        super().__init__()
+        self.rest = nn.Sequential(*children)
+
+
+_WITHOUT = {
+    "behind a norm": lambda: (nn.ConvTranspose3d(8, 4, 2), nn.GroupNorm(2, 4), None),
+    "between": lambda: (nn.ConvTranspose3d(8, 4, 2), None, nn.ReLU()),
+    "behind one that is open": lambda: (nn.Sequential(nn.ConvTranspose3d(8, 4, 2)), None, nn.ReLU()),
+}
+
+
+@pytest.mark.parametrize("name", _WITHOUT)
+def test_sequentials_that_cannot_be_called_are_left_alone(name):
+    model = _NotCalled(*_WITHOUT[name]()).eval()
+    plain = copy.deepcopy(model)
+    report = upconv3d.accelerate(model)
+    assert [finding.replaced for finding in report.findings] == [True, False]
+    assert "is None, which its forward would call" in report.findings[1].evaluation
+    assert type(model.rest) is nn.Sequential
+    torch.testing.assert_close(model(_volume()), plain(_volume()), rtol=1e-4, atol=1e-5)
+
+
+def test_what_stands_beside_such_a_sequential_is_accelerated():
+    block = nn.Sequential(nn.ConvTranspose3d(6, 8, 2, 2), nn.ReLU())
+    model = nn.Sequential(nn.ConvTranspose3d(6, 6, 1), nn.ReLU(), nn.Sequential(block, None), _optional())
+    report = upconv3d.accelerate(model)
+    assert [finding.container for finding in report.findings] == ["", "2.0", "3"]
+    torch.testing.assert_close(
+        model[3](_volume()), model[3].norm(model[3].up(_volume())), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("precision", [None, "ieee"])
+def test_a_child_that_was_taken_away_cannot_be_called(precision):
+    """As in the plain Sequential."""
+    model = nn.Sequential(nn.ConvTranspose3d(6, 8, 2, 2), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv3d(8, 2, 1))
+    upconv3d.accelerate(model, precision=precision)
+    model(_volume())
+    model._modules["3"] = None
+    with pytest.raises(TypeError, match=r"got None for '3'. Remedy: "):
+        model(_volume())
+
+
 @pytest.mark.parametrize("value", [3, nn.Sequential, None])
 def test_models_that_are_none(value):
     for function in (upconv3d.accelerate, upconv3d.restore):

@@ -24,6 +24,7 @@ from ._accelerated.swap import (
     leaves,
     swap,
     unswap,
+    why_not_called,
     why_not_swapped,
 )
 from ._accelerated.traced import _TRACED, AcceleratedForward, trace
@@ -174,7 +175,7 @@ class _Planner:
     def forwards(self, model: nn.Module) -> None:
         wanted = set(self.convs) - set(self.places)
         for name, module in _callers(model, wanted):
-            why = why_not_swapped(module, AcceleratedForward)
+            why = why_not_called(module) or why_not_swapped(module, AcceleratedForward)
             try:
                 if why is not None:
                     raise UnprovableError(why)

@@ -135,7 +135,11 @@ class AcceleratedConvTranspose(Accelerated):
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """Whether calling module is calling its children, one after the other."""
+    """Whether calling module is calling its children, one after the other, each a module."""
+    return _has_sequential_forward(module) and None not in module._modules.values()
+
+
+def _has_sequential_forward(module: nn.Module) -> bool:
     if not isinstance(module, nn.Sequential):
         return False
     return isinstance(module, AcceleratedSequential) or (
@@ -143,9 +147,27 @@ def is_sequential(module: nn.Module) -> bool:
     )
 
 
+def why_not_called(module: nn.Module) -> str | None:
+    """Why a call of a Sequential raises, or None; such a one may stand in a model and be never called."""
+    missing = next((name for name, child in module._modules.items() if child is None), None)
+    if missing is None or not _has_sequential_forward(module):
+        return None
+    return f"its child {missing!r} is None, which its forward would call"
+
+
 def _is_part(child: Any) -> bool:
     """Whether a Sequential's child is one whose own children are called instead."""
     return isinstance(child, nn.Sequential) and is_sequential(child) and why_watched(child) is None
+
+
+def _called(name: str, child: nn.Module | None) -> nn.Module:
+    """Raises: TypeError, as calling None does: a child was taken away since."""
+    if child is None:
+        raise TypeError(
+            f"upconv3d: a Sequential's children are modules, which it calls; got None for {name!r}. Remedy: "
+            f"torch.nn.Identity()."
+        )
+    return child
 
 
 def leaves(sequential: nn.Module, nested: list[nn.Module] | None = None) -> list[nn.Module]:
@@ -154,8 +176,8 @@ def leaves(sequential: nn.Module, nested: list[nn.Module] | None = None) -> list
     nested: gets those Sequentials.
     """
     found: list[nn.Module] = []
-    for child in sequential._modules.values():
-        assert child is not None
+    for name, child in sequential._modules.items():
+        child = _called(name, child)
         if _is_part(child):
             found.extend(leaves(child, nested))
             if nested is not None:
@@ -172,7 +194,7 @@ def _places(
     children.append((path, tuple(sequential._modules)))
     found: list[tuple[Path, nn.Module]] = []
     for name, child in sequential._modules.items():
-        assert child is not None
+        child = _called(name, child)
         if _is_part(child):
             found.extend(_places(child, children, (*path, name)))
         else:
