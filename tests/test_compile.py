@@ -219,9 +219,9 @@ def _casts_of(block, x):
 
 
 def _autocast_blocks(device):
-    mission = upconv3d.ConvTranspose3dReLUGroupNorm(24, 40, 3, 8, device=device)
+    block = upconv3d.ConvTranspose3dReLUGroupNorm(24, 40, 3, 8, device=device)
     family = upconv3d.ConvTranspose3dNormAct(24, 40, 3, norm="instance", activation="prelu", device=device)
-    return (mission, family), torch.randn(2, 24, 8, 9, 10, device=device)
+    return (block, family), torch.randn(2, 24, 8, 9, 10, device=device)
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])

@@ -277,7 +277,7 @@ def test_training_records_operators_that_are_not_pythons(hopper, wanted, low, la
     assert names == [["upconv3d._tail_for_training.default"], ["upconv3d._tail_backward.default"]]
 
 
-@pytest.mark.parametrize("family", [False, True], ids=["mission", "family"])
+@pytest.mark.parametrize("family", [False, True], ids=["block", "family"])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("c", [4, 64])
 def test_float16_gradients_keep_float32s_range_in_graphs(hopper, c, dynamic, family):

@@ -21,7 +21,7 @@ from ._transforms import batch_block, batch_slices, differentiated
 
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 
-_mission_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
+_block_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
 _NAME = "conv_transpose3d_norm_act_in_graph"
 _SCHEMA = (
     f"{_NAME}({TENSORS}, {NUMBERS}, bool return_conv, str precision, *, bool instance=False) "
@@ -77,21 +77,21 @@ def is_left_to_compiler(tensors: Sequence[Any], settings: Sequence[Any]) -> bool
     return any(_is_small_kind(plan, is_ieee) for plan in plans)
 
 
-def _is_mission(t: Tensors, s: Settings) -> bool:
+def _is_block(t: Tensors, s: Settings) -> bool:
     return is_plain(t, s) and s.order == "act_norm" and s.activation == "relu"
 
 
-def _mission_arguments(t: Sequence[Any], s: Sequence[Any]) -> tuple[Any, ...]:
-    """Those of the mission's operator, of the tensors or of what stands for them."""
+def _block_arguments(t: Sequence[Any], s: Sequence[Any]) -> tuple[Any, ...]:
+    """Those of the block's own operator, of the tensors or of what stands for them."""
     input, weight, bias, norm_weight, norm_bias = t[:5]
     *convolution, num_groups, eps, precision = s[:8]
     return (input, weight, bias, *convolution, num_groups, norm_weight, norm_bias, eps, precision)
 
 
 def _ours(t: Tensors, s: Settings) -> tuple[Tensor, Tensor]:
-    """The operator that is recorded: the mission's in its case, whose kernel takes the host less time."""
-    if _is_mission(t, s):
-        return _mission_op(*_mission_arguments(t, s)), t.input.new_empty(0)
+    """The operator that is recorded: the block's own in its case, whose kernel takes the host less time."""
+    if _is_block(t, s):
+        return _block_op(*_block_arguments(t, s)), t.input.new_empty(0)
     return public_tail(t, s)
 
 
@@ -119,10 +119,10 @@ def _batched(info: Any, in_dims: tuple[Any, ...], *arguments: Any, instance: boo
         op = getattr(torch.ops.upconv3d, _NAME).default
         return batch_slices(op, info, in_dims, *arguments, instance=instance)
     tensors, settings = split(arguments)
-    if not _is_mission(Tensors(*tensors), Settings(*settings)):
+    if not _is_block(Tensors(*tensors), Settings(*settings)):
         return batch_tail(info, in_dims, *arguments)
     dims, numbers = split(in_dims)
-    y, dim = batch_block(info, _mission_arguments(dims, numbers), *_mission_arguments(tensors, settings))
+    y, dim = batch_block(info, _block_arguments(dims, numbers), *_block_arguments(tensors, settings))
     return (y, tensors[0].new_empty(info.batch_size, 0)), (dim, 0)
 
 

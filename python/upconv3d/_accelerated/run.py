@@ -216,8 +216,8 @@ def run_block(block: Block, x: Tensor, options: Options, told: list[Decision] | 
     padding: Any = conv.padding  # nn.ConvTranspose3d's is never one of the names that a convolution's may be
     stride, output_padding, dilation = conv.stride, conv.output_padding, conv.dilation
     geometry = (stride, padding, output_padding, conv.groups, dilation)
-    mission = activation == "relu" and order == "act_norm" and norm == "group" and not returns_conv
-    if mission and not runs_kernels(x):  # there its own operator keeps the convolution for a backward
+    is_block = activation == "relu" and order == "act_norm" and norm == "group" and not returns_conv
+    if is_block and not runs_kernels(x):  # there its own operator keeps the convolution for a backward
         if not admits(block, x):
             return None
         return conv_transpose3d_relu_group_norm(
