@@ -216,6 +216,27 @@ def test_gradient_penalty_like_eager(device):
         torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3 * scale)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_that_are_differentiated_keep_float32s_range(device, dtype):
+    """Squares of these activations are beyond float16."""
+    block = make_block(2, 8, 16, 6, 3, num_groups=4, device=device, dtype=dtype)
+    block = replace(block, input=600 * block.input)
+    grad_y = torch.randn_like(block.eager())
+    assert float(block.conv().max()) ** 2 > torch.finfo(torch.float16).max
+
+    def run(block, call, create_graph):
+        leaves = block.requires_grad()
+        tensors = leaves.tensors()
+        y = call(leaves)
+        grads = torch.autograd.grad(y, list(tensors.values()), grad_y.to(y.dtype), create_graph=create_graph)
+        return dict(zip(tensors, (grad.detach() for grad in grads), strict=True))
+
+    exact, eager = run(block.to(torch.float64), Block.eager, False), run(block, Block.eager, False)
+    for name, grad in run(block, Block.ours, True).items():
+        limit = 2 * relative_error(eager[name], exact[name]) + torch.finfo(dtype).eps
+        assert grad.dtype is dtype and relative_error(grad, exact[name]) <= limit, name
+
+
 def test_no_graph_without_grad(device):
     block = shape_block("padding", device=device).requires_grad()
     with torch.no_grad():

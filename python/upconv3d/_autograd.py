@@ -182,17 +182,20 @@ def _differentiable_backward(
     """
     c = _convolution(x, weight, bias, args)
     grouped = (c.shape[0], args.num_groups, c.shape[1] // args.num_groups * c.shape[2:].numel())
-    a = torch.relu(c).reshape(grouped)
+    # Squares of what float16 holds are beyond it, and PyTorch's norm computes in float32, too.
+    wide = torch.promote_types(c.dtype, torch.float32)
+    a = torch.relu(c).to(wide).reshape(grouped)
     centered = a - a.mean(-1, keepdim=True)
     rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + args.eps)
     xhat = centered * rstd
     per_channel = (0, 2, 3, 4)
+    grad_y = grad_y.to(wide)
     g = grad_y if norm_weight is None else grad_y * norm_weight.view(1, -1, 1, 1, 1)
     g = g.reshape(grouped)
     grad_a = rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
-    grad_c = grad_a.reshape(c.shape) * (c > 0)
-    grad_norm_weight = (grad_y * xhat.reshape(c.shape)).sum(per_channel) if mask[3] else None
-    grad_norm_bias = grad_y.sum(per_channel) if mask[4] else None
+    grad_c = grad_a.reshape(c.shape).to(c.dtype) * (c > 0)
+    grad_norm_weight = (grad_y * xhat.reshape(c.shape)).sum(per_channel).to(c.dtype) if mask[3] else None
+    grad_norm_bias = grad_y.sum(per_channel).to(c.dtype) if mask[4] else None
     return [*_convolution_backward(grad_c, x, weight, args, mask[:3]), grad_norm_weight, grad_norm_bias]
 
 
