@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _C
-from ._autograd import record_block
+from ._autograd import AUTOCAST_KEYS, record_block
 from ._facts import block_facts, is_concrete
 from ._geometry import batched, memory_format_of
 from ._graphs import is_traced
@@ -18,10 +18,6 @@ from ._tail import composite
 
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
-
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
 
 
 def autocast_dtype(input: Tensor) -> torch.dtype | None:
@@ -194,7 +190,7 @@ def under_autocast(run: Callable[..., Tensor], tensors: Sequence[Tensor | None],
     low = autocast_dtype(input)
     if low is not None:
         tensors = [tensor if tensor is None else tensor.to(low) for tensor in tensors]
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
         y = run(*tensors, *numbers)
     return y.float() if low is not None and y.is_cuda else y
 
@@ -217,7 +213,7 @@ def block_under_autocast(
         tensors = cast_tensors(tensors, low, recording)
     number = None if watched else settings_number(block)
     y: Tensor
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
         if recording:
             y = record_block(*tensors, block, number, recompute)
         elif number is not None:
@@ -242,7 +238,7 @@ def _autocast_kernel(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         low = autocast_dtype(input)
         if low is not None and graph_without_casts(tensors, low, (*numbers, eps)):
             precision = "tf32"
-            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+            with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
                 return run(input.float(), *tensors[1:])
         if low is not None and gradients_lose_range(tensors, low):
             y = three_calls(tensors, (*numbers, eps, precision))

@@ -19,6 +19,7 @@ operators that PyTorch can differentiate again; what differentiates those follow
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,10 @@ _aten_backward = _aten.convolution_backward.default._op
 _fp32_precision = torch._C._get_fp32_precision_getter
 _is_batched = torch._C._functorch.is_batchedtensor
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+_autocast_enabled = torch._C._is_any_autocast_enabled
+AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 
 
@@ -54,6 +59,20 @@ class BlockArguments(NamedTuple):
     num_groups: int
     eps: float  # activation units squared
     precision: str  # "ieee" or "tf32"
+
+
+def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`backward` as it is outside of autocast. PyTorch's nodes, too, compute in the dtypes of what their
+    forwards got when they run inside of it: a backward's operators are not those that it casts."""
+
+    @wraps(backward)
+    def run(*arguments: Any) -> Any:
+        if not _autocast_enabled():
+            return backward(*arguments)
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
+            return backward(*arguments)
+
+    return run
 
 
 def _precision_matters(tensor: Tensor) -> bool:
@@ -331,6 +350,7 @@ def _is_transformed(grad_y: Tensor) -> bool:
     return _is_legacy_batched(grad_y) or _is_batched(grad_y) or is_traced(grad_y)
 
 
+@without_autocast
 def _gradients(
     ctx: Any, grad_y: Tensor, mask: Sequence[bool], number: int | None = None
 ) -> Iterator[Tensor | None]:

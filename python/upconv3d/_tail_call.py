@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _C
-from ._autocast import _AUTOCAST_KEYS, autocast_dtype, cast_tensors, computes_in_float32
+from ._autocast import autocast_dtype, cast_tensors, computes_in_float32
+from ._autograd import AUTOCAST_KEYS
 from ._tail import autocast_result_dtype, composite, reads_returned
 from ._tail_arguments import facts_of, refuse_empty, runs_kernels
 from ._tail_op import numbered_tail, public_tail, record_tail, tail_number
@@ -92,7 +93,7 @@ class CudaCall(NamedTuple):
             tensors = (tensors[0].to(self.low), *tensors[1:])
         else:
             tensors = cast_tensors(tensors, self.low, self.recording)
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
             pair = self._run_kernels(tensors)
         if pair is None or pair[0].dtype is self.dtype:
             return pair
