@@ -2,6 +2,7 @@
 """Autocast's casts of a call's tensors: of the parameters together, and bit by bit what .to() makes."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ import upconv3d
 from oracles import make_block
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from upconv3d import _autocast, _in_graphs
+from upconv3d._accelerated import block as accelerated_block
+from upconv3d._accelerated.chain import find_block
 from upconv3d._autocast import cast_tensors
 
 
@@ -86,6 +90,41 @@ def test_the_block(context, batches):
                 assert torch.equal(block.ours(), y)
         block.ours()
     assert len(batches) == 1
+
+
+HOPPER = {
+    "is_cuda": True,
+    "compute_capability": 90,
+    "sm_count": 132,
+    "max_threads": 16,
+    "assume_compiled": True,
+}
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_precision_is_kept_where_autocast_casts_to_float32(low, monkeypatch):
+    """By what the planner is asked, and says, without a GPU."""
+    facts, explain, asked = _autocast.block_facts, upconv3d._C.explain, []
+    planner = SimpleNamespace(explain=lambda call: asked.append(call) or explain(call | {"device": HOPPER}))
+    monkeypatch.setattr(_autocast, "block_facts", lambda *call: facts(*call) | {"device": HOPPER})
+    for module in (accelerated_block, _in_graphs):
+        monkeypatch.setattr(module, "_C", planner)
+        monkeypatch.setattr(module, "autocast_dtype", lambda _: low)
+    with FakeTensorMode():
+        x = torch.empty(2, 64, 16, 16, 16, device="cuda")
+        weight = torch.empty(64, 128, 3, 3, 3, device="cuda")
+    tensors = (x, weight, *(None,) * 5)
+    numbers = ((1, 1, 1), (1, 1, 1), (0, 0, 0), 1, (1, 1, 1), 8, 1e-5, "ieee")
+    is_low = low is not torch.float32
+    for recording in (False, True):
+        assert _autocast.computes_in_float32(tensors[:5], low, numbers, recording) == is_low
+    assert _autocast.graph_without_casts(tensors[:5], low, numbers) == is_low
+    _in_graphs.is_left_to_compiler(tensors, (*numbers, "norm_act", "silu", 0.0, False))
+    assert {call["precision"] for call in asked} == {"tf32" if is_low else "ieee"}
+    asked.clear()
+    block = find_block([torch.nn.ConvTranspose3d(64, 128, 3), torch.nn.GroupNorm(8, 128)], 0)
+    accelerated_block._plan_is_library(block, x, weight, "ieee", False)
+    assert [call["spares_host"] for call in asked] == [is_low]
 
 
 _CHANNELS_LAST = {"memory_format": torch.channels_last_3d}

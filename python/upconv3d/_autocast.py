@@ -60,6 +60,7 @@ def _is_quicker_in_float32(
     return _quicker_in_float32(kind, input, weight, settings, inference_dtype)
 
 
+_LOW_DTYPES = frozenset({torch.float16, torch.bfloat16})
 # Output values of a block up to which the casts of its tensors are expected to take longer, on the host, than
 # float32 costs the device. An estimate: on an H200 a strided block of 2^26 takes 0.44 ms in float32 and 0.3
 # in bfloat16, and the casts of a call 0.15 to 0.45 of host time.
@@ -89,14 +90,15 @@ def computes_in_float32(
 
     That plan multiplies in 16 bit too, in float16 with scales, which is more exact than either `low`, and its
     result is the float32 that autocast wants of a group norm. Six casts with their gradients are saved. (In
-    inference a small block may be cuDNN's TF32 then, which is more exact too.)
+    inference a small block may be cuDNN's TF32 then, which is more exact too.) Where autocast casts to
+    float32, "ieee" stays what it is.
     cuDNN's convolution of the library plan is slower in float32, and casts as PyTorch does.
 
     settings: begins with the fields of BlockArguments. recording: of float16 any size then, see three_calls.
     """
     input, weight = tensors[:2]
     assert input is not None and weight is not None
-    if not input.is_cuda or not _has_float32_parameters(tensors, low):
+    if not input.is_cuda or low not in _LOW_DTYPES or not _has_float32_parameters(tensors, low):
         return False
     fits = about_values(input, weight, settings[0], settings[3]) <= most_values or (
         recording and low is torch.float16

@@ -67,10 +67,10 @@ def is_left_to_compiler(tensors: Sequence[Any], settings: Sequence[Any]) -> bool
     facts = facts_of(t, s)
     low = autocast_dtype(t.input)
     if low is not None:
-        computed = torch.float32 if is_plain(t, s) and graph_without_casts(t, low, s) else low
-        dtype = {"dtype": str(computed).removeprefix("torch.")}
+        uncast = is_plain(t, s) and graph_without_casts(t, low, s)
+        dtype = {"dtype": str(torch.float32 if uncast else low).removeprefix("torch.")}
         facts |= {name: facts[name] | dtype for name in Tensors._fields if facts[name] is not None}
-        facts["precision"] = "tf32"
+        facts["precision"] = "tf32" if uncast else s.precision
     # In training a block keeps the SM90 plan that is too small for it else.
     plans = (_C.explain(facts | {"training": training})["plan"] for training in {records(t), False})
     is_ieee = facts["input"]["dtype"] == "float32" and facts["precision"] == "ieee"

@@ -95,7 +95,8 @@ def _plan_is_library(block: Block, x: Tensor, weight: Tensor, precision: str, re
         dtype = {"dtype": str(low).removeprefix("torch.")}
         facts |= {name: facts[name] | dtype for name in ("input", "weight")}
     # Of three products the SM90 plan takes the device longer than was compared with the host.
-    asked = facts | {"spares_host": low is not None or precision == "tf32" or x.dtype is not torch.float32}
+    one_product = precision == "tf32" or (x.dtype if low is None else low) is not torch.float32
+    asked = facts | {"spares_host": one_product}
     plans = (_C.explain(asked | {"training": training})["plan"] for training in {recording, False})
     return any(plan["algorithm"] == "cuda_library" for plan in plans)
 
