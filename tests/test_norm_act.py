@@ -393,6 +393,16 @@ def test_defaults_are_those_of_torch_nn():
         torch.testing.assert_close(y, module(call.ours()))
 
 
+@pytest.mark.parametrize("affine", [False, True])
+def test_empty_batch_of_a_group_per_channel(device, affine):
+    call = make_call(n=0, k=4, num_groups=4, activation="silu", affine=affine, device=device).leaves()
+    y = call.ours()
+    assert y.shape == call.eager().shape
+    y.sum().backward()
+    for name, tensor in call.tensors.items():
+        assert tensor.grad.shape == tensor.shape and not tensor.grad.any(), name
+
+
 def test_nothing_after_the_convolution():
     """y is the convolution then, and no copy of it is made."""
     call = make_call(norm=None, activation=None, return_conv=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes that a program leaves open."""
+"""Sizes that a program leaves open: those that change from call to call, and those that only data says."""
 
 import copy
 
@@ -7,13 +7,26 @@ import pytest
 import torch
 import upconv3d
 from torch import nn
+from upconv3d import _geometry
 from upconv3d._accelerated import block
 
 Dim = torch.export.Dim
 TAILS = {
     "relu, group": lambda: (nn.ReLU(), nn.GroupNorm(2, 8)),
     "group, silu": lambda: (nn.GroupNorm(2, 8), nn.SiLU()),
+    "group of one, silu": lambda: (nn.GroupNorm(8, 8), nn.SiLU()),
 }
+
+
+class Chosen(nn.Module):
+    """The samples, or the depths, that a mask chooses: how many only the data says."""
+
+    def __init__(self, layers, dim):
+        super().__init__()
+        self.layers, self.dim = layers, dim
+
+    def forward(self, x, mask):
+        return self.layers(x[mask] if self.dim == 0 else x[:, :, mask])
 
 
 def _pair(name):
@@ -52,3 +65,62 @@ def test_programs_are_for_small_and_large_sizes(name, sizes, strict, small_block
             x = torch.randn(size)
             torch.testing.assert_close(program(x), plain(x), rtol=1e-4, atol=1e-4)
     assert x.numel() * 16 > small_blocks_left
+
+
+HOW = {
+    "compiled": lambda model, args: torch.compile(model, fullgraph=True, backend="aot_eager"),
+    "exported": lambda model, args: torch.export.export(model, args).module(),
+    "exported strictly": lambda model, args: torch.export.export(model, args, strict=True).module(),
+}
+
+
+@pytest.mark.usefixtures("_small_blocks_are_left")
+@pytest.mark.parametrize("accelerated", [True, False], ids=["accelerated", "module"])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("dim", [0, 2], ids=["samples", "depths"])
+@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.parametrize("training", [False, True])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_only_data_says(training, name, dim, how, accelerated):
+    torch._dynamo.reset()
+    plain, ours = _pair(name)
+    if not accelerated:
+        conv, *tail = plain
+        norm, activation = tail if isinstance(tail[1], nn.SiLU) else tail[::-1]
+        order = "norm_act" if tail[0] is norm else "act_norm"
+        ours = upconv3d.ConvTranspose3dNormAct.from_modules(conv, norm, activation, order=order)
+    x, mask = torch.randn(5, 4, 5, 3, 4), torch.tensor([True, False, True, True, False])
+    with torch.set_grad_enabled(training):
+        y = HOW[how](Chosen(ours, dim), (x, mask))(x, mask)
+        expected = Chosen(plain, dim)(x, mask)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    if training:
+        y.square().sum().backward()
+
+
+def test_formats_of_sizes_that_only_data_says():
+    formats = []
+
+    def keep(x):
+        formats.append(_geometry.memory_format_of(x))
+        return x + 1
+
+    for memory_format in (torch.contiguous_format, torch.channels_last_3d):
+        for axis in (0, 2, 3, 4):
+            torch._dynamo.reset()
+            x = torch.randn(3, 4, 5, 6, 7).contiguous(memory_format=memory_format)
+            torch._dynamo.decorators.mark_unbacked(x, axis)
+            formats.clear()
+            torch.compile(keep, fullgraph=True, backend="eager")(x)
+            assert formats == [memory_format], (memory_format, axis)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", TAILS)
+def test_traces_under_autocast(name):
+    """There, sizes are tensors."""
+    plain, ours = _pair(name)
+    x = torch.randn(2, 4, 5, 6, 7).contiguous(memory_format=torch.channels_last_3d)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        traced, expected = (torch.jit.trace(model, (x,), check_trace=False) for model in (ours, plain))
+        torch.testing.assert_close(traced(x), expected(x), rtol=2e-2, atol=2e-2)

@@ -363,7 +363,7 @@ def _gradients(
         )
         if gradients[0] is not None:
             gradients[0] = gradients[0].reshape(input.shape)
-    elif saved is not None and saved.numel() > 0 and not _is_transformed(grad_y):
+    elif saved is not None and not _is_transformed(grad_y) and saved.numel() > 0:
         # Where the graph is not kept, nobody reads `saved` again: grad_c takes relu(conv)'s place.
         consume_saved = not torch._C._autograd._get_current_graph_task_keep_graph()
         block = (input, weight, bias, norm_weight, args)

@@ -6,6 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+
+def surely(condition: Any) -> bool:
+    """Whether a comparison of sizes holds; of sizes that only data says, whether it does for all of them.
+
+    While torch.jit.trace runs, sizes are tensors.
+    """
+    return bool(condition) if isinstance(condition, Tensor) else guard_or_false(condition)
 
 
 def batched(input: Tensor) -> Tensor:
@@ -35,24 +44,24 @@ def output_extent(
 def suggests_channels_last_3d(tensor: Tensor) -> bool:
     """Whether the strides of a [N, C, D, H, W] tensor are those of channels_last_3d, by PyTorch's own rule.
 
+    Of sizes that only data says, it is False where they decide, and none of them counts as 0.
+
     Source: is_channels_last_strides_3d_s5 in PyTorch's c10/core/MemoryFormat.h, which
     Tensor.suggest_memory_format asks and which Python cannot call.
     """
     if tensor.dim() != 5 or tensor.layout != torch.strided:
         return False
     sizes, strides = tensor.shape, tensor.stride()
-    if strides[1] == 0:
+    if surely(strides[1] == 0):
         return False
     least: Any = 0
     for axis in (1, 4, 3, 2, 0):
-        if sizes[axis] == 0 or strides[axis] < least:
+        if surely(sizes[axis] == 0) or not surely(strides[axis] >= least):
             return False
         # N111 and NCDHW with C = 1 satisfy both formats; they count as contiguous.
-        if axis == 0 and least == strides[1]:
+        if axis == 0 and surely(least == strides[1]):
             return False
-        least = strides[axis]
-        if sizes[axis] > 1:
-            least = least * sizes[axis]
+        least = strides[axis] * sizes[axis]
     return True
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._autograd import BlockArguments, _convolution, _convolution_backward, _is_batched, _precision_matters
-from ._geometry import batched, dense_as, memory_format_of
+from ._geometry import batched, dense_as, memory_format_of, surely
 
 _aten = torch.ops.aten
 
@@ -162,7 +162,13 @@ def _normalize(value: Tensor, t: Tensors, s: Settings, instance: bool) -> Tensor
         value = value.contiguous()
         # group_norm is up to 4 times as quick as instance_norm, but its backward takes sums of products less
         # their expectation, which costs accuracy where a mean is large; instance_norm's subtracts it first.
-        if not _is_tracing() and value.requires_grad and s.num_groups == value.shape[1]:
+        # It takes no empty batch that has a norm weight, nor sizes that only data says.
+        if (
+            not _is_tracing()
+            and value.requires_grad
+            and s.num_groups == value.shape[1]
+            and surely(value.numel() > 0)
+        ):
             return torch.instance_norm(value, *vectors, None, None, True, 0.1, s.eps, False)
     return torch.group_norm(value, s.num_groups, *vectors, s.eps)
 

@@ -11,6 +11,8 @@ from torch.autograd import forward_ad
 from . import _C
 from ._autocast import autocast_dtype, cast_tensors, computes_in_float32
 from ._autograd import AUTOCAST_KEYS
+from ._facts import is_concrete
+from ._geometry import surely
 from ._tail import autocast_result_dtype, composite, reads_returned
 from ._tail_arguments import facts_of, refuse_empty, runs_kernels
 from ._tail_op import numbered_tail, public_tail, record_tail, tail_number
@@ -214,7 +216,7 @@ def _run(
         if low is None:
             _require_dtype(summed, *tensors[3:6])
         y, conv = composite(tensors, settings, precise)
-        if not (_dynamo_compiling() or _tracing()) and y.numel() == 0:
+        if not (_dynamo_compiling() or _tracing()) and surely(y.numel() == 0):
             refuse_empty(tensors, settings)
     # instance_norm returns the dtype that it gets; ours is group_norm, which autocast runs in float32.
     if low is not None and norm == "instance":
@@ -239,8 +241,10 @@ def run_checked(
     try:
         return _run(tensors, settings, norm, precise, spares_host)
     except RuntimeError:
-        # PyTorch refused. Where one of our rules is what is broken, that says so with value and remedy.
-        _C.validate(facts_of(tensors, settings))
+        # PyTorch refused. Where one of our rules is what is broken, that says so with value and remedy; the
+        # rules take numbers.
+        if is_concrete(*(tensor for tensor in tensors if tensor is not None), *settings):
+            _C.validate(facts_of(tensors, settings))
         raise
 
 

@@ -13,6 +13,7 @@ from torch.overrides import handle_torch_function
 
 from ._autocast import block_under_autocast
 from ._autograd import record_block
+from ._geometry import surely
 from ._graphs import refuse_tangents
 from ._numbered import numbered_block, settings_number
 from ._transforms import differentiated, transformed_block
@@ -145,7 +146,10 @@ def _check_values_per_group(
     dilation: Sequence[int],
     num_groups: int,
 ) -> None:
-    """Raises F.group_norm's ValueError where a norm group holds one value: it has no variance."""
+    """Raises F.group_norm's ValueError where a norm group holds one value: it has no variance.
+
+    Of sizes that only data says, the operator has to say so.
+    """
     if weight.dim() != 5 or weight.size(1) * groups != num_groups or num_groups < 1:
         return
     # Each size that is asked for takes 0.1 us, and the first axis mostly decides.
@@ -156,7 +160,7 @@ def _check_values_per_group(
             + dilation[axis] * (weight.size(axis + 2) - 1)
             + output_padding[axis]
         )
-        if extent != 0:
+        if not surely(extent == 0):
             return
     if weight.size(0) != input.size(-4):
         return  # the operator says what is wrong
@@ -296,7 +300,7 @@ def conv_transpose3d_relu_group_norm(
         whole = transforms or _compiling() or _has_torch_function(tensors) or (recording and tracing)
     dims = input.dim()
     # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.
-    if not tracing and (dims == 4 or (dims == 5 and input.size(0) == 1)):
+    if not tracing and (dims == 4 or (dims == 5 and surely(input.size(0) == 1))):
         _check_values_per_group(input, weight, stride, padding, output_padding, groups, dilation, num_groups)
     y: Tensor
     if not whole:

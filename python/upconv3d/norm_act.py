@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
+from ._geometry import surely
 from ._tail import ACTIVATIONS, DEFAULT_PARAMETERS, NORMS, ORDERS
 from ._tail_call import run_checked
 from .functional import (
@@ -145,7 +146,7 @@ def checked_arguments(
     dims = input.dim()
     # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.
     if norm_groups > 0 and (_dynamo_compiling() or not _tracing()):  # noqa: SIM102
-        if dims == 4 or (dims == 5 and (norm == "instance" or input.size(0) == 1)):
+        if dims == 4 or (dims == 5 and (norm == "instance" or surely(input.size(0) == 1))):
             _check_values_per_group(
                 input, weight, stride, padding, output_padding, groups, dilation, norm_groups
             )
@@ -339,7 +340,7 @@ def run_module(
     check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
     norm_groups = settings[5]
     dims = input.dim()
-    if norm_groups > 0 and (dims == 4 or (dims == 5 and (norm == "instance" or input.size(0) == 1))):
+    if norm_groups > 0 and (dims == 4 or (dims == 5 and (norm == "instance" or surely(input.size(0) == 1)))):
         stride, padding, output_padding, groups, dilation = settings[:5]
         _check_values_per_group(input, weight, stride, padding, output_padding, groups, dilation, norm_groups)
     y, conv = run_checked(

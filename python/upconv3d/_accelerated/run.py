@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from .._geometry import surely
 from .._graphs import is_exporting
 from .._in_graphs import block_in_graph
 from .._tail_arguments import runs_kernels
@@ -101,7 +102,8 @@ def _returns_values(conv: Any, x: Tensor) -> bool:
         return True  # on any input
     axes = zip(*map(_three, (conv.stride, padding, conv.output_padding, conv.dilation, kernel)), strict=False)
     for axis, (stride, before, after, dilation, taps) in enumerate(axes):
-        if (x.size(axis + 2) - 1) * stride - 2 * before + dilation * (taps - 1) + after < 0:
+        extent = (x.size(axis + 2) - 1) * stride - 2 * before + dilation * (taps - 1) + after
+        if surely(extent < 0):
             return False
     return True
 
@@ -255,10 +257,8 @@ def run_block(block: Block, x: Tensor, options: Options, told: list[Decision] | 
         return None
     # A norm group of a single value is refused: only an output of one position has such.
     taps = conv.kernel_size[2] if weight is None else weight.size(4)
-    if (
-        norm is not None
-        and (x.size(4) - 1) * stride[2] - 2 * padding[2] + output_padding[2] + dilation[2] * (taps - 1) == 0
-    ):
+    last = (x.size(4) - 1) * stride[2] - 2 * padding[2] + output_padding[2] + dilation[2] * (taps - 1)
+    if norm is not None and surely(last == 0):
         return _check_and_run(block, x, options, None)
     tensors = (x, *evaluated(conv, weight, bias), gamma, beta, slopes, None)
     if told is not None:
