@@ -29,6 +29,7 @@ CHAINS = {
     "gelu": lambda: _up(nn.GroupNorm(8, 8, affine=False), nn.GELU("tanh")),
     "norm alone": lambda: _up(nn.GroupNorm(2, 8, eps=0.1)),
     "a convolution behind": lambda: _up(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv3d(8, 3, 1)),
+    "one tap": lambda: nn.Sequential(nn.ConvTranspose3d(6, 8, 1), nn.GroupNorm(2, 8), nn.SiLU()),
     "dropout behind": lambda: _up(nn.GroupNorm(2, 8), nn.Dropout(0.0), nn.Sigmoid()),
 }
 
@@ -209,15 +210,29 @@ def _parametrized():
         lambda: _up(nn.ReLU()),
         lambda: nn.Sequential(nn.Conv3d(6, 6, 1), *CHAINS["relu"]()),
         lambda: nn.Sequential(nn.ConvTranspose3d(6, 8, 2, 1, 1), nn.GroupNorm(2, 8)),
-        lambda: nn.Sequential(nn.ConvTranspose3d(6, 8, 1), nn.GroupNorm(2, 8)),
     ],
-    ids=["parametrized", "batch norm", "no norm", "not at first", "large padding", "one tap"],
+    ids=["parametrized", "batch norm", "no norm", "not at first", "large padding"],
 )
 def test_others_are_decided_as_they_were(make, recipes):
     plain, model = _made(make)
     x = _volume()
     torch.testing.assert_close(_compiled(model)(x), plain(x), rtol=3e-4, atol=3e-4)
     assert all(recipe is None for recipe in recipes)
+
+
+@pytest.mark.parametrize("norm", [nn.InstanceNorm3d(8), nn.GroupNorm(8, 8)], ids=["instance", "group"])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_single_position_is_refused_as_it_is_in_eager_mode(kernel, norm, recipes):
+    layers = (nn.ConvTranspose3d(6, 8, kernel, padding=kernel // 2), norm, nn.ReLU())
+    plain, model = _made(lambda: nn.Sequential(*layers))
+    x = torch.randn(2 if isinstance(norm, nn.InstanceNorm3d) else 1, 6, 1, 1, 1)
+    compiled = torch.compile(model, backend="aot_eager")
+    for call in (plain, model, compiled):
+        with pytest.raises(ValueError, match="more than"):
+            call(x)
+    x = x.expand(-1, -1, 1, 1, 2)
+    torch.testing.assert_close(compiled(x), plain(x), rtol=3e-4, atol=3e-4)
+    assert all(recipes)
 
 
 def test_a_precision_of_its_own_is_followed(recipes):

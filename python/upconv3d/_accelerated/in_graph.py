@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._geometry import surely
 from .._graphs import is_exporting
 from .._in_graphs import block_in_graph
 from .._tail_arguments import runs_kernels
@@ -24,8 +25,8 @@ from .chain import find_block, is_of_known_class, kind_of
 # Names of children, from the Sequential inwards.
 Path = tuple[str, ...]
 # Of a block: order, norm, activation, and which of its modules are the normalizer, the activation (0 for
-# none) and inactive dropouts.
-Spec = tuple[str, str, str, int, int, tuple[int, ...]]
+# none) and inactive dropouts; whether of one position it makes one.
+Spec = tuple[str, str, str, int, int, tuple[int, ...], bool]
 # The names of each container's children; and the modules to call one after the other, or together as a block.
 # All of it is what Dynamo knows as constants.
 Recipe = tuple[tuple[tuple[Path, Path], ...], tuple[tuple[tuple[Path, ...], Spec | None], ...]]
@@ -36,6 +37,12 @@ _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 def _is_finite_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
+
+
+def _keeps_one_position(conv: Any) -> bool:
+    """Whether the convolution makes one position of an input of one; of more it makes more."""
+    axes = zip(conv.kernel_size, conv.dilation, conv.output_padding, conv.padding, strict=True)
+    return all(dilation * (taps - 1) + after == 2 * before for taps, dilation, after, before in axes)
 
 
 def _spec_of(block: Block, modules: Sequence[nn.Module], dtype: torch.dtype) -> Spec | None:
@@ -49,9 +56,9 @@ def _spec_of(block: Block, modules: Sequence[nn.Module], dtype: torch.dtype) -> 
         return None
     alike = all(parameter.dtype is dtype for parameter in parameters) or torch.is_autocast_enabled("cuda")
     padding: Any = conv.padding
-    if not alike or type(padding) is not tuple or 2 * max(padding) >= min(conv.kernel_size):
+    if not alike or any(type(v) is not tuple for v in (padding, conv.dilation, conv.output_padding)):
         return None
-    if max(conv.kernel_size) == 1:  # of one position, a norm refuses the result
+    if 2 * max(padding) >= min(conv.kernel_size):
         return None
     if not _is_finite_number(normalizer.eps):
         return None
@@ -66,7 +73,8 @@ def _spec_of(block: Block, modules: Sequence[nn.Module], dtype: torch.dtype) -> 
     active = next((at for at, kind in enumerate(kinds) if kind not in passive), 0)
     dropouts = tuple(at for at, kind in enumerate(kinds) if kind == "dropout")
     at = next(at for at, module in enumerate(modules) if module is normalizer)
-    return block.order, block.norm, activation or "none", at, active, dropouts
+    keeps_one = _keeps_one_position(conv)
+    return block.order, block.norm, activation or "none", at, active, dropouts, keeps_one
 
 
 def recipe_of(
@@ -96,7 +104,7 @@ def _at(module: Any, path: Path) -> Any:
 
 def _run_block(modules: Sequence[Any], spec: Spec, x: Tensor) -> Any:
     """The block on x; None where an attribute is no longer what the recipe was made from."""
-    order, norm, activation, norm_at, activation_at, dropouts = spec
+    order, norm, activation, norm_at, activation_at, dropouts, keeps_one = spec
     conv, normalizer, active = modules[0], modules[norm_at], modules[activation_at]
     for module in modules:
         # Reading an attribute is what lets Dynamo guard on the class, of a ReLU or Identity too.
@@ -105,6 +113,9 @@ def _run_block(modules: Sequence[Any], spec: Spec, x: Tensor) -> Any:
     for at in dropouts:
         if modules[at].training and modules[at].p != 0:
             return None
+    # Of one position, a norm may refuse the result.
+    if keeps_one and surely(x.size(2) == 1) and surely(x.size(3) == 1) and surely(x.size(4) == 1):
+        return None
     if conv.padding_mode != "zeros" or (norm == "instance" and normalizer.track_running_stats):
         return None
     if activation in _APPROXIMATE and active.approximate != _APPROXIMATE[activation]:
