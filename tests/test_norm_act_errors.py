@@ -106,6 +106,7 @@ def test_bad_arguments(device, name):
         assert fragment in str(raised.value)
     if fragments:
         assert "upconv3d: " in str(raised.value)
+    assert exception is not TypeError or "Remedy: " in str(raised.value)
 
 
 def test_mixed_devices(cuda):

@@ -119,6 +119,13 @@ def test_constructor_refuses():
             ConvTranspose3dNormAct(**(good | wrong))
     with pytest.raises(TypeError, match=r"num_groups must be an integer; got num_groups=2\.0"):
         ConvTranspose3dNormAct(**(good | {"num_groups": 2.0}))
+    for activation in ("leaky_relu", "elu"):
+        for given, refusal, match in (
+            ("x", TypeError, "must be a number; got str. Remedy"),
+            (float("inf"), ValueError, "must be finite; got activation_param=inf. Remedy"),
+        ):
+            with pytest.raises(refusal, match=match):
+                ConvTranspose3dNormAct(**good, activation=activation, activation_param=given)
 
 
 def test_from_modules_refuses():
@@ -129,19 +136,19 @@ def test_from_modules_refuses():
             return super().forward(x) + 1
 
     make = ConvTranspose3dNormAct.from_modules
-    with pytest.raises(TypeError, match=r"conv_transpose must be .*ConvTranspose3d; got Conv3d"):
+    with pytest.raises(TypeError, match=r"conv_transpose must be .*ConvTranspose3d; got Conv3d\. Remedy: "):
         make(nn.Conv3d(4, 8, 3), norm, activation)
     with pytest.raises(TypeError, match=r"norm must be one of .*InstanceNorm3d; got BatchNorm3d"):
         make(conv, nn.BatchNorm3d(8), activation)
     with pytest.raises(TypeError, match=r"activation must be one of .*; got Mish"):
         make(conv, norm, nn.Mish())
-    with pytest.raises(TypeError, match="activation is a Own whose forward is not"):
+    with pytest.raises(TypeError, match=r"activation is a Own whose forward is not .* Remedy: "):
         make(conv, norm, Own())
     with pytest.raises(TypeError, match="uninitialized"):
         make(nn.LazyConvTranspose3d(8, 3), norm, activation)
     with pytest.raises(ValueError, match="track_running_stats=True"):
         make(conv, nn.InstanceNorm3d(8, track_running_stats=True), activation)
-    with pytest.raises(ValueError, match="out_channels=8 and 6 of GroupNorm"):
+    with pytest.raises(ValueError, match=r"out_channels=8 and 6 of GroupNorm\. Remedy: "):
         make(conv, nn.GroupNorm(2, 6), activation)
     with pytest.raises(ValueError, match="precision"):
         make(conv, norm, activation, precision="fp16")
@@ -153,8 +160,39 @@ def test_from_modules_refuses():
     with pytest.raises(TypeError, match="activation has forward hooks"):
         make(conv, norm, activation)
     conv.padding_mode = "reflect"
-    with pytest.raises(ValueError, match="padding_mode='reflect'"):
+    with pytest.raises(ValueError, match=r"padding_mode='reflect'\. Remedy: "):
         make(conv, norm)
+
+
+@pytest.mark.parametrize(
+    ("norm", "refusal", "match"),
+    [
+        (nn.BatchNorm3d(8), TypeError, r"norm must be one of .*InstanceNorm3d; got BatchNorm3d\. Remedy"),
+        (nn.InstanceNorm3d(8, track_running_stats=True), ValueError, r"track_running_stats=True\. Remedy"),
+    ],
+    ids=["batch norm", "running statistics"],
+)
+def test_a_norm_that_was_exchanged_is_known_or_refused(norm, refusal, match):
+    conv, group, activation = _modules()
+    block = ConvTranspose3dNormAct.from_modules(conv, group, activation)
+    x = torch.randn(2, 4, 3, 3, 3)
+    block.norm = norm.eval()
+    with pytest.raises(refusal, match=match):
+        block(x)
+    block.norm = nn.InstanceNorm3d(8)
+    torch.testing.assert_close(block(x), activation(block.norm(conv(x))), rtol=1e-4, atol=1e-4)
+
+
+def test_an_activation_that_was_exchanged_is_known_or_refused():
+    block = ConvTranspose3dNormAct.from_modules(*_modules())
+    x = torch.randn(2, 4, 3, 3, 3)
+    block.activation = nn.Hardswish()
+    with pytest.raises(TypeError, match=r"activation must be one of .*; got Hardswish\. Remedy"):
+        block(x)
+    block.activation = type("Own", (nn.ELU,), {})(0.5)
+    torch.testing.assert_close(
+        block(x), nn.functional.elu(block.norm(block.conv_transpose(x)), 0.5), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_parametrized_weights_are_read_at_each_call():

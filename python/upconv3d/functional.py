@@ -72,7 +72,8 @@ def integer(value: Any, name: str) -> Any:
     found = value if type(value) is int else _integer(value)
     if found is None:
         raise TypeError(
-            f"upconv3d: {name} must be an integer; got {name}={value!r} ({type(value).__name__})."
+            f"upconv3d: {name} must be an integer; got {name}={value!r} ({type(value).__name__}). Remedy: "
+            f"an int, or what has __index__, as NumPy's integers."
         )
     if type(found) is int and not _INT64_MIN <= found <= _INT64_MAX:
         raise ValueError(f"upconv3d: {name} must fit in 64 bit; got {name}={found}.")
@@ -123,7 +124,7 @@ def _triple_of_sequence(value: Any, name: str) -> Sequence[int]:
     if any(v is None for v in values):
         raise TypeError(
             f"upconv3d: {name} must be an integer or a list of integers; got {name}={value!r} "
-            f"({type(value).__name__})."
+            f"({type(value).__name__}). Remedy: one int, or three for depth, height and width."
         )
     checked: list[int] = [integer(v, name) for v in values]
     if len(checked) == 1:
@@ -171,7 +172,10 @@ def _check_values_per_group(
 
 
 def _refuse_vector(name: str, vector: Any) -> None:
-    raise TypeError(f"upconv3d: {name} must be a tensor or None; got {type(vector).__name__}.")
+    raise TypeError(
+        f"upconv3d: {name} must be a tensor or None; got {type(vector).__name__}. Remedy: a tensor [K], one "
+        f"value per output channel."
+    )
 
 
 def check_kinds(input: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias: Any, eps: float) -> None:
@@ -182,7 +186,7 @@ def check_kinds(input: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias:
     if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
         raise TypeError(
             f"upconv3d: input and weight must be tensors; got {type(input).__name__} and "
-            f"{type(weight).__name__}."
+            f"{type(weight).__name__}. Remedy: a module's weight, not the module; torch.as_tensor for arrays."
         )
     if bias is not None and not isinstance(bias, Tensor):
         _refuse_vector("bias", bias)
@@ -198,7 +202,7 @@ def check_kinds(input: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias:
     if type(eps) is not float and not hasattr(eps, "__float__"):
         raise TypeError(
             f"upconv3d: eps must be a number (activation units squared); got eps={eps!r} "
-            f"({type(eps).__name__})."
+            f"({type(eps).__name__}). Remedy: leave it out for PyTorch's default, 1e-5."
         )
     # Comparisons, not math.isfinite: torch.compile traces them for a symbolic eps too.
     if not -math.inf < eps < math.inf:

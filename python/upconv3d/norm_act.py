@@ -69,6 +69,21 @@ def _groups_of_norm(norm: str | None, num_groups: Any, channels: Any, vectors: t
     return 0
 
 
+def require_number(activation: str | None, given: Any) -> None:
+    """Raises TypeError or ValueError where the activation_param of leaky_relu or elu is no finite number."""
+    default = DEFAULT_PARAMETERS.get(activation or "")
+    if isinstance(given, bool) or not isinstance(given, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(
+            f"upconv3d: activation_param of {activation!r} must be a number; got {type(given).__name__}. "
+            f"Remedy: leave it out for {default}; slopes in a tensor are for activation='prelu'."
+        )
+    if not -float("inf") < given < float("inf"):
+        raise ValueError(
+            f"upconv3d: activation_param must be finite; got activation_param={given}. Remedy: leave it out "
+            f"for {default}."
+        )
+
+
 def _parameters_of(activation: str | None, given: Any, channels: Any) -> tuple[Any, Tensor | None]:
     """What activation_param stands for: the operator's activation_param and its slopes.
 
@@ -86,7 +101,7 @@ def _parameters_of(activation: str | None, given: Any, channels: Any) -> tuple[A
         if given.dim() != 1 or (given.size(0) != 1 and given.size(0) != channels):
             raise RuntimeError(
                 f"upconv3d: slopes of a PReLU must be [1] or [{channels}], one per output channel; got "
-                f"activation_param.size()={list(given.shape)}."
+                f"activation_param.size()={list(given.shape)}. Remedy: nn.PReLU(1) or nn.PReLU({channels})."
             )
         return 0.0, given
     if given is None:
@@ -96,12 +111,7 @@ def _parameters_of(activation: str | None, given: Any, channels: Any) -> tuple[A
             f"upconv3d: activation={activation!r} has no parameter; got activation_param={given!r}. Remedy: "
             f"leave it out (leaky_relu, elu and prelu have one)."
         )
-    if isinstance(given, bool) or not isinstance(given, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(
-            f"upconv3d: activation_param of {activation!r} must be a number; got {type(given).__name__}."
-        )
-    if not -float("inf") < given < float("inf"):
-        raise ValueError(f"upconv3d: activation_param must be finite; got activation_param={given}.")
+    require_number(activation, given)
     return given, None
 
 
@@ -133,7 +143,10 @@ def checked_arguments(
     eps = 1e-5 if norm is None else eps  # without a norm nothing reads it
     check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
     if skip is not None and not isinstance(skip, Tensor):
-        raise TypeError(f"upconv3d: skip must be a tensor or None; got {type(skip).__name__}.")
+        raise TypeError(
+            f"upconv3d: skip must be a tensor or None; got {type(skip).__name__}. Remedy: a tensor of the "
+            f"sizes of the convolution's output."
+        )
     precision = resolve_precision(input, precision)
     groups = integer(groups, "groups")
     stride = triple(stride, "stride")
@@ -195,6 +208,7 @@ def conv_transpose3d_norm_act(
         activation_param: leaky_relu's negative_slope (None: 0.01), elu's alpha (None: 1), prelu's slopes,
             [1] or [K]; for no other.
         skip: [N, K, Z, P, Q] or [K, Z, P, Q], the sizes of the convolution's output, to which it is added.
+            Another dtype than input's promotes as PyTorch's + does, and PyTorch computes the call.
         return_conv: whether the convolution's own output, before the skip, is returned too.
 
     Returns:

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from .functional import IntOrTriple, integer
 from .module import _check_precision, _parameter
-from .norm_act import require_known, run_module
+from .norm_act import require_known, require_number, run_module
 
 _MODULES: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
@@ -20,6 +20,7 @@ _MODULES: dict[type[nn.Module], str] = {
     nn.GELU: "gelu",
     nn.PReLU: "prelu",
 }
+_NORMS = (nn.GroupNorm, nn.InstanceNorm3d)
 
 
 def _module_of(activation: str | None, parameter: float | None, kind: dict[str, Any]) -> nn.Module | None:
@@ -30,6 +31,8 @@ def _module_of(activation: str | None, parameter: float | None, kind: dict[str, 
             f"upconv3d: activation={activation!r} has no parameter; got activation_param={parameter!r}. "
             f"Remedy: leave it out (leaky_relu, elu and prelu have one)."
         )
+    if parameter is not None and activation != "prelu":
+        require_number(activation, parameter)
     makers: dict[str | None, Callable[[], nn.Module | None]] = {
         "relu": nn.ReLU,
         "leaky_relu": lambda: nn.LeakyReLU(*given),
@@ -43,11 +46,23 @@ def _module_of(activation: str | None, parameter: float | None, kind: dict[str, 
     return makers[activation]()
 
 
+def _base_of(name: str, module: Any, expected: tuple[type[nn.Module], ...]) -> type[nn.Module]:
+    """Which of `expected` the module is an instance of. Raises: TypeError where it is none."""
+    for base in expected:
+        if isinstance(module, base):
+            return base
+    known = ", ".join(f"torch.nn.{cls.__name__}" for cls in expected)
+    raise TypeError(
+        f"upconv3d: {name} must be one of {known}; got {type(module).__name__}. Remedy: one of these, or "
+        f"PyTorch's own modules, one after the other."
+    )
+
+
 def _names(module: nn.Module) -> tuple[str, Any]:
     """activation and activation_param of a torch.nn module, read at each call."""
-    kind = _MODULES.get(type(module)) or next(
-        name for cls, name in _MODULES.items() if isinstance(module, cls)
-    )
+    kind = _MODULES.get(type(module))
+    if kind is None:
+        kind = _MODULES[_base_of("activation", module, tuple(_MODULES))]
     if kind == "gelu" and module.approximate == "tanh":
         return "gelu_tanh", None
     if kind == "leaky_relu":
@@ -59,14 +74,12 @@ def _names(module: nn.Module) -> tuple[str, Any]:
 
 def _require_module(name: str, module: Any, expected: tuple[type[nn.Module], ...]) -> None:
     """Raises TypeError for a module whose forward, or whose hooks, the block would leave out."""
-    base = next((cls for cls in expected if isinstance(module, cls)), None)
-    if base is None:
-        known = ", ".join(f"torch.nn.{cls.__name__}" for cls in expected)
-        raise TypeError(f"upconv3d: {name} must be one of {known}; got {type(module).__name__}.")
+    base = _base_of(name, module, expected)
     if type(module).forward is not base.forward:
         raise TypeError(
             f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
-            f"torch.nn.{base.__name__}, and the block would not run it."
+            f"torch.nn.{base.__name__}, and the block would not run it. Remedy: PyTorch's own modules, one "
+            f"after the other."
         )
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         raise TypeError(f"upconv3d: {name} has uninitialized parameters; run it once before from_modules.")
@@ -78,19 +91,31 @@ def _require_module(name: str, module: Any, expected: tuple[type[nn.Module], ...
         )
 
 
-def _require_norm(conv_transpose: nn.ConvTranspose3d, norm: nn.Module) -> None:
-    _require_module("norm", norm, (nn.GroupNorm, nn.InstanceNorm3d))
-    instance = isinstance(norm, nn.InstanceNorm3d)
-    if instance and norm.track_running_stats:
+def _is_group(norm: Any) -> bool:
+    """Whether a norm is a GroupNorm, and no InstanceNorm3d.
+
+    Raises: TypeError where it is neither; ValueError where its statistics are not those of its input.
+    """
+    if isinstance(norm, nn.GroupNorm):
+        return True
+    _base_of("norm", norm, _NORMS)
+    if norm.track_running_stats:
         raise ValueError(
             "upconv3d: norm must take its statistics from the input; got an InstanceNorm3d with "
             "track_running_stats=True. Remedy: track_running_stats=False, or PyTorch's own modules."
         )
-    channels = norm.num_features if instance else norm.num_channels
+    return False
+
+
+def _require_norm(conv_transpose: nn.ConvTranspose3d, norm: Any) -> None:
+    _require_module("norm", norm, _NORMS)
+    group = _is_group(norm)
+    channels = norm.num_channels if group else norm.num_features
     if channels != conv_transpose.out_channels:
         raise ValueError(
             f"upconv3d: norm must normalize the channels that conv_transpose produces; got "
-            f"out_channels={conv_transpose.out_channels} and {channels} of {type(norm).__name__}."
+            f"out_channels={conv_transpose.out_channels} and {channels} of {type(norm).__name__}. Remedy: a "
+            f"norm of {conv_transpose.out_channels} channels."
         )
 
 
@@ -115,7 +140,7 @@ class ConvTranspose3dNormAct(nn.Module):
 
     Raises:
         ValueError: an unknown order, norm, activation or precision, or counts that do not fit.
-        TypeError: num_groups is no integer.
+        TypeError: num_groups is no integer, or activation_param no number.
     """
 
     order: str
@@ -153,7 +178,8 @@ class ConvTranspose3dNormAct(nn.Module):
         if (norm == "group") != (num_groups is not None) or (num_groups is not None and num_groups < 1):
             raise ValueError(
                 f"upconv3d: num_groups, at least 1, belongs to norm='group'; got num_groups={num_groups} "
-                f"with norm={norm!r}."
+                f"with norm={norm!r}. Remedy: num_groups=1 normalizes all channels of a sample together; "
+                f"leave it out for other norms."
             )
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
         numbers: tuple[Any, ...] = (stride, padding, output_padding, groups, bias, dilation)
@@ -198,7 +224,8 @@ class ConvTranspose3dNormAct(nn.Module):
         if conv_transpose.padding_mode != "zeros":
             raise ValueError(
                 f"upconv3d: only padding_mode='zeros' is defined for a transposed convolution; got "
-                f"padding_mode={conv_transpose.padding_mode!r}."
+                f"padding_mode={conv_transpose.padding_mode!r}. Remedy: padding_mode='zeros', as "
+                f"torch.nn.ConvTranspose3d has it."
             )
         if norm is not None:
             _require_norm(conv_transpose, norm)
@@ -232,8 +259,8 @@ class ConvTranspose3dNormAct(nn.Module):
         vectors, num_groups, eps = (None, None), None, 1e-5
         kind = None
         if norm is not None:
-            group = isinstance(norm, nn.GroupNorm)
-            kind, num_groups = ("group", norm.num_groups) if group else ("instance", None)
+            # Asked at each call, for modules may be exchanged.
+            kind, num_groups = ("group", norm.num_groups) if _is_group(norm) else ("instance", None)
             vectors, eps = (_parameter(norm, "weight"), _parameter(norm, "bias")), norm.eps
         return run_module(
             (input, _parameter(conv, "weight"), _parameter(conv, "bias"), *vectors, skip),
