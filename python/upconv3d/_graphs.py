@@ -35,7 +35,8 @@ def refuse_tangents(arguments: Iterable[Any]) -> None:
         if isinstance(argument, Tensor) and torch._VF._unpack_dual(argument, level=0)[1] is not None:
             raise NotImplementedError(
                 "upconv3d: forward-mode AD (jvp, jacfwd, dual tensors) is not implemented; got an argument "
-                "with a tangent. Remedy: reverse mode, or PyTorch's three calls."
+                'with a tangent. Remedy: reverse mode, or conv_transpose3d_norm_act with order="act_norm", '
+                "which is PyTorch's calls there."
             )
 
 

@@ -43,7 +43,9 @@ class Finding:
             PyTorch's calls do.
         container: name of the module whose forward runs the block; None where there is none.
         input_size: of its input in the sample call; None without one, or if it was not called.
-        plan: the plan that the block would run on that input in eval mode, as explain_norm_act names it.
+        plan: the plan that the block would run on that input in eval mode, as explain_norm_act names it, or
+            "small: PyTorch's calls"; None without an input_size, and where its modules would run themselves
+            (with a BatchNorm3d, elsewhere than on CUDA).
     """
 
     name: str
@@ -298,8 +300,8 @@ def accelerate(
 ) -> Report:
     """Replaces transposed convolutions and what follows them by calls of conv_transpose3d_norm_act, in place.
 
-    Found are chains of ConvTranspose3d, norm (GroupNorm, InstanceNorm3d, BatchNorm3d in eval mode) and
-    activation, in either order, with Identity or inactive Dropout between them, in nn.Sequential however
+    Found are chains of ConvTranspose3d, norm (GroupNorm, InstanceNorm3d; on CUDA BatchNorm3d in eval mode)
+    and activation, in either order, with Identity or inactive Dropout between them, in nn.Sequential however
     nested, and in forwards whose source shows that they always call the same (torch.fx traces them, and
     modules that these call with a convolution's result). Where others read the convolution too, later than
     the chain does, the call returns it as well, and is made only where autograd records nothing.

@@ -19,7 +19,9 @@ class Plan:
     """The plan that a call would run, as data; str() of it is for people.
 
     Attributes:
-        algorithm: which of the plans; `reason` says why this one and not a quicker one.
+        algorithm: which of the plans: "sm90_implicit_gemm", "sm80_implicit_gemm", "cuda_direct",
+            "cuda_col2im", "cuda_library" (PyTorch's convolution, our kernels for the rest) or "cpu_library";
+            `reason` says why this one and not a quicker one.
         kernel: name of the compiled variant, None for the direct, col2im and library plans.
         tile: output channels and output positions of one tile of that kernel.
         conv_layout: memory order in which the convolution runs and stores.

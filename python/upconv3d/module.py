@@ -34,6 +34,9 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
     and the same seed gives the initial values of the two modules made in that order. Their own forward does
     not run: forward hooks on them are not called. Hooks on this module are.
 
+    num_groups is the fourth positional argument, before stride, where nn.ConvTranspose3d has stride: pass
+    what follows kernel_size by name.
+
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation: as in
             nn.ConvTranspose3d.
@@ -77,7 +80,10 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         _check_precision(precision)
         num_groups = integer(num_groups, "num_groups")
         if num_groups < 1:
-            raise ValueError(f"upconv3d: num_groups must be at least 1; got num_groups={num_groups}.")
+            raise ValueError(
+                f"upconv3d: num_groups must be at least 1; got num_groups={num_groups}. Remedy: num_groups=1 "
+                f"normalizes all channels of a sample together."
+            )
         self.conv_transpose = nn.ConvTranspose3d(
             in_channels,
             out_channels,
@@ -115,12 +121,14 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         ):
             if not isinstance(module, expected):
                 raise TypeError(
-                    f"upconv3d: {name} must be a torch.nn.{expected.__name__}; got {type(module).__name__}."
+                    f"upconv3d: {name} must be a torch.nn.{expected.__name__}; got {type(module).__name__}. "
+                    f"Remedy: one of that type; for other norms ConvTranspose3dNormAct or PyTorch's modules."
                 )
             if type(module).forward is not expected.forward:
                 raise TypeError(
                     f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
-                    f"torch.nn.{expected.__name__}, and the block would not run it."
+                    f"torch.nn.{expected.__name__}, and the block would not run it. Remedy: PyTorch's own "
+                    f"modules, one after the other."
                 )
         for name, module in (("conv_transpose", conv_transpose), ("group_norm", group_norm)):
             if module._forward_pre_hooks or module._forward_hooks:
@@ -139,12 +147,14 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         if conv_transpose.padding_mode != "zeros":
             raise ValueError(
                 f"upconv3d: only padding_mode='zeros' is defined for a transposed convolution; got "
-                f"padding_mode={conv_transpose.padding_mode!r}."
+                f"padding_mode={conv_transpose.padding_mode!r}. Remedy: padding_mode='zeros', as "
+                f"torch.nn.ConvTranspose3d has it."
             )
         if conv_transpose.out_channels != group_norm.num_channels:
             raise ValueError(
                 f"upconv3d: group_norm must normalize the channels that conv_transpose produces; got "
-                f"out_channels={conv_transpose.out_channels} and num_channels={group_norm.num_channels}."
+                f"out_channels={conv_transpose.out_channels} and num_channels={group_norm.num_channels}. "
+                f"Remedy: a GroupNorm of {conv_transpose.out_channels} channels."
             )
         _check_precision(precision)
         block = cls.__new__(cls)
