@@ -7,6 +7,7 @@ import pytest
 import torch
 import upconv3d
 from torch import nn
+from torch.torch_version import TorchVersion
 from upconv3d import _geometry
 from upconv3d._accelerated import block
 
@@ -91,8 +92,17 @@ def test_sizes_that_only_data_says(training, name, dim, how, accelerated):
         ours = upconv3d.ConvTranspose3dNormAct.from_modules(conv, norm, activation, order=order)
     x, mask = torch.randn(5, 4, 5, 3, 4), torch.tensor([True, False, True, True, False])
     with torch.set_grad_enabled(training):
-        y = HOW[how](Chosen(ours, dim), (x, mask))(x, mask)
         expected = Chosen(plain, dim)(x, mask)
+        try:
+            y = HOW[how](Chosen(ours, dim), (x, mask))(x, mask)
+        except Exception:
+            if TorchVersion(torch.__version__) >= "2.13":
+                raise
+            try:
+                HOW[how](Chosen(plain, dim), (x, mask))(x, mask)
+            except Exception:
+                pytest.skip("PyTorch's own operators need to know")
+            raise
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     if training:
         y.square().sum().backward()
