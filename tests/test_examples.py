@@ -9,7 +9,7 @@ import torch
 for _module in ("rich", "matplotlib"):
     pytest.importorskip(_module, reason=f"needs {_module} (the extra profile)")
 
-from upconv3d.examples import train_voxel_autoencoder as example  # noqa: E402  (it imports rich)
+from upconv3d.examples import train_voxel_autoencoder as example  # noqa: E402  (it needs rich)
 
 SMALL = ["--steps", "6", "--batch", "2", "--size", "8", "--width", "8"]
 

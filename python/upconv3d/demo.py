@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m upconv3d.demo`: the block on the best device of this machine, checked and timed against PyTorch.
 
-Needs the extra `perf` (rich). Exits with 1 where a check fails.
+Needs the extra `perf` (rich). Exits with 1 where a check fails, with 2 for wrong arguments.
 """
+
+from __future__ import annotations
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from torch import Tensor
 
 import upconv3d
+
+from .profile.arguments import ArgumentError, not_negative, require
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 # FlashAttention's rule: at most twice PyTorch's own error in the same precision, against a higher precision.
 ERROR_FACTOR = 2.0
@@ -199,6 +203,9 @@ def run_case(shape: Shape, mode: Mode, device: torch.device, seconds: float) -> 
 
 def table_of(shape: Shape, rows: list[Row]) -> Table:
     """One block's rows; narrow enough for 80 columns."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     table = Table(
         title=f"{shape.source}: {shape.describe()}",
         box=SIMPLE_HEAD,
@@ -246,11 +253,27 @@ def report(console: Console, rows: list[Row]) -> int:
     return 1 if failed else 0
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m upconv3d.demo", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--seconds", type=float, default=1.0, help="time for each measurement (s)")
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "--seconds", type=not_negative, default=1.0, help="time for each measurement (s); default: 1"
+    )
+    options = parser.parse_args(given)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU that PyTorch sees; got none. Use --device cpu")
+    try:
+        require("rich", "the demo", "perf")
+    except ArgumentError as error:
+        parser.error(str(error))
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.backends.cudnn.benchmark = True  # before the first call: PyTorch keeps the first plan it finds
     console = Console()

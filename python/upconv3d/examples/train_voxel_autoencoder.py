@@ -8,6 +8,8 @@ Needs the extra `profile` (rich, matplotlib). Exits with 1 where the runs do not
 is not finite; with 2 for wrong options, a folder that cannot be written among them.
 """
 
+from __future__ import annotations
+
 import argparse
 import math
 import statistics
@@ -18,17 +20,17 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from torch import Tensor, nn
 
 import upconv3d
+from upconv3d.profile.arguments import ArgumentError, require
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PNG_NAME = "voxel_autoencoder.png"
 NORM_GROUPS = 8
@@ -198,6 +200,9 @@ def train(blocks: str, options: argparse.Namespace, advance: Callable[[], None])
 
 
 def table_of(histories: list[History]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("blocks", no_wrap=True)
     with_peak = any(history.peak_bytes is not None for history in histories)
@@ -297,8 +302,12 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU that PyTorch sees; got none. Use --device cpu")
     try:  # before training, not after it
+        require("rich", "the example", "profile")
+        require("matplotlib", "the example", "profile")
         options.out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=options.out).close()
+    except ArgumentError as error:
+        parser.error(str(error))
     except OSError as error:
         parser.error(f"--out must be a folder that can be written; got {options.out}: {error.strerror}")
     return options
@@ -306,6 +315,9 @@ def parse(given: list[str] | None) -> argparse.Namespace:
 
 def main(given: list[str] | None = None) -> int:
     options = parse(given)
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     torch.backends.cudnn.benchmark = True  # before the first call: PyTorch keeps the first plan it finds
     console = Console()
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -22,17 +21,6 @@ from .run import STEPS, CaseProfile, prepare, profile_case
 
 WIDTH_OF_A_FILE = 120  # columns, where the output is no terminal
 CEILING_SECONDS = 0.5
-
-
-def require(module: str, purpose: str) -> None:
-    """Refuses to begin without a package of the extra `profile`.
-
-    Raises: ArgumentError naming package, purpose and remedy.
-    """
-    if importlib.util.find_spec(module) is None:
-        raise arguments.ArgumentError(
-            f"{purpose} needs {module}, which is not installed. Remedy: pip install 'upconv3d[profile]'"
-        )
 
 
 def check_shapes(cases: list[Case], device: torch.device) -> None:
@@ -85,7 +73,8 @@ def measure_all(
         budget_s = arguments.QUICK_SECONDS if options.quick else arguments.DEFAULT_SECONDS
     ceilings = Ceilings(device, min(CEILING_SECONDS, budget_s))
     steps = (*STEPS, "ncu") if options.ncu else STEPS
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    description = TextColumn("{task.description}", markup=False)  # names of shapes are anybody's
+    columns = (description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(cases) * len(steps))
         for index, case in enumerate(cases):
@@ -112,9 +101,9 @@ def print_tables(env: dict[str, Any], profiles: list[CaseProfile]) -> None:
     """All tables, where there is a profile."""
     from rich.console import Console
 
-    console = Console()
+    console = Console(markup=False)
     if not console.is_terminal:
-        console = Console(width=WIDTH_OF_A_FILE)
+        console = Console(markup=False, width=WIDTH_OF_A_FILE)
     for profile in profiles:
         report.print_case(console, profile)
     if profiles:
@@ -139,9 +128,9 @@ def main(given: list[str] | None = None) -> int:
             for shape in arguments.shapes_of_file(options.shapes_file):
                 print(f"{shape.name}: {shape.describe()} ({shape.source})")
             return 0
-        require("rich", "the profile")
+        arguments.require("rich", "the profile", "profile")
         if options.png is not None:
-            require("matplotlib", "--png")
+            arguments.require("matplotlib", "--png", "profile")
         device = arguments.device_of(options)
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -53,6 +54,17 @@ class ArgumentError(Exception):
     """A command line that asks for something impossible; says the rule, the value and the remedy."""
 
 
+def require(module: str, purpose: str, extra: str) -> None:
+    """Refuses to begin without a package of one of upconv3d's extras.
+
+    Raises: ArgumentError naming package, purpose and remedy.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ArgumentError(
+            f"{purpose} needs {module}, which is not installed. Remedy: pip install 'upconv3d[{extra}]'"
+        )
+
+
 Number = TypeVar("Number", int, float)
 
 
@@ -82,8 +94,8 @@ def seconds(text: str) -> float:
     return _number(text, float, "must be a positive number", lambda value: 0 < value < math.inf)
 
 
-def variance(text: str) -> float:
-    """What may be added to a variance: a number that leaves its root one."""
+def not_negative(text: str) -> float:
+    """A number that is not negative: what may be added to a variance, or a time that may be none."""
     return _number(text, float, "must be a number and not negative", lambda value: 0 <= value < math.inf)
 
 
@@ -121,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
         numbers.add_argument(option, nargs="+", type=kind, metavar="T", help=help_text)
     numbers.add_argument("--groups", type=positive, help="of the convolution (default: 1)")
     numbers.add_argument("--num-groups", type=positive, help="of GroupNorm (default: 8)")
-    numbers.add_argument("--eps", type=variance, help="added to the variance (default: 1e-5)")
+    numbers.add_argument("--eps", type=not_negative, help="added to the variance (default: 1e-5)")
     numbers.add_argument(
         "--bias", action=argparse.BooleanOptionalAction, help="of the convolution (default: no)"
     )
@@ -245,7 +257,7 @@ def shapes_of_file(path: Path) -> list[Shape]:
         if not found:
             raise ValueError("it has no shape")
         return found
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ArgumentError(
             f"--shapes-file must be a JSON file in the form of {SHAPES_FILE.name}; got {path}: {error}"
         ) from error

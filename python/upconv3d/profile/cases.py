@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,50 @@ class Shape:
         return f"{text}, {self.num_groups} norm groups"
 
 
+def _is_integer(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def _are_axes(value: Any, least: int) -> bool:
+    return type(value) is tuple and len(value) == 3 and all(_is_integer(one, least) for one in value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+# Of a field of Shape, what it must be and whether a value is.
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("name", "source"), ("a string that can be printed", _is_text)),
+    **dict.fromkeys(
+        ("n", "c", "k", "groups", "num_groups"), ("a positive integer", lambda v: _is_integer(v, 1))
+    ),
+    **dict.fromkeys(
+        ("input", "kernel", "stride", "dilation"), ("three positive integers", lambda v: _are_axes(v, 1))
+    ),
+    **dict.fromkeys(
+        ("padding", "output_padding"),
+        ("three integers that are not negative", lambda v: _are_axes(v, 0)),
+    ),
+    "bias": ("true or false", lambda v: type(v) is bool),
+    "eps": ("a number that is not negative", lambda v: type(v) in (int, float) and 0 <= v < math.inf),
+    "tags": ("a list of strings", lambda v: type(v) is tuple and all(map(_is_text, v))),
+}
+
+
 def shape_from_json(row: dict[str, Any]) -> Shape:
-    """A shape from one row of shapes.json, or from what json made of asdict(shape)."""
+    """A shape from one row of shapes.json, or from what json made of asdict(shape).
+
+    Raises: ValueError for a value that is none of its field's; TypeError for fields that Shape has not.
+    """
     values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}
-    return Shape(**values)
+    shape = Shape(**values)
+    for field, (rule, holds) in _RULES.items():
+        value = getattr(shape, field)
+        if not holds(value):
+            name = "" if field == "name" else f"shape {shape.name}: "
+            raise ValueError(f"{name}{field} must be {rule}; got {reprlib.repr(value)}")
+    return shape
 
 
 def load_shapes(path: Path = SHAPES_FILE) -> list[Shape]:

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong arguments of the command lines, and packages that they need: one sentence, and status 2."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from upconv3d.profile import arguments
+
+ROW = {
+    "name": "some",
+    "source": "here",
+    "n": 1,
+    "c": 4,
+    "k": 8,
+    "input": [3, 4, 5],
+    "kernel": [2, 2, 2],
+    "stride": [2, 2, 2],
+    "padding": [0, 0, 0],
+    "output_padding": [0, 0, 0],
+    "groups": 1,
+    "num_groups": 2,
+    "bias": True,
+    "eps": 1e-5,
+}
+needs_rich = pytest.mark.skipif(
+    importlib.util.find_spec("rich") is None, reason="needs rich (the extra profile)"
+)
+
+
+@needs_rich
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": 5}, "name must be a string that can be printed; got 5"),
+        ({"name": ["some"]}, "name must be a string that can be printed; got ('some',)"),
+        ({"name": "\ud800"}, "name must be a string that can be printed"),
+        ({"input": 4}, "shape some: input must be three positive integers; got 4"),
+        ({"input": [[4], 4, 4]}, "shape some: input must be three positive integers; got ([4], 4, 4)"),
+        ({"dilation": 1}, "shape some: dilation must be three positive integers; got 1"),
+        ({"kernel": {"a": 1}}, "shape some: kernel must be three positive integers; got {'a': 1}"),
+        ({"padding": [0, 0, -1]}, "padding must be three integers that are not negative; got (0, 0, -1)"),
+        ({"n": 0}, "shape some: n must be a positive integer; got 0"),
+        ({"num_groups": True}, "shape some: num_groups must be a positive integer; got True"),
+        ({"bias": "no"}, "shape some: bias must be true or false; got 'no'"),
+        ({"eps": None}, "shape some: eps must be a number that is not negative; got None"),
+        ({"tags": "quick"}, "shape some: tags must be a list of strings; got 'quick'"),
+    ],
+)
+@pytest.mark.parametrize("listed", [False, True], ids=["measured", "listed"])
+def test_a_wrong_row_of_a_shapes_file_is_refused(tmp_path, capsys, values, message, listed):
+    from upconv3d.profile.__main__ import main
+
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps({"shapes": [ROW | values]}))
+    with pytest.raises(SystemExit) as refusal:
+        main([*(["--list-shapes"] if listed else ["--shape", "all"]), "--shapes-file", str(path)])
+    assert refusal.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_lists_in_one_another_without_end_are_refused(tmp_path):
+    path = tmp_path / "shapes.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(arguments.ArgumentError, match=r"must be a JSON file in the form of shapes\.json"):
+        arguments.shapes_of_file(path)
+
+
+@needs_rich
+def test_a_name_that_reads_as_markup_is_printed_as_it_is(tmp_path, capsys):
+    from upconv3d.profile.__main__ import main
+
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps({"shapes": [ROW | {"name": name} for name in ("some[/x]", "[red]other")]}))
+    given = ["--device", "cpu", "--shape", "all", "--seconds", "0.01", "--no-compile"]
+    assert main([*given, "--shapes-file", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("some[/x]: ") == printed.count("[red]other: ") == 2
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1", "inf", "soon"])
+def test_the_demo_refuses_a_time_that_is_none(seconds, capsys):
+    from upconv3d import demo
+
+    with pytest.raises(SystemExit) as refusal:
+        demo.parse(["--seconds", seconds])
+    assert refusal.value.code == 2
+    assert f"--seconds: must be a number and not negative; got {seconds}" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_demo_refuses_a_gpu_where_there_is_none(capsys):
+    from upconv3d import demo
+
+    with pytest.raises(SystemExit) as refusal:
+        demo.main(["--device", "cuda"])
+    assert refusal.value.code == 2
+    assert "--device cuda needs a GPU that PyTorch sees; got none." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"),
+    [
+        ("upconv3d.demo", "rich", "perf"),
+        ("upconv3d.examples.train_voxel_autoencoder", "rich", "profile"),
+        ("upconv3d.examples.train_voxel_autoencoder", "matplotlib", "profile"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_remedy(module, missing, extra, tmp_path):
+    code = (
+        f"import runpy, sys; sys.modules[{missing!r}] = None; sys.argv[1:] = ['--device', 'cpu']\n"
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert (
+        f"needs {missing}, which is not installed. Remedy: pip install 'upconv3d[{extra}]'" in result.stderr
+    )
