@@ -144,12 +144,15 @@ std::shared_ptr<const PreparedCall> checked_and_planned(const OpArguments& a) {
   call->device = query_device(arguments.input.device);
   call->device.spares_host = a.spares_host;
   call->plan = make_plan(call->problem, call->device, conv_instances(), a.for_training);
-  // PyTorch's convolution was taken for its speed alone, here or against what training runs: the promise of
-  // the same bits stays.
-  call->repeats_bits = !a.for_training && call->plan.algorithm == Algorithm::kCudaLibrary &&
-                       (call->plan.instead_of_sm90 ||
-                        make_plan(call->problem, call->device, conv_instances(), true).algorithm ==
-                            Algorithm::kSm90ImplicitGemm);
+  // PyTorch's convolution was taken for its speed alone, here or against what training could run: the promise
+  // of the same bits stays.
+  if (!a.for_training && call->plan.algorithm == Algorithm::kCudaLibrary) {
+    const auto could_be_sm90 = [](const Plan& plan) {
+      return plan.instead_of_sm90 || plan.algorithm == Algorithm::kSm90ImplicitGemm;
+    };
+    call->repeats_bits = could_be_sm90(call->plan) ||
+                         could_be_sm90(make_plan(call->problem, call->device, conv_instances(), true));
+  }
 #if UPCONV3D_WITH_CUDA
   call->saved_bytes = cuda::saved_bytes(call->problem, call->plan);
 #endif

@@ -104,7 +104,7 @@ struct Plan {
   bool keeps_activation = false;         // SM90: before(conv) and its moments are kept for the backward
   bool keeps_conv = false;               // library and col2im: the backward reads the convolution, without
                                          // bias unless it is what the call returned
-  bool instead_of_sm90 = false;          // library: though it could run (library_plan.hpp)
+  bool instead_of_sm90 = false;          // library and col2im: though it could run (library_plan.hpp)
   bool linear = false;                   // SM90: no normalization follows, and so no moments are taken
   bool w_in_place = false;               // SM90: w is read as it lies, [C,T,R,S,K], and not packed
   bool piles_views = false;              // computed twice: TwiceLayout::pile is 2

@@ -354,6 +354,7 @@ std::optional<Plan> choose_col2im(const Problem& p, const Device& device, const 
                        concat("a matrix product and a gather, with what follows, are expected to take ",
                               col2im, " us, ", name(chosen.algorithm), " ", other, " us"),
                        for_training);
+  plan.instead_of_sm90 = chosen.instead_of_sm90 || chosen.algorithm == Algorithm::kSm90ImplicitGemm;
   plan.expected_us = col2im;
   plan.saves_us = other - col2im;
   return plan;

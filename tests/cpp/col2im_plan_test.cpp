@@ -100,6 +100,9 @@ void test_few_outputs() {
     p.padding = {2, 2, 2};
   };
   check(plan_of(two, true), col2im, "464 us, the SM90 plan 776");
+  expect(
+      plan_of(two, true).instead_of_sm90 && !plan_of(long_sums, true).instead_of_sm90,
+      "whose place it takes: where that was the SM90 plan's, inference keeps its promise of the same bits");
   check(plan_of([&](Problem& p) { two(p), p.in = {10, 8, 8}; }, true), Algorithm::kSm90ImplicitGemm,
         "too short for PyTorch's convolution_backward, which takes the host longer");
   check(plan_of([&](Problem& p) { two(p), p.k = 16; }, true), Algorithm::kSm90ImplicitGemm,
