@@ -68,6 +68,8 @@ def _repeatable():
     benchmark, deterministic = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
     yield
     if torch.backends.cudnn.conv.fp32_precision != precision:
+        # The profile sets the older one, which is kept beside it; torch.export asks whether they agree.
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"
         torch.backends.cudnn.conv.fp32_precision = precision
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, deterministic
 
