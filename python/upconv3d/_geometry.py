@@ -52,7 +52,8 @@ def suggests_channels_last_3d(tensor: Tensor) -> bool:
     if tensor.dim() != 5 or tensor.layout != torch.strided:
         return False
     sizes, strides = tensor.shape, tensor.stride()
-    if surely(strides[1] == 0):
+    # The first part says again what the loop finds, of contiguous tensors at once.
+    if not surely(strides[4] >= strides[1]) or surely(strides[1] == 0):
         return False
     least: Any = 0
     for axis in (1, 4, 3, 2, 0):
