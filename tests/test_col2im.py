@@ -288,18 +288,3 @@ def test_trains_few_outputs(hopper, dtype, layout):
     assert plan.algorithm == "cuda_col2im" and plan.keeps_conv and not plan.keeps_activation
     assert torch.equal(block.requires_grad().ours(), block.ours())
     check_gradients_like_eager(block)
-
-
-@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_group_of_one_value_is_its_shift(hopper, dtype, layout):
-    """Its mean is that value to the last bit: 1/sqrt(eps) would magnify whatever it is off by."""
-    for num_groups, bias in ((20, 0.3), (20, 100.1), (1, 0.7)):
-        block = make_block(3, 40, 20, (11, 6, 3), 3, num_groups=num_groups, device=hopper, dtype=dtype)
-        block = block.channels_last() if layout == "NDHWC" else block
-        block.input.zero_(), block.bias.fill_(bias)
-        if num_groups > 1:
-            block.bias[::2] += 0.2
-        assert "activation_group_norm_held" in block.plan().stages, block.plan()
-        y = block.ours()
-        assert torch.equal(y, block.norm_bias.view(1, -1, 1, 1, 1).expand_as(y)), (num_groups, bias)

@@ -24,18 +24,6 @@ __device__ __forceinline__ Value lanes_sum(Value value, int lanes) {
   return value;
 }
 
-/// before(c + bias) of one of a group's values, about which its first sums are taken: any number would do,
-/// but a group that is one value throughout then has that as its mean, to the last bit. 0 where an activation
-/// with a parameter comes first.
-template <class T, class Input>
-__device__ __forceinline__ float pivot_of(T c, float bias, bool norm_first) {
-  if constexpr (Input::kDecidesLater) {
-    return norm_first ? to_stat(c) + bias : 0.f;
-  } else {
-    return Input{}(to_stat(c), bias);
-  }
-}
-
 /// 1/sqrt(value) to a double's accuracy but for its last bits: a float's, then one step of Newton's.
 __device__ __forceinline__ double inverse_root(double value) {
   const double root = rsqrtf(static_cast<float>(value));

@@ -7,13 +7,13 @@
 ///   y    [N,Z,P,Q,K]  dtype  after(group_norm(before(c + bias))); may be c itself; or [N,K,Z,P,Q], and not c
 ///
 /// A block copies its tile (core/held_norm.hpp) to shared memory, all loads on the way at once, and reads it
-/// there three times: c crosses L2 once. A tile's sums are taken for its means, about one of the values, then
-/// for the squares about them; the (count, mean, M2) of tiles are merged in double, about the first tile's
-/// mean. Each sum has an order that the tiles decide, and tiles depend on the compute capability, not on the
-/// number of multiprocessors. Where one tile is all of its groups no block waits; else those of a slab do,
-/// once, as a cluster, or all of them, for which the launch is cooperative. A device that does not hold as
-/// many of these gets fewer, which then read their tiles again instead of holding them. Code for compute
-/// capability 9.0 and later begins while the kernel before ends, unless its launch is cooperative.
+/// there three times: c crosses L2 once. A tile's sums are taken for its means, then for the squares about
+/// them; the (count, mean, M2) of tiles are merged in double, about the first tile's mean. Each sum has an
+/// order that the tiles decide, and tiles depend on the compute capability, not on the number of
+/// multiprocessors. Where one tile is all of its groups no block waits; else those of a slab do, once, as a
+/// cluster, or all of them, for which the launch is cooperative. A device that does not hold as many of these
+/// gets fewer, which then read their tiles again instead of holding them. Code for compute capability 9.0 and
+/// later begins while the kernel before ends, unless its launch is cooperative.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -60,8 +60,7 @@ struct HeldArgs {
 struct HeldShared {
   uint4* held;   // [loads,threads] vectors; each is written and read by its own thread
   float* slots;  // [slots of a row without fold,fold*slot_rows] sums
-  // [slab_channels] each; until the tiles are merged mean is the tile's, at first one of its values, scale
-  // gamma and shift beta
+  // [slab_channels] each; until the tiles are merged mean is the tile's, scale gamma and shift beta
   float *mean, *scale, *shift, *bias;
 
   template <class T>
@@ -115,21 +114,16 @@ __device__ __forceinline__ void load_tile(const HeldArgs<T>& args, const HeldTil
   __pipeline_commit();
 }
 
-template <class T, class Input>
+template <class T>
 __device__ __forceinline__ void load_channels(const HeldArgs<T>& args, const HeldTile& tile,
                                               const HeldShared& shared) {
   const auto value = [](const T* from, int channel, float absent) {
     return from != nullptr ? to_stat(from[channel]) : absent;
   };
-  const int slab_begin = tile.slab * args.slab_channels;
-  const T* const first =
-      args.c +
-      ((tile.sample * args.sample_rows + tile.tile * args.tile_rows) * args.row_elements + slab_begin);
 #pragma unroll 1
   for (int i = threadIdx.x; i < args.slab_channels; i += blockDim.x) {
-    const int channel = slab_begin + i, group_begin = i - i % args.group_channels;
-    shared.mean[i] = pivot_of<T, Input>(first[group_begin], value(args.bias, slab_begin + group_begin, 0.f),
-                                        args.norm_first);
+    const int channel = tile.slab * args.slab_channels + i;
+    shared.mean[i] = 0.f;
     shared.scale[i] = value(args.gamma, channel, 1.f);
     shared.shift[i] = value(args.beta, channel, 0.f);
     shared.bias[i] = value(args.bias, channel, 0.f);
@@ -224,7 +218,7 @@ struct HeldChannels {
   }
 };
 
-/// Sums of the thread's values' distances from the tile's means so far, lane by lane, or of their squares.
+/// Sums of the thread's values, lane by lane, or of their squared distances from the tile's means.
 template <class T, class Input>
 __device__ __forceinline__ void add_up(const HeldArgs<T>& args, const HeldTile& tile,
                                        const HeldShared& shared, bool squares, float (&sum)[kLanes<T>]) {
@@ -238,7 +232,7 @@ __device__ __forceinline__ void add_up(const HeldArgs<T>& args, const HeldTile& 
     channels.pending(args, tile, word, v);
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) {
-      const float distance = v[j] - channels.mean[j];
+      const float distance = v[j] - channels.mean[j];  // the mean is 0 at first
       sum[j] += distance * (squares ? distance : 1.f);
     }
   }
@@ -316,24 +310,22 @@ __device__ __forceinline__ void merge_slots_of_groups(const HeldArgs<T>& args, c
                                                       const HeldShared& shared, bool squares) {
   const int parts = (args.group_channels >> args.slot_shift) * args.slot_rows * args.fold;
   for_each_group(args, [&](int group, int lane) {
-    const int begin = group * args.group_channels;
-    float sum = 0, about = 0;  // of distances from it, or of their squares
+    float sum = 0;
     if (group < args.slab_groups) {
-      about = shared.mean[begin];
       for (int i = lane; i < parts; i += args.group_lanes) sum += shared.slots[group * parts + i];
     }
     sum = lanes_sum(sum, args.group_lanes);
-    __syncwarp();  // all have read what they were taken about
     if (group == args.slab_groups) return;
+    const int begin = group * args.group_channels;
     if (!squares) {
-      const float mean = about + sum * args.counts.share(tile.tile);
+      const float mean = sum * args.counts.share(tile.tile);
 #pragma unroll 1
       for (int i = begin + lane; i < begin + args.group_channels; i += args.group_lanes)
         shared.mean[i] = mean;
     } else if (args.counts.tiles == 1) {
-      fill_table(args, shared, group, lane, about, sum);
+      fill_table(args, shared, group, lane, shared.mean[begin], sum);
     } else if (lane == 0) {
-      parts_of(args, tile, group)[tile.tile] = {about, sum};
+      parts_of(args, tile, group)[tile.tile] = {shared.mean[begin], sum};
     }
   });
 }
@@ -352,7 +344,7 @@ template <class T, class Input>
 __device__ __forceinline__ void take_tile_moments(const HeldArgs<T>& args, const HeldTile& tile,
                                                   const HeldShared& shared) {
   load_tile(args, tile, shared);
-  load_channels<T, Input>(args, tile, shared);
+  load_channels(args, tile, shared);
   __pipeline_wait_prior(0);
   __syncthreads();
 #pragma unroll 1
@@ -431,7 +423,7 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1) activation_group_norm_held
     if (!holds) {
       __syncthreads();  // before this tile takes the last one's shared memory
       load_tile(args, tile, shared);
-      load_channels<T, Input>(args, tile, shared);
+      load_channels(args, tile, shared);
       __pipeline_wait_prior(0);
       __syncthreads();
     }

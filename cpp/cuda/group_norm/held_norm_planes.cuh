@@ -206,7 +206,7 @@ __device__ __forceinline__ void plane_pending(const HeldPlanesArgs<T>& args, con
   if (Input::kDecidesLater && !args.norm_first) activate_plane(args, at, v);
 }
 
-/// Sum of the distances of the team's values from `mean`, or of their squares, which all its threads get. All
+/// Sum of the team's values, or of their squared distances from `mean`, which all its threads get. All
 /// threads of the block take part.
 template <class T, class Input>
 __device__ __forceinline__ float sum_of_plane(const HeldPlanesArgs<T>& args, HeldPlane at,
@@ -220,7 +220,7 @@ __device__ __forceinline__ float sum_of_plane(const HeldPlanesArgs<T>& args, Hel
     plane_pending<T, Input>(args, at, shared, word, v);
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) {
-      const float distance = v[j] - mean;
+      const float distance = v[j] - mean;  // the mean is 0 at first
       const float term = distance * (squares ? distance : 1.f);
       sum[j] += args.whole || at.has(j) ? term : 0.f;
     }
@@ -310,12 +310,8 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1)
   for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
     const HeldPlane plane(args, work);
     bring_plane(args, plane, shared);
-    float pivot = 0.f;
-    if (plane.begin < plane.end) {  // else it is a team without work
-      pivot = pivot_of<T, Input>(args.c[plane.begin], shared.bias[0], args.norm_first);
-    }
     const float mean =
-        pivot + sum_of_plane<T, Input>(args, plane, shared, false, pivot) * args.counts.share(plane.tile);
+        sum_of_plane<T, Input>(args, plane, shared, false, 0.f) * args.counts.share(plane.tile);
     const float m2 = sum_of_plane<T, Input>(args, plane, shared, true, mean);
     if (!waits) {
       const float rounded = fill_plane_table(args, plane, shared, GroupMoments{mean, m2});
