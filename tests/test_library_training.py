@@ -91,26 +91,27 @@ def test_autocast_asks_for_a_plan_once(monkeypatch):
             fits = arguments["weight"]["sizes"][1] >= 8
             few = arguments["weight"]["dtype"] != "float32" and arguments["weight"]["sizes"][1] == 8
             kernel = "conv_transpose_few_channels_sm80" if few else "another"
-            algorithm = "sm90_implicit_gemm" if fits else "cuda_library"
-            return {"plan": {"algorithm": algorithm, "stages": [kernel]}}
+            instead = arguments["weight"]["sizes"][1] == 4  # col2im, where the SM90 plan could train
+            algorithm = "sm90_implicit_gemm" if fits else "cuda_col2im" if instead else "cuda_library"
+            return {"plan": {"algorithm": algorithm, "stages": [kernel], "instead_of_sm90": instead}}
 
     monkeypatch.setattr(_autocast, "_C", Module)
     question = PlanQuestion(_autocast._plans_are_quicker_in_float32)
     monkeypatch.setattr(_autocast, "_quicker_in_float32", question)
     settings = ((2, 2, 2), (0, 0, 0), (0, 0, 0), 1, (1, 1, 1), 2, 1e-5, "ieee")
     x = torch.zeros(1, 4, 2, 2, 2, dtype=torch.bfloat16)
-    for k, expected in ((2, False), (8, True)):
+    for k, expected in ((2, False), (4, True), (8, True)):
         weight = torch.zeros(4, k, 2, 2, 2)
         for _ in range(3):
             assert _autocast._is_quicker_in_float32(x, weight, settings, None) is expected
-    assert len(asked) == 2
+    assert len(asked) == 3
     assert all(a["input"]["dtype"] == "float32" and a["precision"] == "tf32" for a in asked)
     # Where nothing is recorded, unless 16 bit takes the direct plan on tensor cores.
     for k, expected in ((2, False), (8, False), (16, True)):
         weight = torch.zeros(4, k, 2, 2, 2)
         for _ in range(3):
             assert _autocast._is_quicker_in_float32(x, weight, settings, torch.bfloat16) is expected
-    assert len(asked) == 2 + 1 + 2 + 2
+    assert len(asked) == 3 + 1 + 2 + 2
     low = [a for a in asked if a["weight"]["dtype"] == "bfloat16"]
     assert len(low) == 2 and all(a["input"]["dtype"] == "bfloat16" and "training" not in a for a in low)
 

@@ -36,7 +36,8 @@ def _plans_are_quicker_in_float32(
     facts = block_facts(input, weight, None, *convolution, num_groups, None, None, eps, "tf32")
     facts["input"]["dtype"] = "float32"
     # The plan that a backward pass follows is the one that is more often the library's.
-    found: bool = _C.explain(facts | {"training": True})["plan"]["algorithm"] == "sm90_implicit_gemm"
+    trained = _C.explain(facts | {"training": True})["plan"]
+    found: bool = trained["algorithm"] == "sm90_implicit_gemm" or trained["instead_of_sm90"]
     if found and inference_dtype is not None:
         dtype = {"dtype": str(inference_dtype).removeprefix("torch.")}
         low = facts | {"input": facts["input"] | dtype, "weight": facts["weight"] | dtype}
