@@ -315,6 +315,9 @@ def accelerate(
         bare: whether a transposed convolution that nothing known follows is replaced too, by itself.
         sample: arguments of a call of the model, a tuple; it is run once for the sizes in the report.
 
+    Not beside a thread in which torch.compile traces: while forwards are traced here, nn.Module has a
+    __getattribute__ that Dynamo does not look into.
+
     Returns: a Report, which print() shows and whose restore() undoes it all, as restore(model) does in copies
         and loaded models, too.
 

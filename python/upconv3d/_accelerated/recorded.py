@@ -113,21 +113,28 @@ _reading = threading.Lock()
 def _reads_seen_by(look: Callable[[nn.Module, str, types.FrameType], None]) -> Iterator[None]:
     """Shows look every attribute that this thread reads of a module meanwhile, and where.
 
-    torch.fx sees only what nn.Module.__getattr__ finds.
+    torch.fx sees only what nn.Module.__getattr__ finds. Other threads read as ever, but for torch.compile,
+    which cannot trace what takes the place of __getattribute__: accelerate()'s docstring says so.
     """
     thread = threading.get_ident()
 
-    def read(module: nn.Module, name: str) -> Any:
-        if threading.get_ident() == thread:
-            look(module, name, sys._getframe(1))
-        return object.__getattribute__(module, name)
-
     with _reading:
-        nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+        before: Any = nn.Module.__dict__.get("__getattribute__")
+        found = before or object.__getattribute__
+
+        def read(module: nn.Module, name: str) -> Any:
+            if threading.get_ident() == thread:
+                look(module, name, sys._getframe(1))
+            return found(module, name)
+
         try:
+            nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
             yield
         finally:
-            del nn.Module.__getattribute__
+            if before is not None:
+                nn.Module.__getattribute__ = before  # type: ignore[method-assign]
+            elif "__getattribute__" in nn.Module.__dict__:
+                del nn.Module.__getattribute__
 
 
 @dataclass
