@@ -351,3 +351,17 @@ def test_modules_are_read_as_before_afterwards():
     for make in (_Up, _OfItem):
         upconv3d.accelerate(make())
         assert "__getattribute__" not in nn.Module.__dict__
+
+
+def test_anothers_way_of_reading_modules_stays(monkeypatch):
+    seen = []
+
+    def read(module, name):
+        seen.append(name)
+        return object.__getattribute__(module, name)
+
+    monkeypatch.setattr(nn.Module, "__getattribute__", read, raising=False)
+    model = _Up()
+    seen.clear()
+    assert upconv3d.accelerate(model).replaced and "forward" in seen
+    assert nn.Module.__dict__["__getattribute__"] is read
