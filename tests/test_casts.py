@@ -8,6 +8,7 @@ import pytest
 import torch
 import upconv3d
 from oracles import make_block
+from test_select_plan import HOPPER
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from upconv3d import _autocast, _in_graphs
@@ -90,15 +91,6 @@ def test_the_block(context, batches):
                 assert torch.equal(block.ours(), y)
         block.ours()
     assert len(batches) == 1
-
-
-HOPPER = {
-    "is_cuda": True,
-    "compute_capability": 90,
-    "sm_count": 132,
-    "max_threads": 16,
-    "assume_compiled": True,
-}
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16, torch.float32], ids=str)

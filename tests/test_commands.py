@@ -8,24 +8,10 @@ import sys
 
 import pytest
 import torch
+from test_benchmarks import SHAPE
 from upconv3d.profile import arguments
 
-ROW = {
-    "name": "some",
-    "source": "here",
-    "n": 1,
-    "c": 4,
-    "k": 8,
-    "input": [3, 4, 5],
-    "kernel": [2, 2, 2],
-    "stride": [2, 2, 2],
-    "padding": [0, 0, 0],
-    "output_padding": [0, 0, 0],
-    "groups": 1,
-    "num_groups": 2,
-    "bias": True,
-    "eps": 1e-5,
-}
+ROW = SHAPE | {"name": "some"}
 needs_rich = pytest.mark.skipif(
     importlib.util.find_spec("rich") is None, reason="needs rich (the extra profile)"
 )
@@ -101,14 +87,14 @@ def test_the_demo_refuses_a_gpu_where_there_is_none(capsys):
 
 
 @pytest.mark.parametrize(
-    ("module", "missing", "extra"),
+    ("module", "missing"),
     [
-        ("upconv3d.demo", "rich", "perf"),
-        ("upconv3d.examples.train_voxel_autoencoder", "rich", "profile"),
-        ("upconv3d.examples.train_voxel_autoencoder", "matplotlib", "profile"),
+        ("upconv3d.demo", "rich"),
+        ("upconv3d.examples.train_voxel_autoencoder", "rich"),
+        ("upconv3d.examples.train_voxel_autoencoder", "matplotlib"),
     ],
 )
-def test_a_missing_package_is_named_with_its_remedy(module, missing, extra, tmp_path):
+def test_a_missing_package_is_named_with_its_remedy(module, missing, tmp_path):
     code = (
         f"import runpy, sys; sys.modules[{missing!r}] = None; sys.argv[1:] = ['--device', 'cpu']\n"
         f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
@@ -117,6 +103,5 @@ def test_a_missing_package_is_named_with_its_remedy(module, missing, extra, tmp_
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path
     )
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
-    assert (
-        f"needs {missing}, which is not installed. Remedy: pip install 'upconv3d[{extra}]'" in result.stderr
-    )
+    remedy = "Remedy: pip install 'upconv3d[profile]'"
+    assert f"needs {missing}, which is not installed. {remedy}" in result.stderr

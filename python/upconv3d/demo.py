@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m upconv3d.demo`: the block on the best device of this machine, checked and timed against PyTorch.
 
-Needs the extra `perf` (rich). Exits with 1 where a check fails, with 2 for wrong arguments.
+Needs the extra `profile` (rich). Exits with 1 where a check fails, with 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU that PyTorch sees; got none. Use --device cpu")
     try:
-        require("rich", "the demo", "perf")
+        require("rich", "the demo")
     except ArgumentError as error:
         parser.error(str(error))
     return options

@@ -302,8 +302,8 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU that PyTorch sees; got none. Use --device cpu")
     try:  # before training, not after it
-        require("rich", "the example", "profile")
-        require("matplotlib", "the example", "profile")
+        require("rich", "the example")
+        require("matplotlib", "the example")
         options.out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=options.out).close()
     except ArgumentError as error:

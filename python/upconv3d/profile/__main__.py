@@ -128,9 +128,9 @@ def main(given: list[str] | None = None) -> int:
             for shape in arguments.shapes_of_file(options.shapes_file):
                 print(f"{shape.name}: {shape.describe()} ({shape.source})")
             return 0
-        arguments.require("rich", "the profile", "profile")
+        arguments.require("rich", "the profile")
         if options.png is not None:
-            arguments.require("matplotlib", "--png", "profile")
+            arguments.require("matplotlib", "--png")
         device = arguments.device_of(options)
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -54,14 +54,14 @@ class ArgumentError(Exception):
     """A command line that asks for something impossible; says the rule, the value and the remedy."""
 
 
-def require(module: str, purpose: str, extra: str) -> None:
-    """Refuses to begin without a package of one of upconv3d's extras.
+def require(module: str, purpose: str) -> None:
+    """Refuses to begin without a package of the extra `profile`.
 
     Raises: ArgumentError naming package, purpose and remedy.
     """
     if importlib.util.find_spec(module) is None:
         raise ArgumentError(
-            f"{purpose} needs {module}, which is not installed. Remedy: pip install 'upconv3d[{extra}]'"
+            f"{purpose} needs {module}, which is not installed. Remedy: pip install 'upconv3d[profile]'"
         )
 
 
