@@ -38,10 +38,10 @@ def outputs(axis: dict[str, int]) -> int:
     return (axis["extent"] - 1) * axis["stride"] - 2 * axis["padding"] + reach + 1
 
 
-def random_axis(rng) -> dict[str, int]:
+def random_axis(rng, largest=LARGEST_EXTENT) -> dict[str, int]:
     """Extent and convolution arguments of one axis with at least one output."""
     while True:
-        extent, kernel = rng.randint(1, LARGEST_EXTENT), rng.randint(1, 7 if rng.random() < 0.2 else 4)
+        extent, kernel = rng.randint(1, largest), rng.randint(1, 7 if rng.random() < 0.2 else 4)
         stride, dilation = rng.choice([1, 1, 2, 2, 3, 4]), rng.choice([1, 1, 1, 2, 3])
         padding = rng.randint(0, 3)
         axis = {
@@ -96,7 +96,7 @@ def random_problem(index: int, device: torch.device) -> tuple[str, Block]:
 
 def bits(y: torch.Tensor) -> torch.Tensor:
     """The same memory as integers: NaN equals itself, and 0 differs from -0."""
-    return y.view(torch.int16 if y.element_size() == 2 else torch.int32)
+    return y.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[y.element_size()])
 
 
 def deterministic_cudnn(monkeypatch):

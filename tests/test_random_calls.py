@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random calls of the whole family, values and gradients against float64, from a printed seed.
+
+Every argument of the convolution, both orders, norms, activations, skips, returned convolutions, dtypes,
+memory formats and autocast, drawn together: what the tests of each alone do not meet.
+
+A failure names UPCONV3D_SEED and the call; UPCONV3D_PROBLEMS sets how many are drawn on a GPU.
+"""
+
+import contextlib
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import SEED
+from oracles import ERROR_FACTOR
+from tails import COMBINATIONS, KINKED, Call, gradients, outputs
+from test_random_problems import (
+    BATCHES,
+    CHANNELS,
+    CONV_GROUPS,
+    GPU_PROBLEMS,
+    LARGEST_EXTENT,
+    bits,
+    deterministic_cudnn,
+    random_axis,
+)
+from test_random_problems import outputs as outputs_of_axis
+
+CPU_CALLS = 60
+LONG_EXTENT = 40  # on a GPU, where it takes several tiles of every kernel
+MOST_POSITIONS = 1 << 18  # of an output
+MOST_PRODUCTS = 1 << 32  # of a sample: a second of PyTorch's float64
+# dtype, precision, and whether autocast makes bfloat16 of it
+KINDS = [
+    (torch.bfloat16, None, False),
+    (torch.float16, None, False),
+    (torch.float32, "tf32", False),
+    (torch.float32, "ieee", False),
+    (torch.float64, None, False),
+    (torch.float32, None, True),
+]
+FORMATS = ["NCDHW", "NDHWC", "input NDHWC", "weight NDHWC", "every other"]
+
+
+def random_call(index: int, device: torch.device) -> tuple[str, Call, bool]:
+    """A call, its description for messages, and whether autocast is on."""
+    rng = random.Random(f"{SEED}/calls/{index}")
+    largest = LONG_EXTENT if device.type == "cuda" and rng.random() < 0.25 else LARGEST_EXTENT
+    axes = [random_axis(rng, largest) for _ in range(3)]
+    # Instance norms of fewer positions are next to nothing but eps.
+    while not 4 <= math.prod(map(outputs_of_axis, axes)) <= MOST_POSITIONS:
+        axes[rng.randrange(3)] = random_axis(rng, largest)
+    numbers = {name: tuple(axis[name] for axis in axes) for name in axes[0]}
+    extent, kernel = numbers.pop("extent"), numbers.pop("kernel")
+    groups, batch = rng.choice(CONV_GROUPS), rng.choice([(), (1,), (2,), (3,)])
+    positions, taps = math.prod(map(outputs_of_axis, axes)), math.prod(kernel)
+    while True:
+        inputs, k = rng.choice(CHANNELS), groups * rng.choice(CHANNELS)
+        if inputs * k * taps * positions <= MOST_PRODUCTS:
+            break
+    c = groups * inputs
+    order, norm, activation = rng.choice(COMBINATIONS)
+    dtype, precision, autocast = rng.choice(KINDS)
+    torch.manual_seed(SEED + index)
+
+    def normal(*sizes, scale=1.0, shift=0.0):
+        return (torch.randn(*sizes, device=device) * scale + shift).to(dtype)
+
+    tensors = {
+        "input": normal(*batch, c, *extent),
+        "weight": normal(c, k // groups, *kernel, scale=(inputs * taps) ** -0.5),
+    }
+    if rng.random() < 0.5:
+        tensors["bias"] = normal(k, scale=0.3)
+    if norm is not None and rng.random() < 0.7:
+        tensors["norm_weight"] = normal(k, scale=0.3, shift=1)
+        tensors["norm_bias"] = normal(k, scale=0.3)
+    if activation == "prelu":
+        tensors["slopes"] = normal(rng.choice([1, k]), scale=0.3)
+    if rng.random() < 0.3:
+        tensors["skip"] = normal(*batch, k, *map(outputs_of_axis, axes))
+    call = Call(
+        tensors,
+        numbers | {"groups": groups},
+        order=order,
+        norm=norm,
+        activation=activation,
+        return_conv=rng.random() < 0.3,
+        num_groups=rng.choice([g for g in range(1, k + 1) if k % g == 0]),
+        precision=precision,
+    )
+    memory = rng.choice(FORMATS)
+    if device.type == "cpu" and groups > 1 and "NDHWC" in memory:
+        # Torch 2.13's gradient of the weight by oneDNN writes where it must not: 80 > 96, kernel (7, 4, 1).
+        memory = "NCDHW"
+    if memory == "every other":
+        for name in ("input", "skip") & tensors.keys():
+            twice = tensors[name].repeat_interleave(2, dim=-1)
+            tensors[name] = twice[..., ::2]
+    else:
+        named = {"NCDHW": (), "NDHWC": ("input", "weight", "skip")}
+        call = call.channels_last(*named.get(memory, memory.split()[:1]))
+    text = (
+        f"UPCONV3D_SEED={SEED} call={index}: {list(tensors['input'].shape)} > {k}, kernel={kernel} "
+        f"{call.numbers} {order} {norm} {activation} num_groups={call.num_groups} {sorted(tensors)} "
+        f"return_conv={call.return_conv} {dtype} {precision} {memory}{' autocast' if autocast else ''}"
+    )
+    return text, call, autocast
+
+
+def condition(call: Call) -> float:
+    """How much of a group's deviation its size is, at most: what a norm magnifies errors by."""
+    if call.norm is None:
+        return 1.0
+    before = call.activation if call.order == "act_norm" else None
+    value = replace(call, norm=None, activation=before, return_conv=False, order="norm_act").eager()
+    value = value if value.dim() == 5 else value.unsqueeze(0)
+    groups = value.shape[1] if call.norm == "instance" else call.num_groups
+    grouped = value.reshape(value.shape[0], groups, -1)
+    size = grouped.square().mean(-1)
+    return float((size / (grouped.var(-1, correction=0) + 1e-5)).max().sqrt().clamp(min=1))
+
+
+def near_the_kink(call: Call, eps: float) -> float:
+    """Share, of the root mean square, of elements so close to the activation's kink that rounding decides on
+    which side they lie: their whole gradient may be off."""
+    if call.activation not in KINKED:
+        return 0.0
+    norm = call.norm if call.order == "norm_act" else None
+    value = replace(call, norm=norm, activation=None, return_conv=False, order="norm_act").eager()
+    return float((value.abs() <= 2 * eps * value.abs().amax()).double().mean().sqrt())
+
+
+def with_skip(call: Call) -> Call:
+    """A skip, so that its gradient is the one at the sum of convolution and skip."""
+    if "skip" in call.tensors:
+        return call
+    sizes = outputs(call.eager())[0].shape
+    zeros = torch.zeros(sizes, dtype=torch.float64, device=call.tensors["input"].device)
+    return replace(call, tensors=call.tensors | {"skip": zeros})
+
+
+def error(value: torch.Tensor, reference: torch.Tensor, terms: float = 0.0) -> float:
+    """Root mean square over that of the reference, or of the terms that it is a sum of."""
+    off = float((value.double() - reference).norm())
+    return off / max(float(reference.norm()), terms, 1e-300)
+
+
+def check(call: Call, autocast: bool) -> None:
+    device, dtype = call.tensors["input"].device, call.tensors["input"].dtype
+    if call.precision is not None:
+        torch.backends.cudnn.conv.fp32_precision = call.precision
+    casts = torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext()
+    with casts:
+        alone = outputs(call.ours())
+        again = outputs(call.ours())
+        results, grads = gradients(call, Call.ours)
+        eager, eager_grads = gradients(call, Call.eager)
+    wide = with_skip(call.to(torch.float64))
+    exact, exact_grads = gradients(wide, Call.eager)
+    magnified = condition(wide)
+    eps = torch.finfo(torch.bfloat16 if autocast else dtype).eps
+    if dtype == torch.float64:
+        eps = 1e-13  # PyTorch's, whose sums over positions are off by hundreds of roundings, is the reference
+    if dtype == torch.float32 and device.type == "cuda" and call.precision != "ieee":
+        eps = max(eps, 2.0**-10)
+    for y, y_again, kept, other, reference in zip(alone, again, results, eager, exact, strict=True):
+        # Where each group is constant, what PyTorch makes of it is rounding alone, magnified.
+        terms = 0.1 * reference.numel() ** 0.5 if call.norm is not None else 0.0
+        assert y.dtype == kept.dtype == other.dtype and y.shape == kept.shape == other.shape
+        if device.type == "cuda":
+            assert torch.equal(bits(y), bits(y_again)), "two calls, two results"
+        limit = max(ERROR_FACTOR * error(other, reference, terms), 4 * magnified * eps)
+        for what, result in (("y", y), ("y of training", kept)):
+            found = error(result, reference, terms)
+            assert found <= limit, f"{what}: {found:.2e} of {limit:.2e}, condition {magnified:.1f}"
+    seeds = float(torch.cat([torch.ones(y.shape).flatten() for y in exact]).norm())  # of normal values
+    sizes = {"bias": max(float(exact_grads["skip"].norm()), seeds if call.return_conv else 0.0)}
+    floor = max(16 * magnified**2 * eps, 2 * near_the_kink(wide, magnified * eps))
+    for name, reference in exact_grads.items():
+        if name not in call.tensors:
+            continue
+        grad, other = grads[name], eager_grads[name]
+        assert grad is not None and grad.shape == other.shape and grad.dtype == other.dtype, name
+        terms = sizes.get(name, seeds if reference.dim() == 1 else 0.0)
+        limit = max(ERROR_FACTOR * error(other, reference, terms), floor)
+        found = error(grad, reference, terms)
+        assert found <= limit, f"grad of {name}: {found:.2e} of {limit:.2e}, condition {magnified:.1f}"
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_random_calls(device, batch, monkeypatch):
+    deterministic_cudnn(monkeypatch)
+    calls = GPU_PROBLEMS if device.type == "cuda" else CPU_CALLS
+    wrong, kinds = [], Counter()
+    for index in range(batch, calls, BATCHES):
+        text, call, autocast = random_call(index, device)
+        kinds[call.norm, call.activation] += 1
+        try:
+            check(call, autocast)
+        except (AssertionError, RuntimeError, ValueError) as error_found:
+            wrong.append(f"{text}\n  {type(error_found).__name__}: {error_found}")
+    print(f"UPCONV3D_SEED={SEED}, batch {batch}: {dict(kinds)}")
+    assert not wrong, f"{len(wrong)} of {sum(kinds.values())} calls are wrong:\n" + "\n".join(wrong)
