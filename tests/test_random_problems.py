@@ -108,12 +108,10 @@ def floor_factor(block: Block) -> float:
     """Among hundreds, some eager result is right by luck.
 
     And where every tap reads padding, the bias is all there is: 1/sqrt(eps) magnifies the rounding of its 16
-    bits under "tf32", and that of a mean of equal values in float32 (README, Limitations); PyTorch returns
-    norm_bias exactly, or nearly.
+    bits under "tf32" (README, Limitations); PyTorch returns norm_bias exactly.
     """
-    if replace(block, bias=None).conv().any() or block.input.dtype is not torch.float32:
-        return 2
-    return 16 if block.precision == "tf32" else 64
+    only_bias = not replace(block, bias=None).conv().any()
+    return 16 if only_bias and block.input.dtype is torch.float32 and block.precision == "tf32" else 2
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))

@@ -58,7 +58,7 @@ void fill_block(const Problem& p, HeldTiles& t) {
   t.held_bytes = t.loads * t.threads * kVectorBytes;
   t.slot_rows = t.shares_warps() ? t.threads / 32 : t.row_lanes;
   t.slots_bytes = ceil_div(t.slot_rows * t.columns * (lanes / t.slot_lanes), 4) * 16;
-  t.table_bytes = 4 * ceil_div(p.k / t.slabs, 4) * 16;
+  t.table_bytes = HeldTiles::kTableRows * ceil_div(p.k / t.slabs, 4) * 16;
 }
 
 /// Tiles of a cluster for a slab's or group's `bytes`, or 1 where there is to be none.

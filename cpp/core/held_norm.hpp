@@ -30,9 +30,10 @@ struct HeldTiles {
   std::int64_t slot_rows = 0;  // sums that a block takes of each lane of a row
 
   // Of a block's shared memory, in this order:
-  std::int64_t held_bytes = 0;   // [loads,threads] vectors
-  std::int64_t slots_bytes = 0;  // [columns*lanes/slot_lanes,slot_rows] float
-  std::int64_t table_bytes = 0;  // mean, scale, shift and bias, [channels of a slab] float each
+  std::int64_t held_bytes = 0;                   // [loads,threads] vectors
+  std::int64_t slots_bytes = 0;                  // [columns*lanes/slot_lanes,slot_rows] float
+  std::int64_t table_bytes = 0;                  // [kTableRows, channels of a slab] float
+  static constexpr std::int64_t kTableRows = 5;  // mean, scale, shift, bias and M2
 
   /// Whether several rows share a warp, whose threads add them up first.
   bool shares_warps() const { return columns <= 16 && (columns & (columns - 1)) == 0; }

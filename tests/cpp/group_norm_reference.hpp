@@ -113,19 +113,21 @@ struct Case {
   bool affine = true;
   double bias_mean = 0.0;
   double special = 0.0;             // non-zero: one element of the last group becomes this
+  bool alike = false;               // each norm group's c is one value
   std::int64_t tile_positions = 0;  // 0: what the library plan takes
   std::int64_t misalign = 0;        // elements by which c, skip and y start off a 16-byte boundary
 };
 
 inline std::string describe(const Case& c) {
-  char line[320];
+  char line[336];
   std::snprintf(line, sizeof(line),
                 "n=%lld k=%lld positions=%lld groups=%lld %s->%s %s->%s before=%s after=%s parameter=%g "
-                "one_slope=%d bias=%d of %g skip=%d norm=%d affine=%d special=%g tile=%lld misalign=%lld",
+                "one_slope=%d bias=%d of %g skip=%d norm=%d affine=%d special=%g alike=%d tile=%lld "
+                "misalign=%lld",
                 static_cast<long long>(c.n), static_cast<long long>(c.k), static_cast<long long>(c.positions),
                 static_cast<long long>(c.num_groups), name(c.dtype), name(c.y_dtype), name(c.layout),
                 name(c.y_layout), name(c.before), name(c.after), c.parameter, c.one_slope, c.has_bias,
-                c.bias_mean, c.has_skip, c.norm, c.affine, c.special,
+                c.bias_mean, c.has_skip, c.norm, c.affine, c.special, c.alike,
                 static_cast<long long>(c.tile_positions), static_cast<long long>(c.misalign));
   return line;
 }
@@ -166,6 +168,8 @@ inline void fill_data(const Case& c, Reference& ref) {
   ref.skip.resize(elements);
   for (double& value : ref.c) value = round_to(random.normal(), c.dtype);
   for (double& value : ref.skip) value = round_to(random.normal(), c.dtype);
+  const std::int64_t group = c.k / c.num_groups * c.positions;
+  for (std::int64_t i = 0; c.alike && i < elements; ++i) ref.c[i] = ref.c[i / group * group];
   if (c.special != 0) ref.c[elements - 1 - c.positions / 2] = c.special;
 }
 

@@ -141,6 +141,20 @@ void check_behind_a_kernel(const HeldNormParams& params, const CaseBuffers& on, 
   expect(once == download_bytes(on.y.data(), on.y.bytes()), "behind the kernel that brings c: " + what);
 }
 
+/// Groups of one value each: their mean is that value to the last bit, so y is beta.
+void check_alike(const Case& at, const Reference& ref, const std::vector<double>& y,
+                 const std::string& what) {
+  std::int64_t off = 0;
+  for (std::int64_t n = 0; n < at.n; ++n) {
+    for (std::int64_t k = 0; k < at.k; ++k) {
+      for (std::int64_t p = 0; p < at.positions; ++p) {
+        off += y[index_of(at, at.y_layout, n, k, p)] != (at.affine ? ref.beta[k] : 0.0);
+      }
+    }
+  }
+  expect(off == 0, std::to_string(off) + " values are not beta: " + what);
+}
+
 /// Against the reference; then the same bits with as many blocks as a small device holds, none of them in
 /// clusters, and in place where nothing is transposed.
 void run_case(const Case& at, const HeldCut& cut) {
@@ -151,7 +165,9 @@ void run_case(const Case& at, const HeldCut& cut) {
   const std::string what = describe(at) + cut_text(cut);
   launch_held_norm(params, nullptr);
   check(cudaDeviceSynchronize(), what);
-  check_y(at, ref, download(on.y.data(), at.n * at.k * at.positions, at.dtype), stat_roundoff(at), eps);
+  const std::vector<double> y = download(on.y.data(), at.n * at.k * at.positions, at.dtype);
+  check_y(at, ref, y, stat_roundoff(at), eps);
+  if (at.alike) check_alike(at, ref, y, what);
   const std::vector<char> once = download_bytes(on.y.data(), on.y.bytes());
   check_behind_a_kernel(params, on, once, what);
   for (const int blocks : {7, 1}) {
@@ -253,6 +269,10 @@ void run_cases() {
       c.after = turn % 2 == 0 ? Activation::kNone : other;
       c.parameter = other == Activation::kElu ? 1.25 : 0.25;
       c.one_slope = turn % 3 == 0;
+      run(c);
+      c.before = turn % 4 == 0 ? Activation::kSilu : turn % 4 == 1 ? Activation::kRelu : Activation::kNone;
+      c.after = Activation::kNone;
+      c.has_bias = false, c.alike = true;
       run(c);
     }
   }

@@ -55,11 +55,31 @@ struct TileCounts {
   __device__ __forceinline__ float share(int tile) const {
     return tile == tiles - 1 ? last_share : tile_share;
   }
+  __device__ __forceinline__ float count(int tile) const {
+    return tile == tiles - 1 ? last_count : tile_count;
+  }
 };
 
 struct GroupMoments {
   double mean, m2;
 };
+
+/// Whether `count` values lie so close together that the rounding of their mean is much of their deviation:
+/// as a rule one value throughout, where every tap reads padding. 1/sqrt(eps) would magnify that rounding.
+__device__ __forceinline__ bool are_alike(float mean, float m2, float count) {
+  // A sum of thousands of equal values is off by some 2^-21 of itself. Other data lie far above 2^-17.
+  constexpr float kDeviation = 1.f / (1 << 17);
+  const float bound = mean * kDeviation;
+  return m2 > 0.f && m2 <= count * bound * bound;
+}
+
+/// The moments about a mean that values' distances from `mean` correct.
+/// \param distances their sum
+/// \param share     the inverse of their number
+__device__ __forceinline__ GroupMoments corrected(float mean, float m2, float distances, float share) {
+  const double rest = static_cast<double>(distances) * share;
+  return {mean + rest, fmax(m2 - distances * rest, 0.0)};
+}
 
 /// Until the kernel before has ended and what it wrote can be read: this one is launched while it ends.
 __device__ __forceinline__ void wait_for_kernel_before() {

@@ -41,7 +41,7 @@ HeldArgs<T> held_args(const HeldNormParams& params, const HeldTiles& tiles) {
       std::bit_floor(static_cast<std::uint64_t>(tiles.threads / args.slab_groups)), 1, 32));
   args.held_bytes = count(tiles.held_bytes);
   args.slots_bytes = count(tiles.slots_bytes);
-  args.table_pitch = count(tiles.table_bytes / (4 * sizeof(float)));
+  args.table_pitch = count(tiles.table_bytes / (HeldTiles::kTableRows * sizeof(float)));
   args.slot_rows = count(tiles.slot_rows);
   args.shares_warps = tiles.shares_warps();
   const auto values = [&](std::int64_t rows) {

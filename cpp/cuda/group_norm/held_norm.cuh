@@ -8,12 +8,13 @@
 ///
 /// A block copies its tile (core/held_norm.hpp) to shared memory, all loads on the way at once, and reads it
 /// there three times: c crosses L2 once. A tile's sums are taken for its means, then for the squares about
-/// them; the (count, mean, M2) of tiles are merged in double, about the first tile's mean. Each sum has an
-/// order that the tiles decide, and tiles depend on the compute capability, not on the number of
-/// multiprocessors. Where one tile is all of its groups no block waits; else those of a slab do, once, as a
-/// cluster, or all of them, for which the launch is cooperative. A device that does not hold as many of these
-/// gets fewer, which then read their tiles again instead of holding them. Code for compute capability 9.0 and
-/// later begins while the kernel before ends, unless its launch is cooperative.
+/// them, and where a group is next to one value throughout for what its mean is off by; the (count, mean, M2)
+/// of tiles are merged in double, about the first tile's mean. Each sum has an order that the tiles decide,
+/// and tiles depend on the compute capability, not on the number of multiprocessors. Where one tile is all of
+/// its groups no block waits; else those of a slab do, once, as a cluster, or all of them, for which the
+/// launch is cooperative. A device that does not hold as many of these gets fewer, which then read their
+/// tiles again instead of holding them. Code for compute capability 9.0 and later begins while the kernel
+/// before ends, unless its launch is cooperative.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -62,6 +63,7 @@ struct HeldShared {
   float* slots;  // [slots of a row without fold,fold*slot_rows] sums
   // [slab_channels] each; until the tiles are merged mean is the tile's, scale gamma and shift beta
   float *mean, *scale, *shift, *bias;
+  float* m2;  // [slab_groups] of groups whose mean is to be corrected; of others less than 0
 
   template <class T>
   __device__ HeldShared(char* base, const HeldArgs<T>& args)
@@ -70,7 +72,8 @@ struct HeldShared {
         mean(reinterpret_cast<float*>(base + args.held_bytes + args.slots_bytes)),
         scale(mean + args.table_pitch),
         shift(scale + args.table_pitch),
-        bias(shift + args.table_pitch) {}
+        bias(shift + args.table_pitch),
+        m2(bias + args.table_pitch) {}
 };
 
 /// A tile, and this thread's part of it.
@@ -303,18 +306,40 @@ __device__ __forceinline__ float2* parts_of(const HeldArgs<T>& args, const HeldT
          (tile.sample * args.num_groups + tile.slab * args.slab_groups + group) * args.counts.tiles;
 }
 
-/// Adds up the slots of each group: its mean, for the next round; then M2, and where the tile is all of the
-/// group what is to become of its channels.
+/// A group's sum over its slots, which all its lanes get; 0 behind the last group.
 template <class T>
-__device__ __forceinline__ void merge_slots_of_groups(const HeldArgs<T>& args, const HeldTile& tile,
-                                                      const HeldShared& shared, bool squares) {
+__device__ __forceinline__ float sum_of_slots(const HeldArgs<T>& args, const HeldShared& shared, int group,
+                                              int lane) {
   const int parts = (args.group_channels >> args.slot_shift) * args.slot_rows * args.fold;
+  float sum = 0;
+  if (group < args.slab_groups) {
+    for (int i = lane; i < parts; i += args.group_lanes) sum += shared.slots[group * parts + i];
+  }
+  return lanes_sum(sum, args.group_lanes);
+}
+
+/// A group's moments in this tile: for its table where the tile is all of the group, else to be merged.
+template <class T>
+__device__ __forceinline__ void take_moments(const HeldArgs<T>& args, const HeldTile& tile,
+                                             const HeldShared& shared, int group, int lane,
+                                             const GroupMoments& moments) {
+  if (args.counts.tiles == 1) {
+    fill_table(args, shared, group, lane, moments.mean, moments.m2);
+  } else if (lane == 0) {
+    parts_of(args, tile, group)[tile.tile] = {static_cast<float>(moments.mean),
+                                              static_cast<float>(moments.m2)};
+  }
+}
+
+/// Adds up the slots of each group: its mean, for the next round; then M2, which with the mean is what is
+/// taken of it, but where these are to be corrected.
+/// \return whether one of the thread's groups is left for that
+template <class T>
+__device__ __forceinline__ bool merge_slots_of_groups(const HeldArgs<T>& args, const HeldTile& tile,
+                                                      const HeldShared& shared, bool squares) {
+  bool left = false;
   for_each_group(args, [&](int group, int lane) {
-    float sum = 0;
-    if (group < args.slab_groups) {
-      for (int i = lane; i < parts; i += args.group_lanes) sum += shared.slots[group * parts + i];
-    }
-    sum = lanes_sum(sum, args.group_lanes);
+    const float sum = sum_of_slots(args, shared, group, lane);
     if (group == args.slab_groups) return;
     const int begin = group * args.group_channels;
     if (!squares) {
@@ -322,12 +347,15 @@ __device__ __forceinline__ void merge_slots_of_groups(const HeldArgs<T>& args, c
 #pragma unroll 1
       for (int i = begin + lane; i < begin + args.group_channels; i += args.group_lanes)
         shared.mean[i] = mean;
-    } else if (args.counts.tiles == 1) {
-      fill_table(args, shared, group, lane, shared.mean[begin], sum);
-    } else if (lane == 0) {
-      parts_of(args, tile, group)[tile.tile] = {shared.mean[begin], sum};
+      return;
     }
+    const float mean = shared.mean[begin];
+    const bool alike = are_alike(mean, sum, args.counts.count(tile.tile));
+    shared.m2[group] = alike ? sum : -1.f;
+    left = left || alike;
+    if (!alike) take_moments(args, tile, shared, group, lane, {mean, sum});
   });
+  return left;
 }
 
 template <class T>
@@ -340,6 +368,26 @@ __device__ __forceinline__ void merge_tiles_of_groups(const HeldArgs<T>& args, c
   });
 }
 
+/// Takes the moments of the groups that are left, about means that their values' distances correct.
+template <class T, class Input>
+__device__ __forceinline__ void correct_moments(const HeldArgs<T>& args, const HeldTile& tile,
+                                                const HeldShared& shared) {
+  float sum[kLanes<T>] = {};
+  add_up<T, Input>(args, tile, shared, false, sum);
+  leave_in_slots(args, tile, sum, shared.slots);
+  __syncthreads();
+  for_each_group(args, [&](int group, int lane) {
+    const bool is_left = group < args.slab_groups && shared.m2[group] >= 0;
+    // Before a lane writes the next.
+    const float mean = is_left ? shared.mean[group * args.group_channels] : 0.f;
+    const float distances = sum_of_slots(args, shared, group, lane);
+    if (!is_left) return;
+    const float share = args.counts.share(tile.tile);
+    take_moments(args, tile, shared, group, lane, corrected(mean, shared.m2[group], distances, share));
+  });
+  __syncthreads();
+}
+
 template <class T, class Input>
 __device__ __forceinline__ void take_tile_moments(const HeldArgs<T>& args, const HeldTile& tile,
                                                   const HeldShared& shared) {
@@ -347,15 +395,17 @@ __device__ __forceinline__ void take_tile_moments(const HeldArgs<T>& args, const
   load_channels(args, tile, shared);
   __pipeline_wait_prior(0);
   __syncthreads();
+  bool left = false;
 #pragma unroll 1
   for (int round = 0; round < 2; ++round) {
     float sum[kLanes<T>] = {};
     add_up<T, Input>(args, tile, shared, round == 1, sum);
     leave_in_slots(args, tile, sum, shared.slots);
     __syncthreads();
-    merge_slots_of_groups(args, tile, shared, round == 1);
-    __syncthreads();
+    left = __syncthreads_or(merge_slots_of_groups(args, tile, shared, round == 1));
   }
+  if (left) [[unlikely]]
+    correct_moments<T, Input>(args, tile, shared);
 }
 
 template <class T, class Input>

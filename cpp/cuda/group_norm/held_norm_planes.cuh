@@ -8,9 +8,9 @@
 ///
 /// A norm group of a sample is one stretch of memory, and a tile (core/held_norm.hpp) a part of one. A team
 /// of threads holds it in shared memory and reads it there three times, as the other form does, which says
-/// what makes the bits the same on every run. Where a channel's positions are no whole vectors, channels and
-/// tiles begin and end within one: of a tile's first and last vector only its own values are read and
-/// written.
+/// what makes the bits the same on every run, and when it reads once more. Where a channel's positions are no
+/// whole vectors, channels and tiles begin and end within one: of a tile's first and last vector only its own
+/// values are read and written.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -243,6 +243,25 @@ __device__ __forceinline__ float sum_of_plane(const HeldPlanesArgs<T>& args, Hel
   return total;
 }
 
+/// The moments of the team's tile.
+template <class T, class Input>
+__device__ __forceinline__ GroupMoments moments_of_plane(const HeldPlanesArgs<T>& args,
+                                                         const HeldPlane& plane,
+                                                         const HeldPlanesShared& shared) {
+  const float share = args.counts.share(plane.tile);
+  const float mean = sum_of_plane<T, Input>(args, plane, shared, false, 0.f) * share;
+  const float m2 = sum_of_plane<T, Input>(args, plane, shared, true, mean);
+  const bool alike = plane.begin < plane.end && are_alike(mean, m2, args.counts.count(plane.tile));
+  // A team's threads agree; several teams of more than a warp have to go the same way.
+  const bool alone = args.teams == 1 || args.team_threads == 32;
+  GroupMoments moments{mean, m2};
+  if (alone ? alike : __syncthreads_or(alike)) [[unlikely]] {
+    const float distances = sum_of_plane<T, Input>(args, plane, shared, false, mean);
+    if (alike) moments = corrected(mean, m2, distances, share);
+  }
+  return moments;
+}
+
 /// From a group's moments to what becomes of its channels in this tile. \return the mean to subtract
 template <class T>
 __device__ __forceinline__ float fill_plane_table(const HeldPlanesArgs<T>& args, const HeldPlane& plane,
@@ -310,14 +329,11 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1)
   for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
     const HeldPlane plane(args, work);
     bring_plane(args, plane, shared);
-    const float mean =
-        sum_of_plane<T, Input>(args, plane, shared, false, 0.f) * args.counts.share(plane.tile);
-    const float m2 = sum_of_plane<T, Input>(args, plane, shared, true, mean);
+    const GroupMoments moments = moments_of_plane<T, Input>(args, plane, shared);
     if (!waits) {
-      const float rounded = fill_plane_table(args, plane, shared, GroupMoments{mean, m2});
-      normalize_plane<T, Input>(args, plane, shared, rounded);
+      normalize_plane<T, Input>(args, plane, shared, fill_plane_table(args, plane, shared, moments));
     } else if (threadIdx.x == 0) {
-      args.part[work] = {mean, m2};
+      args.part[work] = {static_cast<float>(moments.mean), static_cast<float>(moments.m2)};
     }
   }
   if (!waits) return;
