@@ -274,6 +274,16 @@ bool is_compared_kind(const Problem& p) {
   return p.dtype == DType::kFloat32 || p.k <= kOutputs || p.c % kVector != 0 || volume(p.kernel) > kTaps;
 }
 
+/// What the kernel for few channels takes of its estimate where many inputs become few outputs, and many of
+/// them: 1.06 to 1.76, of one output 1.6 and 1.65 (perf/NOTES.md, "Large inputs of few outputs").
+double direct_at_length(const Problem& p) {
+  constexpr std::int64_t kInputs = 32, kOutputs = 4, kBytes = 16'000'000;
+  constexpr double kFew = 1.3, kOne = 1.9;
+  const bool is_large = p.n * p.k * p.positions() * size_of(p.dtype) > kBytes;
+  if (p.c < kInputs || p.k > kOutputs || !is_large) return 1;
+  return p.k == 1 ? kOne : kFew;
+}
+
 /// What a plan is expected to take, in us: of the library plan, where it was not compared with the SM90 plan,
 /// what it takes at least.
 double expected_us(const Problem& p, const Plan& plan) {
@@ -283,7 +293,7 @@ double expected_us(const Problem& p, const Plan& plan) {
     case Algorithm::kSm90ImplicitGemm:
       return sm90_us(p, plan);
     case Algorithm::kCudaDirect:
-      return 1e3 * plan.estimated_direct_ms;
+      return 1e3 * plan.estimated_direct_ms * direct_at_length(p);
     default:
       return (plan.expected_us > 0 ? plan.expected_us : least_library_us(p)) +
              (is_compared_kind(p) ? kPerProduct * static_cast<double>(p.c * volume(p.kernel)) : 0);
@@ -307,6 +317,11 @@ double margin_of_col2im(const Problem& p, const Plan& chosen) {
     if (is_library) return kLibraryWithoutOverlaps;
     if (chosen.algorithm == Algorithm::kSm90ImplicitGemm && p.k > kFewOutputs) return kSm90WithoutOverlaps;
   }
+  // Of larger float32 results the SM90 plan took 0.5 to 0.6 of what was expected of it.
+  constexpr std::int64_t kLargeResult = 45'000'000;
+  constexpr double kSm90AtLength = 1.75;
+  const bool is_large = p.n * p.k * p.positions() * size_of(p.dtype) > kLargeResult;
+  if (chosen.algorithm == Algorithm::kSm90ImplicitGemm && is_large && !p.is_ieee()) return kSm90AtLength;
   if (!is_library) return kCompared;
   if (chosen.expected_us <= 0) {
     // Of fewer inputs cuDNN took 0.9 to 1.5 of least_library_us, and down to half of it in float32 of stride

@@ -94,6 +94,26 @@ void test_few_outputs() {
   check(plan_of(twenty), Algorithm::kSm90ImplicitGemm, "83 us, col2im 133");
   check(plan_of([&](Problem& p) { twenty(p), ieee(p); }), col2im, "195 us, the SM90 plan 304");
 
+  // Results or inputs of more than 45 and 135 MB (perf/results/h200_large_inputs.txt).
+  const auto in_planes = [](Problem& p) {
+    p.dtype = DType::kFloat32, p.precision = Precision::kTF32;
+    p.x_layout = p.y_layout = Layout::kNCDHW, p.w_channels_last = false;
+  };
+  const auto flat = [](Problem& p) {
+    p.n = 4, p.c = 48, p.k = 4, p.num_groups = 2, p.in = {64, 64, 64}, p.kernel = {1, 3, 3};
+    p.stride = {1, 2, 2}, p.padding = {0, 1, 1};
+  };
+  check(plan_of([&](Problem& p) { flat(p), in_planes(p); }), col2im,
+        "415 us, the kernel for few channels 579 where 515 are expected");
+  check(plan_of(flat), Algorithm::kCudaDirect, "157 us, col2im 400");
+  check(plan_of([&](Problem& p) { flat(p), p.n = 2, p.c = 64, p.k = 16, p.in = {48, 48, 48}, in_planes(p); }),
+        Algorithm::kSm90ImplicitGemm, "177 us where 303 are expected, col2im 212");
+  const auto one = [](Problem& p) {
+    p.n = 4, p.c = 32, p.k = p.num_groups = 1, p.in = {64, 64, 64}, p.kernel = {4, 4, 4};
+    p.stride = {2, 2, 2}, p.padding = {1, 1, 1};
+  };
+  check(plan_of(one), col2im, "354 us, the kernel for few channels 507 where 307 are expected");
+
   // In training, forward and gradients together, of 64 > 2, k5 (perf/results/h200_training_plans.txt).
   const auto two = [](Problem& p) {
     p.n = 2, p.c = 64, p.k = p.num_groups = 2, p.in = {40, 38, 37}, p.kernel = {5, 5, 5};
