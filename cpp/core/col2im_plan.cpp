@@ -64,12 +64,32 @@ std::string col2im_obstacle(const Problem& p, const Device& device) {
 }
 
 int col2im_lane_channels(const Problem& p) {
-  constexpr std::int64_t kFewChannels = 4, kManyOutputs = 1 << 20;
+  constexpr std::int64_t kManyOutputs = 1 << 20;
   if (p.k == 1) return 1;
-  return p.k > kFewChannels && p.n * p.k * p.positions() >= kManyOutputs ? 8 : 2;
+  if (p.k == 2 || p.n * p.k * p.positions() < kManyOutputs) return 2;
+  return p.k <= 4 ? 4 : 8;
+}
+
+std::int64_t col2im_tap_step(const Problem& p, int axis) {
+  return std::min(p.stride[axis] / std::gcd(p.stride[axis], p.dilation[axis]), p.kernel[axis]);
+}
+
+std::int64_t col2im_most_taps(const Problem& p) {
+  std::int64_t most = 1;
+  for (int axis = 0; axis < 3; ++axis) most *= ceil_div(p.kernel[axis], col2im_tap_step(p, axis));
+  return most;
 }
 
 namespace {
+
+/// Whether the gather has a form for so few taps, or takes four channels at once. Of more than 4 outputs what
+/// the others take is counted, since choices were fitted with that: theirs is 0.92 to 0.97 of it.
+bool col2im_has_short_lanes(const Problem& p) {
+  constexpr std::int64_t kMostOutputs = 4, kMostOfOneOutput = 8;
+  const std::int64_t taps = col2im_most_taps(p);
+  return p.k <= kMostOutputs &&
+         (taps == 1 || (p.k == 1 && taps <= kMostOfOneOutput) || col2im_lane_channels(p) == 4);
+}
 
 /// What a block moves and multiplies, megabytes of 10^6 bytes.
 struct ColumnsWork {
@@ -107,7 +127,7 @@ constexpr ColumnsLimits kAnyOutputs = {128, 64, 32, 8e9};
 struct ColumnsCosts {
   std::int64_t block_inputs;  // of a k-block
   std::int64_t row_values;    // rows of multiples of these come in larger pieces
-  double launches, block, odd_input, odd_weight, columns_mb, input_mb, result_mb, lane;
+  double launches, block, odd_input, odd_weight, columns_mb, input_mb, result_mb, long_lane;
 
   double us(const Problem& p, const ColumnsWork& work) const {
     const ColumnsLayout columns(p);
@@ -115,6 +135,9 @@ struct ColumnsCosts {
     const bool is_weight_odd = columns.rows % row_values != 0;
     const double blocks = work.rounds * static_cast<double>(ceil_div(p.c, block_inputs));
     const double lanes = static_cast<double>(p.n * p.positions() * ceil_div(p.k, col2im_lane_channels(p)));
+    // Forms for few taps, and of four channels, took 10 to 14 (perf/NOTES.md, "Large inputs of few outputs").
+    constexpr double kShortLane = 12e-6;
+    const double lane = col2im_has_short_lanes(p) ? kShortLane : long_lane;
     return launches + (block + (is_input_odd ? odd_input : 0) + (is_weight_odd ? odd_weight : 0)) * blocks +
            columns_mb * work.columns_mb + input_mb * work.x_mb + result_mb * work.y_mb + lane * lanes;
   }

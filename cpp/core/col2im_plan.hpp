@@ -31,9 +31,15 @@ struct ColumnsLayout {
 inline constexpr std::int64_t kColumnsTile = 8192;
 std::int64_t columns_tile_rows(std::int64_t rows, std::int64_t positions);
 
-/// Output channels of a lane of the gather: 1, 2 or 8. Of few outputs a lane has few, so that more of the
+/// Output channels of a lane of the gather: 1, 2, 4 or 8. Of few outputs a lane has few, so that more of the
 /// card has some.
 int col2im_lane_channels(const Problem& problem);
+
+/// Along an axis, from a tap that reaches an output to the next that does, or all taps.
+std::int64_t col2im_tap_step(const Problem& problem, int axis);
+
+/// The most taps that reach an output: one of kernel = stride.
+std::int64_t col2im_most_taps(const Problem& problem);
 
 /// Why the kernels of this plan cannot run, or "".
 std::string col2im_obstacle(const Problem& problem, const Device& device);

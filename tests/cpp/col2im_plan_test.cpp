@@ -136,7 +136,8 @@ void test_few_outputs() {
     p.n = 1, p.k = k, p.in = in;
     return col2im_lane_channels(p);
   };
-  expect(lanes(1, {64, 64, 64}) == 1 && lanes(3, {64, 64, 64}) == 2, "channels of a lane, of few");
+  expect(lanes(1, {64, 64, 64}) == 1 && lanes(3, {8, 8, 8}) == 2 && lanes(3, {80, 80, 80}) == 4,
+         "channels of a lane, of few");
   expect(lanes(20, {8, 8, 8}) == 2 && lanes(20, {64, 64, 64}) == 8, "and of more where there are enough");
 }
 

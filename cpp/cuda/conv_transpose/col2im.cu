@@ -108,7 +108,10 @@ class TapWalk {
 
 /// \tparam kChannels output channels of a lane
 /// \tparam kAcross   warps that share an output position
-template <class T, int kChannels, int kAcross, bool kInRows>
+/// \tparam kMostTaps that reach any output; 0: any number. What is unrolled takes its instructions where it
+/// is
+///                   no tap, too.
+template <class T, int kChannels, int kAcross, int kMostTaps, bool kInRows>
 __global__ void __launch_bounds__(kThreads) col2im(const __grid_constant__ Col2imTypedArgs<T> args) {
   constexpr int kBlockChannels = kChannels * kAcross, kBlockPositions = kThreads / kAcross;
   const int block = int(blockIdx.x);
@@ -132,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) col2im(const __grid_constant__ Col2i
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) offset[c] = min(c, args.channels - 1 - channel) * args.k;
     TapWalk walk(args, z_taps, p_taps, q_taps);
-    constexpr int kTaps = kLoadsAhead / kChannels;
+    constexpr int kTaps = kMostTaps > 0 ? kMostTaps : kLoadsAhead / kChannels;
     for (int left = z_taps.count * p_taps.count * q_taps.count; left > 0; left -= kTaps) {
       float products[kTaps][kChannels];
 #pragma unroll
@@ -148,6 +151,7 @@ __global__ void __launch_bounds__(kThreads) col2im(const __grid_constant__ Col2i
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) sums[c] += products[j][c];
       }
+      if constexpr (kMostTaps > 0) break;
     }
     if (args.bias) {
 #pragma unroll
@@ -176,27 +180,46 @@ __global__ void __launch_bounds__(kThreads) col2im(const __grid_constant__ Col2i
   }
 }
 
-template <int kChannels, int kAcross, class T>
+template <int kChannels, int kAcross, int kMostTaps, class T>
 void launch(Col2imTypedArgs<T>& args, const Problem& p, cudaStream_t stream) {
   args.position_blocks = static_cast<int>(ceil_div(args.positions, kThreads / kAcross));
   args.channel_blocks = static_cast<int>(ceil_div(p.k, kChannels * kAcross));
   const auto blocks = static_cast<unsigned>(p.n * args.position_blocks * args.channel_blocks);
   if (p.y_layout == Layout::kNDHWC) {
-    col2im<T, kChannels, kAcross, true><<<blocks, kThreads, 0, stream>>>(args);
+    col2im<T, kChannels, kAcross, kMostTaps, true><<<blocks, kThreads, 0, stream>>>(args);
   } else {
-    col2im<T, kChannels, kAcross, false><<<blocks, kThreads, 0, stream>>>(args);
+    col2im<T, kChannels, kAcross, kMostTaps, false><<<blocks, kThreads, 0, stream>>>(args);
   }
   check_launch("launching col2im");
 }
 
 /// As many warps share a position as channels are there for.
-template <int kChannels, class T>
-void launch_of(Col2imTypedArgs<T>& args, const Problem& p, cudaStream_t stream) {
+template <int kChannels, int kMostTaps, class T>
+void launch_across(Col2imTypedArgs<T>& args, const Problem& p, cudaStream_t stream) {
   const std::int64_t across = ceil_div(p.k, kChannels);
-  if (across == 1) return launch<kChannels, 1>(args, p, stream);
-  if (across == 2) return launch<kChannels, 2>(args, p, stream);
-  if (across <= 4) return launch<kChannels, 4>(args, p, stream);
-  launch<kChannels, 8>(args, p, stream);
+  if (across == 1) return launch<kChannels, 1, kMostTaps>(args, p, stream);
+  if (across == 2) return launch<kChannels, 2, kMostTaps>(args, p, stream);
+  if (across <= 4) return launch<kChannels, 4, kMostTaps>(args, p, stream);
+  launch<kChannels, 8, kMostTaps>(args, p, stream);
+}
+
+/// The form for the output channels, and for the taps where there is one for few.
+template <class T>
+void launch_form(Col2imTypedArgs<T>& args, const Problem& p, cudaStream_t stream) {
+  const std::int64_t taps = col2im_most_taps(p);
+  switch (col2im_lane_channels(p)) {
+    case 1:
+      if (taps == 1) return launch<1, 1, 1>(args, p, stream);
+      if (taps <= 4) return launch<1, 1, 4>(args, p, stream);
+      if (taps <= 8) return launch<1, 1, 8>(args, p, stream);
+      return launch<1, 1, 0>(args, p, stream);
+    case 2:
+      return taps == 1 ? launch_across<2, 1>(args, p, stream) : launch_across<2, 0>(args, p, stream);
+    case 4:
+      return taps == 1 ? launch<4, 1, 1>(args, p, stream) : launch<4, 1, 0>(args, p, stream);
+    default:
+      return taps == 1 ? launch_across<8, 1>(args, p, stream) : launch_across<8, 0>(args, p, stream);
+  }
 }
 
 template <class T>
@@ -218,18 +241,14 @@ void launch_typed(const Col2imParams& params, cudaStream_t stream) {
     args.stride[axis] = cutlass::FastDivmod(static_cast<int>(p.stride[axis]));
     args.padding[axis] = static_cast<int>(p.padding[axis]);
     args.dilation[axis] = static_cast<int>(p.dilation[axis]);
+    args.step[axis] = cutlass::FastDivmod(static_cast<int>(col2im_tap_step(p, axis)));
     const std::int64_t shared = std::gcd(p.stride[axis], p.dilation[axis]);
-    const std::int64_t step = std::min(p.stride[axis] / shared, p.kernel[axis]);
-    args.step[axis] = cutlass::FastDivmod(static_cast<int>(step));
     args.back[axis] = cutlass::FastDivmod(static_cast<int>(p.dilation[axis] / shared));
   }
   args.height = cutlass::FastDivmod(static_cast<int>(out[1]));
   args.width = cutlass::FastDivmod(static_cast<int>(out[2]));
   args.positions = static_cast<int>(p.positions());
-  const int channels = col2im_lane_channels(p);
-  if (channels == 1) return launch<1, 1>(args, p, stream);
-  if (channels == 8) return launch_of<8>(args, p, stream);
-  launch_of<2>(args, p, stream);
+  launch_form(args, p, stream);
 }
 
 }  // namespace
