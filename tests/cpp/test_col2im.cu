@@ -199,6 +199,15 @@ void run_cases() {
       {1, 4, 20, {16, 32, 32}, kTwos, kTwos, kZeros, kZeros, kOnes},
       {1, 4, 12, {24, 32, 32}, kTwos, kTwos, kZeros, kZeros, kOnes},
       {1, 4, 6, {32, 32, 32}, kTwos, kTwos, kZeros, kZeros, kOnes},
+      {1, 4, 8, {24, 26, 28}, {3, 3, 3}, kTwos, kOnes, kOnes, kOnes},
+      // And for lanes of four, of one tap and of up to eight.
+      {1, 4, 3, {36, 35, 37}, kTwos, kTwos, kZeros, kZeros, kOnes},
+      {1, 4, 4, {32, 33, 34}, {3, 3, 3}, kTwos, kOnes, kOnes, kOnes},
+      // One output of one tap, of up to two, four and eight.
+      {2, 8, 1, {5, 6, 7}, {2, 3, 2}, {2, 3, 2}, kZeros, kZeros, kOnes},
+      {2, 8, 1, {5, 6, 7}, {1, 1, 3}, {1, 1, 2}, {0, 0, 1}, {0, 0, 1}, kOnes},
+      {2, 8, 1, {5, 6, 7}, {1, 3, 3}, {1, 2, 2}, {0, 1, 1}, {0, 1, 1}, kOnes},
+      {2, 8, 1, {5, 6, 7}, {4, 4, 4}, kTwos, kOnes, kZeros, kOnes},
   };
   struct Kind {
     DType dtype;
