@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 import upconv3d
 from oracles import make_block
-from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
 SLICES = 3
 
@@ -232,10 +233,35 @@ def test_compiled_vmap(device):
     torch.testing.assert_close(compiled(xs), vmap(ours)(xs))
 
 
-@pytest.mark.parametrize(
-    "transform", [jvp, lambda f, x, t: vmap(lambda z: jvp(f, (z,), t))(torch.stack([*x]))]
-)
-def test_forward_mode_is_refused(device, transform):
-    ours, _, x, _ = _case(device)
-    with pytest.raises(NotImplementedError, match="forward-mode AD"):
-        transform(ours, (x,), (x,))
+FORWARD_MODES = {
+    "jvp": lambda f, x, t: jvp(f, (x,), (t,)),
+    "vmap-jvp": lambda f, x, t: vmap(lambda z: jvp(f, (z,), (t[0],)))(torch.stack([*x])),
+    "jvp-vmap": lambda f, x, t: jvp(vmap(f), (_slices(x),), (_slices(t),)),
+    "jacfwd": lambda f, x, t: jacfwd(lambda z: f(z).square().mean(-1))(x),
+    "hessian": lambda f, x, t: hessian(lambda z: f(x + z.sum() * t).pow(3).sum())(x[0, :, 0, 0, 0]),
+    "grad-of-jvp": lambda f, x, t: grad(lambda z: jvp(f, (z,), (t,))[1].pow(3).sum())(x),
+}
+
+
+@pytest.mark.parametrize("mode", FORWARD_MODES)
+def test_forward_mode(device, mode):
+    """PyTorch's calls."""
+    ours, eager, x, _ = _case(device)
+    run, tangent = FORWARD_MODES[mode], torch.randn_like(x)
+    torch.testing.assert_close(run(ours, x, tangent), run(eager, x, tangent))
+
+
+def test_forward_mode_of_weights(device):
+    """Of every tensor, under torch.func and in a dual level without it."""
+    block = make_block(2, 4, 6, (2, 3, 2), 3, num_groups=2, device=device, dtype=torch.float64)
+    names = [*block.tensors()]
+    tangents = tuple(torch.randn_like(tensor) for tensor in block.tensors().values())
+
+    def of(run):
+        return lambda *tensors: run(replace(block, **dict(zip(names, tensors, strict=True))))
+
+    expected = jvp(of(type(block).eager), tuple(block.tensors().values()), tangents)
+    torch.testing.assert_close(jvp(of(type(block).ours), tuple(block.tensors().values()), tangents), expected)
+    with forward_ad.dual_level():
+        duals = (forward_ad.make_dual(*pair) for pair in zip(block.tensors().values(), tangents, strict=True))
+        torch.testing.assert_close(forward_ad.unpack_dual(of(type(block).ours)(*duals)), expected)

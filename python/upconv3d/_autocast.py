@@ -181,10 +181,13 @@ def cast_tensors(tensors: Sequence[Tensor | None], low: torch.dtype, recording: 
     return tuple(cast)
 
 
-def three_calls(tensors: Sequence[Tensor | None], block: tuple[Any, ...]) -> Tensor:
-    """PyTorch's own calls under autocast, where gradients_lose_range."""
+def three_calls(tensors: Sequence[Tensor | None], block: tuple[Any, ...], precise: bool = False) -> Tensor:
+    """PyTorch's own calls, where autocast would cost gradients their range, and for forward-mode AD.
+
+    block, precise: the fields of BlockArguments, and whether their precision is the caller's.
+    """
     settings = (*block, "act_norm", "relu", 0.0, False)
-    return composite((*tensors, None, None), settings, precise=False)[0]
+    return composite((*tensors, None, None), settings, precise)[0]
 
 
 def under_autocast(run: Callable[..., Tensor], tensors: Sequence[Tensor | None], *numbers: Any) -> Tensor:

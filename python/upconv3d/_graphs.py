@@ -28,16 +28,23 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def has_tangent(arguments: Iterable[Any]) -> bool:
+    """Whether a tensor carries a tangent of forward-mode AD."""
+    # Level 0 is the only one; of one that torch.func entered in a graph, forward_ad itself knows nothing.
+    return any(
+        isinstance(argument, Tensor) and torch._VF._unpack_dual(argument, level=0)[1] is not None
+        for argument in arguments
+    )
+
+
 def refuse_tangents(arguments: Iterable[Any]) -> None:
     """Raises NotImplementedError where a tensor carries a tangent, which an operator of ours would drop."""
-    for argument in arguments:
-        # Level 0 is the only one; of one that torch.func entered in a graph, forward_ad itself knows nothing.
-        if isinstance(argument, Tensor) and torch._VF._unpack_dual(argument, level=0)[1] is not None:
-            raise NotImplementedError(
-                "upconv3d: forward-mode AD (jvp, jacfwd, dual tensors) is not implemented; got an argument "
-                'with a tangent. Remedy: reverse mode, or conv_transpose3d_norm_act with order="act_norm", '
-                "which is PyTorch's calls there."
-            )
+    if has_tangent(arguments):
+        raise NotImplementedError(
+            "upconv3d: an operator called by its name, or in a graph, has no forward-mode AD (jvp, jacfwd, "
+            "dual tensors); got an argument with a tangent. Remedy: call the function, outside of "
+            "torch.compile, or use reverse mode."
+        )
 
 
 def tag_compile_cache(build: str) -> None:

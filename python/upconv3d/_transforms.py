@@ -7,7 +7,7 @@ several weights, so the rule calls the operator once per slice.
 """
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 
 from ._autocast import autocast_dtype, three_calls, under_autocast
 from ._autograd import _backward, _setup_context
+from ._graphs import has_tangent
 
 _MASK = 13  # the backward operator's output_mask among its arguments; `saved` follows, or not
 
@@ -116,19 +117,20 @@ class TransformedBlock(torch.autograd.Function):
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        raise NotImplementedError(
-            "upconv3d: forward-mode AD (jvp, jacfwd, hessian) is not implemented. Remedy: reverse mode "
-            '(jacrev of jacrev for a Hessian), or conv_transpose3d_norm_act with order="act_norm", which is '
-            "PyTorch's calls there."
-        )
+
+def _inside(*kinds: TransformType) -> bool:
+    """Whether one of the transforms around the caller is of these kinds."""
+    return any(level.key() in kinds for level in get_interpreter_stack() or ())
 
 
 def differentiated() -> bool:
     """Whether one of the transforms around the caller is grad, vjp, jvp or what is made of them."""
-    kinds = (TransformType.Grad, TransformType.Jvp)
-    return any(level.key() in kinds for level in get_interpreter_stack() or ())
+    return _inside(TransformType.Grad, TransformType.Jvp)
+
+
+def takes_tangents(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether the caller is inside of jvp or what is made of it, or a tensor has a tangent without that."""
+    return _inside(TransformType.Jvp) or has_tangent(tensors)
 
 
 def transformed_block(*arguments: Any) -> Tensor:

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
-from ._autocast import block_under_autocast
+from ._autocast import block_under_autocast, three_calls
 from ._autograd import record_block
 from ._geometry import surely
-from ._graphs import refuse_tangents
 from ._numbered import numbered_block, settings_number
-from ._transforms import differentiated, transformed_block
+from ._transforms import differentiated, takes_tangents, transformed_block
 
 IntOrTriple = int | Sequence[int]
 
@@ -256,13 +255,15 @@ def conv_transpose3d_relu_group_norm(
         ValueError: unknown precision, eps not finite, an integer beyond 64 bit, or a norm group of one single
             value.
         TypeError: an argument is of the wrong kind.
-        NotImplementedError: input's dtype is another one, or forward-mode AD is asked for.
+        NotImplementedError: input's dtype is another one, or forward-mode AD is asked for inside
+            torch.compile.
 
     Under autocast all tensors are cast to its dtype, as for conv_transpose3d alone; the result is float32 on
     CUDA and of that dtype on the CPU, as it is from the three calls. On an SM90 GPU a small block of float32
     parameters is computed as under precision="tf32" instead, which is more exact and saves the casts; so is
     one of any size while gradients are recorded in float16, or PyTorch's calls run, whose norm takes
     gradients in float32. On the CPU PyTorch's calls run while gradients are recorded, whatever `recompute`.
+    So they do for forward-mode AD (jvp, jacfwd, hessian, dual tensors).
 
     Source: GroupNorm, Wu & He, arXiv:1803.08494.
     """
@@ -282,18 +283,19 @@ def conv_transpose3d_relu_group_norm(
         )
         return overridden
     check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
-    precision = resolve_precision(input, precision)
+    asked, precision = precision is not None, resolve_precision(input, precision)
     groups = integer(groups, "groups")
     num_groups = integer(num_groups, "num_groups")
     stride = triple(stride, "stride")
     padding = triple(padding, "padding")
     output_padding = triple(output_padding, "output_padding")
     dilation = triple(dilation, "dilation")
+    numbers = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
     if _dynamo_compiling():  # none of the questions below can be asked in a graph
         recording, whole, transforms, tracing = False, True, False, False
     else:
-        if forward_ad._current_level >= 0:
-            refuse_tangents(tensors)
+        if forward_ad._current_level >= 0 and takes_tangents(tensors):
+            return three_calls(tensors, numbers, asked)
         transforms = _transforms_active()
         tracing = _tracing()
         recording = _grad_enabled() and _any_requires_grad(*tensors)
@@ -308,7 +310,6 @@ def conv_transpose3d_relu_group_norm(
         _check_values_per_group(input, weight, stride, padding, output_padding, groups, dilation, num_groups)
     y: Tensor
     if not whole:
-        numbers = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
         # Who watches operators is to see the one that he knows.
         watched = tracing or _profiling() or _dispatch_modes() > 0
         if _autocast_enabled():

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from ._geometry import surely
@@ -245,7 +244,6 @@ def conv_transpose3d_norm_act(
         and order == "act_norm"
         and norm == "group"
         and num_groups is not None
-        and (_dynamo_compiling() or forward_ad._current_level < 0)  # that path has no tangents
         and activation_param is None
         and skip is None
         and not return_conv
