@@ -180,15 +180,17 @@ def test_explain_raises_as_the_call_does(name):
         assert fragment in str(raised.value)
 
 
-def test_forward_mode_of_the_operator_is_refused():
-    """It would drop a tangent. The function has PyTorch's calls for that (test_transforms.py)."""
+@pytest.mark.parametrize("suffix", ["", "_recomputed"])
+def test_forward_mode_of_the_operator_is_refused(suffix):
+    """It would drop a tangent, as in graphs. The function has PyTorch's calls for that (test_transforms.py)."""
     block = good()
     expected = block.ours()
     t = block.tensors()
     numbers = ([1] * 3, [0] * 3, [0] * 3, 1, [1] * 3, block.num_groups)
 
     def named(x):
-        return torch.ops.upconv3d.conv_transpose3d_relu_group_norm(
+        op = getattr(torch.ops.upconv3d, f"conv_transpose3d_relu_group_norm{suffix}")
+        return op(
             x, t["weight"], t.get("bias"), *numbers, t.get("norm_weight"), t.get("norm_bias"), 1e-5, "ieee"
         )
 
@@ -197,6 +199,8 @@ def test_forward_mode_of_the_operator_is_refused():
         dual = torch.autograd.forward_ad.make_dual(block.input, torch.ones_like(block.input))
         with pytest.raises(NotImplementedError, match=r"forward-mode AD.* call the function"):
             named(dual)
+    with pytest.raises(NotImplementedError, match="got an argument with a tangent"):
+        torch.func.jvp(named, (block.input,), (block.input,))
 
 
 def test_integers_of_any_kind():

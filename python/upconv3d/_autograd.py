@@ -28,7 +28,7 @@ from torch import Tensor
 from . import _C
 from ._facts import block_facts, is_concrete, kept_of
 from ._geometry import batched, dense_as, memory_format_of
-from ._graphs import is_traced, record_operator
+from ._graphs import is_traced, record_operator, record_plainly
 from ._numbered import numbered_block_for_training
 
 _NAME = "conv_transpose3d_relu_group_norm"
@@ -468,4 +468,4 @@ def register() -> None:
             "conv_transpose3d_relu_group_norm_backward", _backward_kernel, key
         )
     record_operator(_library, _NAME, _setup_context, _backward, _keeps)
-    torch.library.register_autograd(f"upconv3d::{_NAME}_recomputed", _backward, setup_context=_setup_context)
+    record_plainly(_library, f"{_NAME}_recomputed", _setup_context, _backward)

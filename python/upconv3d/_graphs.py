@@ -56,6 +56,54 @@ def tag_compile_cache(build: str) -> None:
     torch.compiler.config.cache_key_tag += f"|upconv3d {build} {plan}"
 
 
+def _recorded(op: Any, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Any:
+    """What torch.library.register_autograd makes of `op`, a node whose last argument is dispatch keys."""
+
+    class Recorded(torch.autograd.Function):
+        """The kernel's keys come last, so that arguments keep their places."""
+
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            *given, keys = arguments
+            with torch._C._AutoDispatchBelowAutograd():
+                output = op.redispatch(keys, *given)
+            setup_context(ctx, tuple(given), output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return (*backward(ctx, *gradients), None)
+
+    return Recorded
+
+
+def _refuse_tangents_here(arguments: tuple[Any, ...]) -> None:
+    """refuse_tangents where there can be any."""
+    if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
+        refuse_tangents(arguments)
+
+
+def record_plainly(
+    library: torch.library.Library,
+    name: str,
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+) -> None:
+    """Ties `backward` to upconv3d::name as torch.library.register_autograd does, which drops tangents."""
+    op = getattr(torch.ops.upconv3d, name).default
+    node = _recorded(op, setup_context, backward)
+
+    def kernel(keyset: Any, *arguments: Any) -> Any:
+        _refuse_tangents_here(arguments)
+        keys = keyset & torch._C._after_autograd_keyset
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            return node.apply(*arguments, keys)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keys, *arguments)
+
+    library.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+
+
 def record_operator(
     library: torch.library.Library,
     name: str,
@@ -79,20 +127,7 @@ def record_operator(
     op = getattr(torch.ops.upconv3d, name).default
     results = len(op._schema.returns)
 
-    class Recorded(torch.autograd.Function):
-        """What register_autograd makes; the kernel's keys come last, so that arguments keep their places."""
-
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:
-            *given, keys = arguments
-            with torch._C._AutoDispatchBelowAutograd():
-                output = op.redispatch(keys, *given)
-            setup_context(ctx, tuple(given), output)
-            return output
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return (*backward(ctx, *gradients), None)
+    node = _recorded(op, setup_context, backward)
 
     class Kept(torch.autograd.Function):
         """What name_for_training's own node is, around in_training()."""
@@ -111,8 +146,7 @@ def record_operator(
             return backward(ctx, *gradients)
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
-        if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
-            refuse_tangents(arguments)
+        _refuse_tangents_here(arguments)
         keys = keyset & torch._C._after_autograd_keyset
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*arguments):
             with torch._C._AutoDispatchBelowAutograd():
@@ -125,7 +159,7 @@ def record_operator(
             record: Any = kept_op if in_training is None else Kept.apply
             output = record(*arguments)
             return output[0] if results == 1 else output[:results]
-        return Recorded.apply(*arguments, keys)  # type: ignore[no-untyped-call]
+        return node.apply(*arguments, keys)
 
     library.impl(name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
     torch.library.register_autograd(f"upconv3d::{training}", backward, setup_context=setup_context)
