@@ -182,7 +182,7 @@ def test_explain_raises_as_the_call_does(name):
 
 @pytest.mark.parametrize("suffix", ["", "_recomputed"])
 def test_forward_mode_of_the_operator_is_refused(suffix):
-    """It would drop a tangent, as in graphs. The function has PyTorch's calls for that (test_transforms.py)."""
+    """It would drop a tangent, as in graphs. The function has PyTorch's calls (test_transforms.py)."""
     block = good()
     expected = block.ours()
     t = block.tensors()
