@@ -63,11 +63,17 @@ std::string col2im_obstacle(const Problem& p, const Device& device) {
   return counts ? "" : "offsets need more than 31 bits";
 }
 
+namespace {
+/// Taps that reach an output, in what was timed of the gather's forms for few.
+constexpr std::int64_t kShortSum = 8;
+}  // namespace
+
 int col2im_lane_channels(const Problem& p) {
-  constexpr std::int64_t kManyOutputs = 1 << 20;
+  constexpr std::int64_t kManyOutputs = 1 << 20, kFewOutputs = 4;
   if (p.k == 1) return 1;
   if (p.k == 2 || p.n * p.k * p.positions() < kManyOutputs) return 2;
-  return p.k <= 4 ? 4 : 8;
+  if (p.k > kFewOutputs) return 8;
+  return col2im_most_taps(p) <= kShortSum ? 4 : 2;  // of longer sums lanes of four were not timed
 }
 
 std::int64_t col2im_tap_step(const Problem& p, int axis) {
@@ -83,12 +89,12 @@ std::int64_t col2im_most_taps(const Problem& p) {
 namespace {
 
 /// Whether the gather has a form for so few taps, or takes four channels at once. Of more than 4 outputs what
-/// the others take is counted, since choices were fitted with that: theirs is 0.92 to 0.97 of it.
+/// the others take is counted, since choices were fitted with that: theirs is 0.91 to 0.99 of it.
 bool col2im_has_short_lanes(const Problem& p) {
-  constexpr std::int64_t kMostOutputs = 4, kMostOfOneOutput = 8;
+  constexpr std::int64_t kMostOutputs = 4;
   const std::int64_t taps = col2im_most_taps(p);
   return p.k <= kMostOutputs &&
-         (taps == 1 || (p.k == 1 && taps <= kMostOfOneOutput) || col2im_lane_channels(p) == 4);
+         (taps == 1 || (p.k == 1 && taps <= kShortSum) || col2im_lane_channels(p) == 4);
 }
 
 /// What a block moves and multiplies, megabytes of 10^6 bytes.
@@ -144,7 +150,8 @@ struct ColumnsCosts {
 };
 
 /// Of 60 blocks that none was fitted to they were off by 8 % in float32 and 11 % in 16 bit (standard
-/// deviation), 17 large ones took 0.74 to 1.21 of them in five inputs, 0.94 on average.
+/// deviation); 17 large ones took 0.74 to 1.21 of them in five inputs, 0.94 on average, before lanes were
+/// short.
 constexpr ColumnsCosts kTf32Costs = {16, 4, 15, 0.8, 0.45, 0.35, 0.65, 0.07, 0.75, 24e-6};
 constexpr ColumnsCosts kIeeeCosts = {16, 4, 15, 1.45, 0.45, 0.35, 0.65, 0.07, 0.75, 24e-6};
 constexpr ColumnsCosts kHalfCosts = {32, 2, 16.5, 0.65, 1.35, 1, 0.68, 0, 0.9, 25e-6};
@@ -167,10 +174,12 @@ double col2im_us(const Problem& p, const Device& device) {
   }
   if (p.is_ieee() && !hides_tf32_words(p)) return kInfinity;
   const ColumnsCosts& costs = p.is_ieee() ? kIeeeCosts : kTf32Costs;
-  constexpr std::int64_t kFewOutputs = 24, kLeastOutputs = 4;
-  constexpr ColumnsLimits kOfFewOutputs = {450, 302, 134, 13e9}, kOfLeastOutputs = {360, 440, 104, 18e9};
-  if (kAnyOutputs.hold(p, work) || (p.k <= kFewOutputs && kOfFewOutputs.hold(p, work)))
-    return costs.us(p, work);
+  constexpr std::int64_t kSomeOutputs = 24, kFewOutputs = 8, kLeastOutputs = 4;
+  constexpr ColumnsLimits kOfSomeOutputs = {450, 135, 56, 13e9}, kOfFewOutputs = {450, 302, 134, 13e9},
+                          kOfLeastOutputs = {360, 440, 104, 18e9};
+  const bool is_timed = kAnyOutputs.hold(p, work) || (p.k <= kSomeOutputs && kOfSomeOutputs.hold(p, work)) ||
+                        (p.k <= kFewOutputs && kOfFewOutputs.hold(p, work));
+  if (is_timed) return costs.us(p, work);
   // At float32's accuracy two larger ones were timed, which took 0.88 and 1.33 of the estimate.
   constexpr double kSlower = 1.35;
   const bool timed = p.is_ieee() && p.k <= kLeastOutputs && kOfLeastOutputs.hold(p, work);

@@ -275,10 +275,11 @@ bool is_compared_kind(const Problem& p) {
 }
 
 /// What the kernel for few channels takes of its estimate where many inputs become few outputs, and many of
-/// them: 1.06 to 1.76, of one output 1.6 and 1.65 (perf/NOTES.md, "Large inputs of few outputs").
+/// them: 0.88 to 1.78, mostly 1.1 to 1.5, of one output up to 1.74 (perf/NOTES.md, "Large inputs of few
+/// outputs").
 double direct_at_length(const Problem& p) {
   constexpr std::int64_t kInputs = 32, kOutputs = 4, kBytes = 16'000'000;
-  constexpr double kFew = 1.3, kOne = 1.9;
+  constexpr double kFew = 1.3, kOne = 1.6;
   const bool is_large = p.n * p.k * p.positions() * size_of(p.dtype) > kBytes;
   if (p.c < kInputs || p.k > kOutputs || !is_large) return 1;
   return p.k == 1 ? kOne : kFew;
@@ -303,6 +304,12 @@ double expected_us(const Problem& p, const Plan& plan) {
 /// By which the estimate of col2im is to be ahead of that of `chosen`.
 double margin_of_col2im(const Problem& p, const Plan& chosen) {
   constexpr double kCompared = 1.05, kHigh = 1.15;
+  // Of larger float32 results the SM90 plan took 0.5 to 0.6 of what was expected of it.
+  constexpr std::int64_t kLargeResult = 45'000'000;
+  constexpr double kSm90AtLength = 1.75;
+  const bool is_large = p.dtype == DType::kFloat32 && !p.is_ieee() &&
+                        p.n * p.k * p.positions() * size_of(p.dtype) > kLargeResult;
+  if (chosen.algorithm == Algorithm::kSm90ImplicitGemm && is_large) return kSm90AtLength;
   // Products of so many bytes are to be worth them.
   constexpr std::int64_t kManyBytes = 128'000'000;
   constexpr double kMemory = 1.3;
@@ -317,11 +324,6 @@ double margin_of_col2im(const Problem& p, const Plan& chosen) {
     if (is_library) return kLibraryWithoutOverlaps;
     if (chosen.algorithm == Algorithm::kSm90ImplicitGemm && p.k > kFewOutputs) return kSm90WithoutOverlaps;
   }
-  // Of larger float32 results the SM90 plan took 0.5 to 0.6 of what was expected of it.
-  constexpr std::int64_t kLargeResult = 45'000'000;
-  constexpr double kSm90AtLength = 1.75;
-  const bool is_large = p.n * p.k * p.positions() * size_of(p.dtype) > kLargeResult;
-  if (chosen.algorithm == Algorithm::kSm90ImplicitGemm && is_large && !p.is_ieee()) return kSm90AtLength;
   if (!is_library) return kCompared;
   if (chosen.expected_us <= 0) {
     // Of fewer inputs cuDNN took 0.9 to 1.5 of least_library_us, and down to half of it in float32 of stride

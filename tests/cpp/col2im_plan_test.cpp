@@ -136,8 +136,11 @@ void test_few_outputs() {
     p.n = 1, p.k = k, p.in = in;
     return col2im_lane_channels(p);
   };
-  expect(lanes(1, {64, 64, 64}) == 1 && lanes(3, {8, 8, 8}) == 2 && lanes(3, {80, 80, 80}) == 4,
+  expect(lanes(1, {64, 64, 64}) == 1 && lanes(3, {8, 8, 8}) == 2 && lanes(3, {80, 80, 80}) == 2,
          "channels of a lane, of few");
+  p.stride = {2, 2, 2};
+  expect(lanes(3, {20, 20, 20}) == 2 && lanes(3, {80, 80, 80}) == 4, "and of short sums");
+  p.stride = {1, 1, 1};
   expect(lanes(20, {8, 8, 8}) == 2 && lanes(20, {64, 64, 64}) == 8, "and of more where there are enough");
 }
 

@@ -202,7 +202,7 @@ constexpr Shape kShapes[] = {{2, 16, 60, 4},     {3, 64, 264, 8},    {1, 128, 12
                              {1, 512, 833, 8},   {64, 512, 64, 8},   {1, 256, 5120, 32}, {1, 2048, 65, 4},
                              {2, 96, 2197, 96},  {1, 1, 33000, 1},   {1, 40, 20011, 5},  {5, 8, 4096, 1},
                              {3, 48, 3, 4},      {2, 64, 1, 8},      {2, 640, 27, 640},  {1, 32, 49153, 8},
-                             {1, 6, 200003, 2},  {4, 320, 112, 320}, {1, 24, 73728, 24}};
+                             {1, 6, 200003, 2},  {4, 320, 112, 320}, {1, 24, 73728, 24}, {3, 20, 84, 20}};
 
 /// How many cases there were of each kind.
 struct Kinds {
@@ -273,6 +273,8 @@ void run_cases() {
       c.before = turn % 4 == 0 ? Activation::kSilu : turn % 4 == 1 ? Activation::kRelu : Activation::kNone;
       c.after = Activation::kNone;
       c.has_bias = false, c.alike = true;
+      run(c);
+      c.affine = !c.affine;
       run(c);
     }
   }

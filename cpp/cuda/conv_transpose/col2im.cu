@@ -108,9 +108,7 @@ class TapWalk {
 
 /// \tparam kChannels output channels of a lane
 /// \tparam kAcross   warps that share an output position
-/// \tparam kMostTaps that reach any output; 0: any number. What is unrolled takes its instructions where it
-/// is
-///                   no tap, too.
+/// \tparam kMostTaps most that reach an output, or 0 for any number: unrolled, no tap costs as much as one
 template <class T, int kChannels, int kAcross, int kMostTaps, bool kInRows>
 __global__ void __launch_bounds__(kThreads) col2im(const __grid_constant__ Col2imTypedArgs<T> args) {
   constexpr int kBlockChannels = kChannels * kAcross, kBlockPositions = kThreads / kAcross;

@@ -74,10 +74,9 @@ __device__ __forceinline__ bool are_alike(float mean, float m2, float count) {
 }
 
 /// The moments about a mean that values' distances from `mean` correct.
-/// \param distances their sum
-/// \param share     the inverse of their number
-__device__ __forceinline__ GroupMoments corrected(float mean, float m2, float distances, float share) {
-  const double rest = static_cast<double>(distances) * share;
+/// \param distances their sum: of equal values a few roundings each, so that it is exact
+__device__ __forceinline__ GroupMoments corrected(float mean, float m2, float distances, float count) {
+  const double rest = static_cast<double>(distances) / count;  // a float's inverse would be off
   return {mean + rest, fmax(m2 - distances * rest, 0.0)};
 }
 

@@ -382,8 +382,8 @@ __device__ __forceinline__ void correct_moments(const HeldArgs<T>& args, const H
     const float mean = is_left ? shared.mean[group * args.group_channels] : 0.f;
     const float distances = sum_of_slots(args, shared, group, lane);
     if (!is_left) return;
-    const float share = args.counts.share(tile.tile);
-    take_moments(args, tile, shared, group, lane, corrected(mean, shared.m2[group], distances, share));
+    const float count = args.counts.count(tile.tile);
+    take_moments(args, tile, shared, group, lane, corrected(mean, shared.m2[group], distances, count));
   });
   __syncthreads();
 }

@@ -248,16 +248,16 @@ template <class T, class Input>
 __device__ __forceinline__ GroupMoments moments_of_plane(const HeldPlanesArgs<T>& args,
                                                          const HeldPlane& plane,
                                                          const HeldPlanesShared& shared) {
-  const float share = args.counts.share(plane.tile);
-  const float mean = sum_of_plane<T, Input>(args, plane, shared, false, 0.f) * share;
+  const float count = args.counts.count(plane.tile);
+  const float mean = sum_of_plane<T, Input>(args, plane, shared, false, 0.f) * args.counts.share(plane.tile);
   const float m2 = sum_of_plane<T, Input>(args, plane, shared, true, mean);
-  const bool alike = plane.begin < plane.end && are_alike(mean, m2, args.counts.count(plane.tile));
+  const bool alike = plane.begin < plane.end && are_alike(mean, m2, count);
   // A team's threads agree; several teams of more than a warp have to go the same way.
   const bool alone = args.teams == 1 || args.team_threads == 32;
   GroupMoments moments{mean, m2};
   if (alone ? alike : __syncthreads_or(alike)) [[unlikely]] {
     const float distances = sum_of_plane<T, Input>(args, plane, shared, false, mean);
-    if (alike) moments = corrected(mean, m2, distances, share);
+    if (alike) moments = corrected(mean, m2, distances, count);
   }
   return moments;
 }
