@@ -46,8 +46,8 @@ KINDS = [
 FORMATS = ["NCDHW", "NDHWC", "input NDHWC", "weight NDHWC", "every other"]
 
 
-def random_call(index: int, device: torch.device) -> tuple[str, Call, bool]:
-    """A call, its description for messages, and whether autocast is on."""
+def random_call(index: int, device: torch.device) -> tuple[str, Call, bool, bool]:
+    """A call, its description for messages, whether autocast is on, and whether volumes are to be strided."""
     rng = random.Random(f"{SEED}/calls/{index}")
     largest = LONG_EXTENT if device.type == "cuda" and rng.random() < 0.25 else LARGEST_EXTENT
     axes = [random_axis(rng, largest) for _ in range(3)]
@@ -94,14 +94,11 @@ def random_call(index: int, device: torch.device) -> tuple[str, Call, bool]:
         precision=precision,
     )
     memory = rng.choice(FORMATS)
-    if device.type == "cpu" and groups > 1 and "NDHWC" in memory:
-        # Torch 2.13's gradient of the weight by oneDNN writes where it must not: 80 > 96, kernel (7, 4, 1).
+    if device.type == "cpu" and dtype is not torch.float64 and "NDHWC" in memory:
+        # Torch 2.13's gradient of the weight by oneDNN was seen to write where it must not (80 > 96 of 2
+        # groups, kernel (7, 4, 1)), and to return what lay in memory (24 > 2, kernel (3, 6, 3), bfloat16).
         memory = "NCDHW"
-    if memory == "every other":
-        for name in ("input", "skip") & tensors.keys():
-            twice = tensors[name].repeat_interleave(2, dim=-1)
-            tensors[name] = twice[..., ::2]
-    else:
+    if memory != "every other":
         named = {"NCDHW": (), "NDHWC": ("input", "weight", "skip")}
         call = call.channels_last(*named.get(memory, memory.split()[:1]))
     text = (
@@ -109,7 +106,7 @@ def random_call(index: int, device: torch.device) -> tuple[str, Call, bool]:
         f"{call.numbers} {order} {norm} {activation} num_groups={call.num_groups} {sorted(tensors)} "
         f"return_conv={call.return_conv} {dtype} {precision} {memory}{' autocast' if autocast else ''}"
     )
-    return text, call, autocast
+    return text, call, autocast, memory == "every other"
 
 
 def condition(call: Call) -> float:
@@ -125,14 +122,32 @@ def condition(call: Call) -> float:
     return float((size / (grouped.var(-1, correction=0) + 1e-5)).max().sqrt().clamp(min=1))
 
 
-def near_the_kink(call: Call, eps: float) -> float:
-    """Share, of the root mean square, of elements so close to the activation's kink that rounding decides on
-    which side they lie: their whole gradient may be off."""
+def strided(call: Call) -> Call:
+    """The same values, in every other element of memory."""
+    volumes = {
+        name: call.tensors[name].repeat_interleave(2, dim=-1)[..., ::2]
+        for name in ("input", "skip")
+        if name in call.tensors
+    }
+    return replace(call, tensors=call.tensors | volumes)
+
+
+def at_the_kink(call: Call, eps: float, exact_grads: dict) -> dict[str, float]:
+    """By how much each gradient changes, root mean square, where elements so close to the activation's kink
+    that rounding decides on which side they lie take the other side."""
     if call.activation not in KINKED:
-        return 0.0
-    norm = call.norm if call.order == "norm_act" else None
-    value = replace(call, norm=norm, activation=None, return_conv=False, order="norm_act").eager()
-    return float((value.abs() <= 2 * eps * value.abs().amax()).double().mean().sqrt())
+        return dict.fromkeys(exact_grads, 0.0)
+
+    class Other(Call):
+        def _activate(self, value):
+            size = value.detach().square().mean().sqrt()
+            near = (value.detach() != 0) & (value.detach().abs() <= eps * size)
+            # The activation of -value, minus its value, has the derivative of the other side.
+            return torch.where(near, -Call._activate(self, -value), Call._activate(self, value))
+
+    other = Other(**vars(call))
+    _, grads = gradients(other, Call.eager)
+    return {name: float((grads[name] - grad).norm()) for name, grad in exact_grads.items()}
 
 
 def with_skip(call: Call) -> Call:
@@ -146,49 +161,70 @@ def with_skip(call: Call) -> Call:
 
 def error(value: torch.Tensor, reference: torch.Tensor, terms: float = 0.0) -> float:
     """Root mean square over that of the reference, or of the terms that it is a sum of."""
-    off = float((value.double() - reference).norm())
+    off = float((value.detach().double() - reference.detach()).norm())
     return off / max(float(reference.norm()), terms, 1e-300)
 
 
-def check(call: Call, autocast: bool) -> None:
+def check(call: Call, autocast: bool, is_strided: bool) -> None:
     device, dtype = call.tensors["input"].device, call.tensors["input"].dtype
-    if call.precision is not None:
-        torch.backends.cudnn.conv.fp32_precision = call.precision
+    torch.backends.cudnn.conv.fp32_precision = call.precision or "tf32"
     casts = torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext()
+
+    def ours(leaves: Call):
+        return (strided(leaves) if is_strided else leaves).ours()
+
     with casts:
-        alone = outputs(call.ours())
-        again = outputs(call.ours())
-        results, grads = gradients(call, Call.ours)
+        with torch.no_grad():
+            alone, again = outputs(ours(call)), outputs(ours(call))
+        results, grads = gradients(call, ours)
         eager, eager_grads = gradients(call, Call.eager)
     wide = with_skip(call.to(torch.float64))
     exact, exact_grads = gradients(wide, Call.eager)
+    seeds = float(sum(y.numel() for y in exact)) ** 0.5  # of normal values
+    sums = {"bias": max(float(exact_grads["skip"].norm()), seeds if call.return_conv else 0.0)}
+
+    def terms(name: str) -> float:
+        """What a gradient is a sum of, where it is one over positions."""
+        return sums.get(name, seeds if exact_grads[name].dim() == 1 else 0.0)
+
+    # Where each group is constant, what PyTorch makes of it is rounding alone, magnified.
+    sizes = [0.1 * y.numel() ** 0.5 if call.norm is not None else 0.0 for y in exact]
+    theirs = [error(*each) for each in zip(eager, exact, sizes, strict=True)]
+    theirs += [error(grad, exact_grads[name], terms(name)) for name, grad in eager_grads.items()]
+    if device.type == "cpu" and not all(off <= 1 for off in theirs):
+        return  # oneDNN's bfloat16 convolution in torch 2.11: NaN for some paddings
     magnified = condition(wide)
-    eps = torch.finfo(torch.bfloat16 if autocast else dtype).eps
-    if dtype == torch.float64:
+    if autocast:
+        eps = torch.finfo(torch.bfloat16).eps
+    elif dtype == torch.float64:
         eps = 1e-13  # PyTorch's, whose sums over positions are off by hundreds of roundings, is the reference
-    if dtype == torch.float32 and device.type == "cuda" and call.precision != "ieee":
-        eps = max(eps, 2.0**-10)
-    for y, y_again, kept, other, reference in zip(alone, again, results, eager, exact, strict=True):
-        # Where each group is constant, what PyTorch makes of it is rounding alone, magnified.
-        terms = 0.1 * reference.numel() ** 0.5 if call.norm is not None else 0.0
+    elif dtype == torch.float32:
+        # Of a few values PyTorch's may be exact; on CUDA its convolution may be float32's under "tf32".
+        is_exact = device.type == "cpu" or call.precision == "ieee"
+        eps = 4 * torch.finfo(dtype).eps if is_exact else 2.0**-10
+    else:
+        eps = torch.finfo(dtype).eps
+    for y, y_again, kept, other, reference, size in zip(
+        alone, again, results, eager, exact, sizes, strict=True
+    ):
         assert y.dtype == kept.dtype == other.dtype and y.shape == kept.shape == other.shape
         if device.type == "cuda":
             assert torch.equal(bits(y), bits(y_again)), "two calls, two results"
-        limit = max(ERROR_FACTOR * error(other, reference, terms), 4 * magnified * eps)
+        limit = max(ERROR_FACTOR * error(other, reference, size), 2 * magnified * eps)
+        assert math.isfinite(limit), "PyTorch's own result is not finite"
         for what, result in (("y", y), ("y of training", kept)):
-            found = error(result, reference, terms)
+            found = error(result, reference, size)
             assert found <= limit, f"{what}: {found:.2e} of {limit:.2e}, condition {magnified:.1f}"
-    seeds = float(torch.cat([torch.ones(y.shape).flatten() for y in exact]).norm())  # of normal values
-    sizes = {"bias": max(float(exact_grads["skip"].norm()), seeds if call.return_conv else 0.0)}
-    floor = max(16 * magnified**2 * eps, 2 * near_the_kink(wide, magnified * eps))
+    moves = at_the_kink(wide, magnified * eps, exact_grads)
     for name, reference in exact_grads.items():
         if name not in call.tensors:
             continue
         grad, other = grads[name], eager_grads[name]
         assert grad is not None and grad.shape == other.shape and grad.dtype == other.dtype, name
-        terms = sizes.get(name, seeds if reference.dim() == 1 else 0.0)
-        limit = max(ERROR_FACTOR * error(other, reference, terms), floor)
-        found = error(grad, reference, terms)
+        size = terms(name)
+        moved = moves[name] / max(float(reference.norm()), size, 1e-300)
+        limit = max(ERROR_FACTOR * error(other, reference, size), 8 * magnified**2 * eps + moved)
+        found = error(grad, reference, size)
         assert found <= limit, f"grad of {name}: {found:.2e} of {limit:.2e}, condition {magnified:.1f}"
 
 
@@ -198,10 +234,10 @@ def test_random_calls(device, batch, monkeypatch):
     calls = GPU_PROBLEMS if device.type == "cuda" else CPU_CALLS
     wrong, kinds = [], Counter()
     for index in range(batch, calls, BATCHES):
-        text, call, autocast = random_call(index, device)
+        text, call, autocast, is_strided = random_call(index, device)
         kinds[call.norm, call.activation] += 1
         try:
-            check(call, autocast)
+            check(call, autocast, is_strided)
         except (AssertionError, RuntimeError, ValueError) as error_found:
             wrong.append(f"{text}\n  {type(error_found).__name__}: {error_found}")
     print(f"UPCONV3D_SEED={SEED}, batch {batch}: {dict(kinds)}")
