@@ -68,11 +68,11 @@ def deterministic(cuda, monkeypatch):
 
 
 def test_plans():
-    plan = plan_of(few(n=16))
+    plan = plan_of(few(n=32))
     assert plan.algorithm == "cuda_library" and plan.keeps_conv and not plan.keeps_activation
     assert plan.backward_stages[-2:] == ("norm_backward", "aten::convolution_backward")
     assert "backward" in str(plan)
-    assert not plan_of(few(n=16) | {"training": False}).keeps_conv
+    assert not plan_of(few(n=32) | {"training": False}).keeps_conv
     single = plan_of(few())
     assert single.algorithm == "cuda_col2im" and single.keeps_conv and not single.activation_in_y
     assert single.backward_stages == plan.backward_stages
