@@ -2,7 +2,7 @@
 """Stand-ins for the internal CUDA operators, which let what Python does around these run on the CPU too."""
 
 import torch
-from upconv3d import _tail, _tail_call, _tail_op
+from upconv3d import _tail, _tail_call, _tail_gradients, _tail_op
 from upconv3d._accelerated import remembered, run
 from upconv3d._geometry import batched
 
@@ -43,7 +43,7 @@ class Kernels:
         tensors = list(self._cast(tensors, number))
         returned = settings[-1]
         if returned:  # the kernels read what it is, whatever is convolved
-            assert tensors[2] is None and not consume_saved
+            assert tensors[2] is None
             self.skip = saved - _tail._convolution(*tensors[:3], _tail.Settings(*settings).convolution())
         # The kernels keep the sum.
         tensors.append(None if self.skip is None else batched(self.skip))
@@ -65,7 +65,7 @@ def install(kernels, monkeypatch):
     for module in (_tail_op, _tail_call):
         monkeypatch.setattr(module, "numbered_tail", kernels.forward)
     monkeypatch.setattr(_tail_op, "_numbered_tail_for_training", kernels.for_training)
-    monkeypatch.setattr(_tail_op, "_numbered_tail_backward", kernels.backward)
+    monkeypatch.setattr(_tail_gradients, "_numbered_tail_backward", kernels.backward)
     numbers, settings, casting = {}, {}, set()
 
     def remember(key):

@@ -241,17 +241,18 @@ def test_export(device):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("nothing", "skip-alone")])
 def test_node(kernels, case):
-    returned = _call(case).return_conv
-    # A returned convolution is read by a backward of ours, but not in float64.
-    call = _call(case, dtype=torch.float32 if returned else torch.float64)
-    _check_like_eager(call, type(call).ours, 1e-4 if returned else 1e-9)
-    # Of a skip, without a norm, and of a convolution that relu alone reads, no plan keeps anything.
-    asked = call.norm is not None and "skip" not in call.tensors and case != "relu-conv"
+    call = _call(case)
+    # A backward of ours begins with the convolution, or its sum with a skip, but not in float64.
+    apart = call.return_conv or "skip" in call.tensors
+    call = call if apart else _call(case, dtype=torch.float64)
+    _check_like_eager(call, type(call).ours, 1e-4 if apart else 1e-9)
     expected = ["for_training", "forward", "backward"] if kernels.keeps else ["for_training"]
-    if returned:
+    if apart:
         expected = ["forward", "backward"]
-    assert kernels.calls == (expected if asked else [])
-    assert kernels.consumed == ([not returned] if "backward" in kernels.calls else [])
+    assert kernels.calls == (expected if call.norm is not None else [])
+    # What was returned is the caller's, unless relu alone reads it, of which the result is kept.
+    is_returned = call.return_conv and case != "relu-conv"
+    assert kernels.consumed == ([not is_returned] if "backward" in kernels.calls else [])
 
 
 def test_backward_operator_without_samples(kernels):
@@ -334,7 +335,10 @@ def test_kernels_without_gradients(kernels):
     torch.testing.assert_close(_by_name(call), call.eager())
     assert kernels.calls == ["forward"] * 3
     _check_like_eager(call, _by_name, 1e-9)
-    assert kernels.calls[3:] == ["forward", "for_training"] + (["forward", "backward"] * kernels.keeps)
+    assert kernels.calls[3:] == ["forward"]
+    kernels.calls.clear()
+    _check_like_eager(call.to(torch.float32), _by_name)
+    assert kernels.calls == ["forward", "forward", "backward"]  # nothing tells how much to keep
 
 
 def test_kernels_under_autocast(kernels):

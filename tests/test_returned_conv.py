@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training where the convolution is returned: its backward reads what was returned, and leaves it alone."""
+"""Training where the convolution is returned, or has a skip added to it: the backward reads what was
+returned, and leaves it alone, or a sum of its own."""
 
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import upconv3d
 from oracles import relative_error
-from tails import Call, gradients, make_call
+from tails import Call, gradients, make_call, outputs
 from test_select_plan import facts, plan_of
 
 SIZES = {
@@ -26,16 +27,18 @@ def returning(size="sm90", layout="NCDHW", **options) -> Call:
 def check_like_eager(call: Call, monkeypatch, which=(True, True)) -> None:
     """Gradients' errors against float64 at most twice eager's; `which` of y and conv have a gradient."""
     monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
-    results = call.ours()
+    which = which if call.return_conv else (True,)
+    results = outputs(call.ours())
     seeds = [torch.randn(r.shape, device=r.device, dtype=torch.float64) for r in results]
     seeds = [seed for seed, wanted in zip(seeds, which, strict=True) if wanted]
 
     def chosen(run):
-        return lambda leaves: tuple(r for r, wanted in zip(run(leaves), which, strict=True) if wanted)
+        return lambda leaves: tuple(
+            r for r, wanted in zip(outputs(run(leaves)), which, strict=True) if wanted
+        )
 
     (first, *_), ours = gradients(call, chosen(Call.ours), seeds)
-    relu_first = call.order == "act_norm" and call.activation == "relu"
-    assert ("NormAct" in type(first.grad_fn).__name__) != relu_first
+    assert "NormAct" in type(first.grad_fn).__name__
     eager = gradients(call, chosen(Call.eager), seeds)[1]
     wide = gradients(call.to(torch.float64), chosen(Call.eager), seeds)[1]
     floor = 2.0**-5 if call.tensors["input"].dtype is torch.bfloat16 else 1e-5
@@ -43,7 +46,7 @@ def check_like_eager(call: Call, monkeypatch, which=(True, True)) -> None:
         if right is None:
             assert ours[name] is None, name
             continue
-        if name == "bias" and which == (True, False) and call.norm == "instance":
+        if name == "bias" and which in ((True, False), (True,)) and call.norm == "instance":
             continue  # 0, and what rounding leaves of it in eager's
         error, eager_error = (relative_error(g[name], right) for g in (ours, eager))
         assert error <= max(2 * eager_error, floor), f"{name}: {error:.2e}, eager {eager_error:.2e}"
@@ -64,6 +67,92 @@ def test_tails_like_eager(cuda, monkeypatch, activation, norm, order):
     tail = {"order": order, "norm": norm, "activation": activation}
     for size in ("sm90", "library"):
         check_like_eager(returning(size, **tail, device=cuda, dtype=torch.float32), monkeypatch)
+
+
+SKIPS = {
+    "relu": {"activation": "relu"},
+    "relu-first": {"activation": "relu", "order": "act_norm"},
+    "elu-first": {"activation": "elu", "order": "act_norm", "norm": "instance"},
+    "instance": {"activation": "prelu", "norm": "instance"},
+    "returned": {"activation": "gelu", "return_conv": True},
+    "relu-first-returned": {"activation": "relu", "order": "act_norm", "return_conv": True},
+    "alone": {"activation": None},
+}
+
+
+def adding(size="library", layout="NCDHW", **options) -> Call:
+    """With a skip; of "other", in the format that the result does not have."""
+    call = make_call(**SIZES[size], skip=True, **({"activation": "silu"} | options))
+    named = {"NCDHW": (), "NDHWC": ("input", "weight", "skip"), "other": ("skip",)}
+    return call.channels_last(*named[layout])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", SKIPS)
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC", "other"])
+def test_skips_like_eager(cuda, monkeypatch, layout, case, dtype):
+    for size in SIZES:
+        call = adding(size, layout, **SKIPS[case], device=cuda, dtype=dtype)
+        check_like_eager(call, monkeypatch)
+        if call.return_conv:
+            for which in ((True, False), (False, True)):
+                check_like_eager(call, monkeypatch, which)
+
+
+@pytest.mark.parametrize("case", ["relu", "returned", "relu-first-returned"])
+def test_skips_twice(cuda, case):
+    """A graph that is kept, and what the caller holds: the sum takes no tensor's place but its own."""
+    call = adding(**SKIPS[case], device=cuda, dtype=torch.float32).leaves()
+    results, tensors = outputs(call.ours()), list(call.tensors.values())
+    before = [tensor.detach().clone() for tensor in (*results, *tensors)]
+    seeds = [torch.randn_like(r) for r in results]
+    first = torch.autograd.grad(results, tensors, seeds, retain_graph=True)
+    second = torch.autograd.grad(results, tensors, seeds, retain_graph=True)
+    (once,) = torch.autograd.grad(results[0].square().sum(), call.tensors["skip"], create_graph=True)
+    assert once.requires_grad
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    for tensor, kept in zip((*results, *tensors), before, strict=True):
+        assert torch.equal(tensor, kept)
+
+
+def test_only_the_skip(cuda):
+    """Where nothing but the skip has a gradient, as where a decoder's blocks are frozen."""
+    for return_conv in (False, True):
+        call = adding(return_conv=return_conv, device=cuda, dtype=torch.float32)
+        leaf = call.tensors["skip"].detach().clone().requires_grad_()
+        alone = replace(call, tensors=call.tensors | {"skip": leaf})
+        y, *conv = outputs(alone.ours())
+        assert y.requires_grad and not any(c.requires_grad for c in conv)
+        (found,) = torch.autograd.grad(y.square().sum(), leaf)
+        (expected,) = torch.autograd.grad(outputs(alone.eager())[0].square().sum(), leaf)
+        assert relative_error(found, expected) <= 1e-3
+
+
+@pytest.mark.parametrize("keeps_sizes", [True, False], ids=["static", "dynamic"])
+@pytest.mark.parametrize("case", ["relu", "returned", "relu-first-returned"])
+def test_skips_compiled(cuda, monkeypatch, case, keeps_sizes):
+    """Of known sizes the sum is kept; else the backward computes it again. Either way the norm's is ours."""
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    torch._dynamo.reset()
+    call = adding(**SKIPS[case], device=cuda, dtype=torch.float32)
+    names, run = list(call.tensors), Call.ours
+
+    def function(*tensors):
+        return run(replace(call, tensors=dict(zip(names, tensors, strict=True))))
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=not keeps_sizes)
+    seeds = [torch.randn_like(r) for r in outputs(call.ours())]
+    found = gradients(call, lambda leaves: compiled(*leaves.tensors.values()), seeds)[1]
+    expected = gradients(call, run, seeds)[1]
+    for name, right in expected.items():
+        assert relative_error(found[name], right) <= 1e-4, name
+    results = outputs(compiled(*call.leaves().tensors.values()))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.autograd.backward(results, seeds)
+    called = {event.key for event in profile.key_averages()}
+    assert ("upconv3d::_numbered_tail" in called) is not keeps_sizes
+    assert "aten::native_group_norm_backward" not in called
 
 
 def test_without_bias_and_affine(cuda, monkeypatch):
@@ -219,6 +308,15 @@ def test_plan_of_training():
     plan, training = plan_of(call), plan_of(call | {"training": True})
     assert training.algorithm == plan.algorithm and not training.keeps_conv
     assert training.backward_stages[-2:] == ("norm_backward", "aten::convolution_backward")
+    skip = call["input"] | {
+        "sizes": [2, 128, 34, 34, 34],
+        "strides": [128 * 34**3, 1, *(128 * 34**i for i in (2, 1, 0))],
+    }
+    summed = call | {"return_conv": False, "skip": skip}
+    plan, training = plan_of(summed), plan_of(summed | {"training": True})
+    assert training.algorithm == plan.algorithm == "cuda_library" and not training.keeps_conv
+    assert training.backward_stages[-2:] == ("norm_backward", "aten::convolution_backward")
+    assert not plan_of(summed | {"num_groups": 0, "training": True}).backward_stages
 
 
 def test_explained_without_computing(device):

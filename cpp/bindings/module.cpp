@@ -90,11 +90,16 @@ py::dict explain(const py::dict& dict) {
   }
   device.spares_host = dict.contains("spares_host") && dict["spares_host"].cast<bool>();
   const bool for_training = dict.contains("training") && dict["training"].cast<bool>();
-  // A call that returns the convolution runs as without gradients, and its backward reads what it returned.
-  const bool reads_returned = for_training && problem.tail.returns_conv;
-  const Plan plan =
-      make_plan(problem, device, instances_for(assume_compiled), for_training && !reads_returned);
-  const Plan read = reads_returned ? make_plan(problem, device, instances_for(assume_compiled), true) : plan;
+  // A call that returns the convolution runs as without gradients, and so does one that adds a skip, to which
+  // Python returns it. The backward begins with that, or with the sum.
+  const bool sums = problem.tail.has_skip && problem.tail.norm && problem.dtype != DType::kFloat64;
+  const bool begins_apart = for_training && (problem.tail.returns_conv || sums);
+  Problem forward = problem;
+  forward.tail.returns_conv |= begins_apart;
+  const Plan plan = make_plan(forward, device, instances_for(assume_compiled), for_training && !begins_apart);
+  Problem begun = forward;
+  begun.tail.has_skip = false;
+  const Plan read = begins_apart ? make_plan(begun, device, instances_for(assume_compiled), true) : plan;
   print_plan_if_asked(problem, plan);
   py::dict result;
   result["problem"] = to_dict(problem);

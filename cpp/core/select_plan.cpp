@@ -78,13 +78,10 @@ std::string sm90_disadvantage(const Problem& p, const Plan& plan, bool keeps_act
                 " ms with our normalization");
 }
 
-/// Whether norm_backward is to make anything of a convolution. Of a skip and without a norm, autograd records
-/// PyTorch's own calls, and of the family in float64, and of ReLU before the norm where the convolution is
-/// returned: PyTorch reads ReLU's result, so that a caller may change the convolution.
+/// Whether norm_backward is to make anything of a convolution. Without a norm, autograd records PyTorch's own
+/// calls, and of the family in float64. Of a skip it begins with the sum, which is not the plan's to keep.
 bool keeps_library_conv(const Problem& p) {
-  const Tail& tail = p.tail;
-  if (tail.returns_conv && tail.before() == Activation::kRelu) return false;
-  return tail.norm && !tail.has_skip && p.dtype != DType::kFloat64;
+  return p.tail.norm && !p.tail.has_skip && p.dtype != DType::kFloat64;
 }
 
 /// Adds what follows a convolution that is in memory.

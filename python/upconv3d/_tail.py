@@ -242,14 +242,34 @@ def autocast_result_dtype(
     return torch.float32 if norm == "group" and device_type == "cuda" and not lowered else low
 
 
+def keeps_operand(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
+    """Whether the backward of a call on CUDA begins with operand_of: of a norm whose convolution is returned,
+    or has a skip added to it."""
+    apart = settings[-1] or tensors[6] is not None
+    return apart and settings[5] > 0 and tensors[0].dtype is not torch.float64
+
+
 def reads_returned(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
-    """Whether the backward of a call on CUDA reads the convolution that the call returned.
+    """Whether that is the very convolution that the call returned.
 
     Of ReLU before a norm PyTorch reads its result: there a caller may change the convolution in place.
     """
     relu_first = settings[8] == "act_norm" and settings[9] == "relu"
-    ours = tensors[6] is None and tensors[0].dtype is not torch.float64
-    return settings[-1] and settings[5] > 0 and not relu_first and ours
+    return tensors[6] is None and not relu_first and keeps_operand(tensors, settings)
+
+
+def operand_of(conv: Tensor, tensors: Sequence[Any], settings: Sequence[Any]) -> Tensor:
+    """What norm and activation apply to, for a backward that begins with it: the convolution itself, where
+    reads_returned; else a tensor of its own, [N, K, Z, P, Q] in the result's format: the sum with the skip,
+    in the convolution's place where that is not returned, or ReLU's result, of which ReLU makes nothing else,
+    and which lets the same gradients through.
+    """
+    input, weight, skip = tensors[0], tensors[1], tensors[6]
+    if reads_returned(tensors, settings):
+        return conv
+    of_skip = conv.add if settings[-1] else conv.add_
+    operand = conv.relu() if skip is None else of_skip(skip)
+    return batched(operand).contiguous(memory_format=memory_format_of(batched(input), weight))
 
 
 def reachable(mask: Sequence[bool], grad_y: Tensor | None, grad_conv: Tensor | None) -> list[bool]:

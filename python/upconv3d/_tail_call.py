@@ -13,7 +13,7 @@ from ._autocast import autocast_dtype, cast_tensors, computes_in_float32
 from ._autograd import AUTOCAST_KEYS
 from ._facts import is_concrete
 from ._geometry import surely
-from ._tail import autocast_result_dtype, composite, reads_returned
+from ._tail import autocast_result_dtype, composite, keeps_operand
 from ._tail_arguments import facts_of, refuse_empty, runs_kernels
 from ._tail_op import numbered_tail, public_tail, record_tail, tail_number
 from .functional import (
@@ -64,7 +64,8 @@ class CudaCall(NamedTuple):
 
     Attributes:
         settings: with the precision that the kernels get.
-        number: tail_number of settings, spares_host and what the operator casts.
+        number: tail_number of settings, spares_host and what the operator casts; of settings that return the
+            convolution too, where autograd records a call that keeps_operand.
         low: what autocast casts to; None without it.
         casts: what is cast to it or, for "input", to float32; for "parameters" input, and the others by the
             operator; None where PyTorch's operators are to run.
@@ -111,7 +112,8 @@ class CudaCall(NamedTuple):
         number = self.number
         if self.recording:
             # A mode is to see what PyTorch's calls show it; of other calls the operator itself sees to that.
-            if number is None or (self.settings[11] and _dispatch_modes() > 0):
+            apart = self.settings[11] or tensors[6] is not None
+            if number is None or (apart and _dispatch_modes() > 0):
                 return None
             return record_tail(tensors, self.settings, number)
         if number is not None and not self._is_watched():
@@ -123,8 +125,8 @@ class CudaCall(NamedTuple):
 
 def keeps_nothing(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
     """Whether no plan keeps anything for a backward of the call."""
-    returned = settings[11] and not reads_returned(tensors, settings)
-    return settings[5] == 0 or tensors[6] is not None or returned
+    apart = settings[11] or tensors[6] is not None
+    return settings[5] == 0 or (apart and not keeps_operand(tensors, settings))
 
 
 def _casts_parameters(tensors: tuple[Any, ...], low: torch.dtype) -> bool:
@@ -152,8 +154,10 @@ def cuda_call(
     if low is not None:
         castable = not (recording and low is torch.float16)  # see three_calls
         dtype = autocast_result_dtype(low, tensors[0].device.type, norm, settings)
-        # From 16 bit to 16 bit, float32 would cast both volumes. A returned convolution has autocast's dtype.
-        uncast = not (settings[11] or (castable and dtype is low is tensors[0].dtype))
+        # From 16 bit to 16 bit, float32 would cast both volumes. A returned convolution has autocast's dtype,
+        # and so has a skip.
+        apart = settings[11] or tensors[6] is not None
+        uncast = not (apart or (castable and dtype is low is tensors[0].dtype))
         uncast = uncast and not keeps_nothing(tensors, settings)
         if uncast and computes_in_float32(tensors, low, settings, recording):
             settings = (*settings[:7], "tf32", *settings[8:])
@@ -164,7 +168,9 @@ def cuda_call(
         else:
             casts = None
     # What torch.jit.trace records is the operator that its reader knows.
-    number = None if _tracing() else tail_number(settings, spares_host, casts == "parameters")
+    stores_conv = recording and keeps_operand(tensors, settings)
+    numbered = (*settings[:-1], True) if stores_conv else settings
+    number = None if _tracing() else tail_number(numbered, spares_host, casts == "parameters")
     return CudaCall(settings, number, low, casts, dtype, recording, spares_host)
 
 

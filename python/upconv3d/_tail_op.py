@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._autograd import _convolution_backward, _is_transformed, record_block, without_autocast
+from ._autograd import _is_transformed, record_block, without_autocast
 from ._facts import Kept, empty_kept, is_concrete, kept_of
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
 from ._graphs import record_operator
@@ -26,12 +26,14 @@ from ._tail import (
     composite,
     differentiable_backward,
     in_format_of_result,
-    in_sizes_of,
+    keeps_operand,
+    operand_of,
     reachable,
     reads_returned,
     tail_backward,
 )
 from ._tail_arguments import NUMBERS, TENSORS, facts_of, join, runs_kernels, split
+from ._tail_gradients import gradients_from_operand, gradients_from_saved
 from ._tail_graph import backward_is_ours, gradients_in_graph, inference_in_graph, training_in_graph
 from ._tail_graph import register as register_graph_operators
 from ._transforms import batch_slices
@@ -55,9 +57,7 @@ _INTERNAL = ("_numbered_tail", "_numbered_tail_for_training", "_numbered_tail_ba
 _KERNEL_ACTIVATIONS = tuple("none" if name is None else name for name in ACTIVATIONS)
 
 # Without OpOverload.__call__, a function in Python that passes its arguments on.
-numbered_tail, _numbered_tail_for_training, _numbered_tail_backward = (
-    getattr(_ops, name).default._op for name in _INTERNAL
-)
+numbered_tail, _numbered_tail_for_training = (getattr(_ops, name).default._op for name in _INTERNAL[:2])
 
 _numbers: dict[tuple[Any, ...], int] = {}
 _settings: dict[int, tuple[Any, ...]] = {}
@@ -134,9 +134,27 @@ def _forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
     return y, y.clone() if conv is y else in_format_of_result(conv, t)
 
 
+def _with_operand(
+    tensors: Sequence[Any], settings: Sequence[Any], number: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y, the convolution where it is returned, and operand_of.
+
+    number: of settings that return the convolution.
+    """
+    y, conv = numbered_tail(*tensors, number)
+    operand = operand_of(conv, tensors, settings)
+    return y, conv if settings[-1] else None, operand
+
+
 def _training_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator with what the backward one takes as `saved`: [bytes], empty where nothing is kept."""
+    """The operator with what the backward one takes as `saved`: [bytes] or what the norm applies to, [0]
+    where nothing is kept, or what is kept is returned."""
     tensors, settings = split(arguments)
+    if keeps_operand(tensors, settings) and not reads_returned(tensors, settings):
+        number = plain_number(tensors, (*settings[:-1], True))
+        if number is not None:
+            y, conv, operand = _with_operand(tensors, settings, number)
+            return y, y.new_empty(0) if conv is None else conv, operand
     number = plain_number(tensors, settings)
     if number is not None:
         y, saved = _numbered_tail_for_training(*tensors, number)
@@ -170,12 +188,16 @@ def _kept(tensors: Sequence[Any], settings: Sequence[Any]) -> Kept | None:
     input, skip = tensors[0], tensors[6]
     if input.device.type != "cuda" or (skip is not None and skip.dtype is not input.dtype):
         return None
-    if settings[-1]:  # what the backward reads is returned
+    apart = settings[-1] or skip is not None
+    if apart and (reads_returned(tensors, settings) or not keeps_operand(tensors, settings)):
         return None
     if not is_concrete(*(v for v in tensors if v is not None), *settings):
         return None
-    if plain_number(tensors, settings) is None:  # the kernel keeps nothing where too many are remembered
+    # The kernel keeps nothing where too many are remembered.
+    if plain_number(tensors, (*settings[:-1], True) if apart else settings) is None:
         return None
+    if apart:
+        return Kept(True, input.numel())
     kept = kept_of(facts_of(tensors, settings))
     return None if kept is None or kept.size == 0 else kept
 
@@ -190,69 +212,28 @@ def _fake_training(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return y, conv, empty_kept(_kept(tensors, settings), batched(y), tensors[0].dtype)
 
 
-def _fused_backward(
-    grad_y: Tensor,
-    t: Sequence[Any],
-    number: int,
-    mask: Sequence[bool],
-    saved: Tensor,
-    consume_saved: bool,
-    as_computed: bool = False,
-) -> Sequence[Tensor | None]:
-    """tail_backward by our kernels, where a forward kept `saved` (as none that adds a skip does today).
-
-    Where they cannot compute the convolution's gradients, they end with grad_c.
-
-    t: the fields of Tensors. as_computed: whether gradients that are all our kernels' may have other strides
-    than a weight that does not lie dense, as autograd takes them.
-    """
-    x, weight, bias, gamma, beta, slopes, _ = t
-    x = batched(x)
-    # Written out, here and below: generator expressions over so few values take twice as long.
-    a, b, c, d, e, f, g = mask
-    bits = a | b << 1 | c << 2 | d << 3 | e << 4 | f << 5 | g << 6
-    gradients = _numbered_tail_backward(
-        batched(grad_y), x, weight, bias, gamma, beta, slopes, saved, number, bits, consume_saved
-    )
-    grad_c = gradients[6]
-    if grad_c is None and as_computed and x is t[0]:
-        return gradients  # type: ignore[no-any-return]
-    if grad_c is not None:
-        grad_x, grad_w, grad_bias = gradients[:3]
-        left = (a and grad_x is None, b and grad_w is None, c and grad_bias is None)
-        found = _convolution_backward(grad_c, x, weight, _settings[number], left)
-        grad_x = found[0] if left[0] else grad_x
-        grad_w = found[1] if left[1] else grad_w
-        grad_bias = found[2] if left[2] else grad_bias
-        gradients = (grad_x, grad_w, grad_bias, *gradients[3:])
-    return in_sizes_of(t, gradients, mask)
-
-
-def _backward_from_conv(
+def _operand_gradients(
     grad_y: Tensor,
     grad_conv: Tensor | None,
     tensors: Sequence[Any],
     settings: Sequence[Any],
     mask: Sequence[bool],
-    conv: Tensor,
-    number: int,
-) -> list[Tensor | None]:
-    """tail_backward by our kernels up to the convolution's gradient, from the returned convolution."""
-    input, weight, _, gamma, beta, slopes, _ = tensors
-    x = batched(input)
-    wants_conv = any(mask[:3])
-    bits = wants_conv | mask[3] << 3 | mask[4] << 4 | mask[5] << 5
-    # conv has the bias in it. Hooks of saved tensors may have laid it out anew.
-    conv = batched(conv).contiguous(memory_format=memory_format_of(x, weight))
-    _, _, _, *norms, grad_c = _numbered_tail_backward(
-        batched(grad_y), x, weight, None, gamma, beta, slopes, conv, number, bits, False
-    )
-    grads: Sequence[Tensor | None] = (None, None, None)
-    if wants_conv:
-        if grad_conv is not None:
-            grad_c = grad_c.add_(batched(grad_conv))
-        grads = _convolution_backward(grad_c, x, weight, settings, list(mask[:3]))
-    return in_sizes_of(tensors, [*grads, *norms, None], mask)
+    kept: Tensor | None,
+) -> list[Tensor | None] | None:
+    """gradients_from_operand, of one that is computed again where it was not kept; None where our kernels
+    compute no such call, or there is nothing to compute.
+
+    settings: with the convolution returned.
+    """
+    number = plain_number(tensors, settings) if keeps_operand(tensors, settings) else None
+    if number is None or grad_y.numel() == 0:
+        return None
+    operand = kept
+    if operand is None:
+        _, operand = numbered_tail(*tensors, number)
+        operand = operand if tensors[6] is None else operand.add_(tensors[6])
+    gradients = (grad_y, grad_conv)
+    return gradients_from_operand(*gradients, tensors, settings, mask, operand, number, kept is None)
 
 
 def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
@@ -261,19 +242,22 @@ def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments
     kept, returned = (*arguments[_BACKWARD_ARGUMENTS:], None, None)[:2]
     tensors, settings = split([*forward, bool(returned), precision])
     t, s = Tensors(*tensors), Settings(*settings)
-    gradients: Sequence[Tensor | None] = [None] * len(t)
     mask = reachable(mask, grad_y, grad_conv)
-    # Our kernels begin with y's gradient, and with a returned convolution of some samples, or with no other.
-    ours = kept.numel() > 0 if returned and kept is not None else grad_conv is None
-    number = plain_number(tensors, settings) if ours and grad_y is not None else None
-    saved = kept if number is None or kept is not None else _numbered_tail_for_training(*tensors, number)[1]
-    if grad_y is not None and number is not None and saved is not None:
-        if returned:
-            gradients = _backward_from_conv(grad_y, grad_conv, tensors, settings, mask, saved, number)
+    gradients: Sequence[Tensor | None] | None = None
+    if grad_y is not None and any(mask):  # our kernels begin with y's gradient
+        if returned or t.skip is not None or grad_conv is not None:
+            operand = kept if returned else None
+            settings = (*settings[:-1], True)
+            gradients = _operand_gradients(grad_y, grad_conv, tensors, settings, mask, operand)
         else:
-            gradients = _fused_backward(grad_y, t, number, mask, saved, consume_saved=kept is None)
-    elif any(mask):
-        gradients = tail_backward(grad_y, grad_conv, t, s, mask)
+            number = plain_number(tensors, settings)
+            saved = kept
+            if number is not None and saved is None:
+                saved = _numbered_tail_for_training(*tensors, number)[1]
+            if number is not None and saved is not None:
+                gradients = gradients_from_saved(grad_y, t, s, mask, saved, number, kept is None)
+    if gradients is None:
+        gradients = tail_backward(grad_y, grad_conv, t, s, mask) if any(mask) else [None] * len(t)
     if s.num_groups == 0 and s.activation == "none":  # the skip's gradient is grad_y itself
         of_skip = gradients[6]
         gradients = [*gradients[:6], None if of_skip is None else of_skip.clone()]
@@ -323,7 +307,7 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None, _: None
     else:
         *forward, _, precision = join(tensors, settings)
         op = getattr(_ops, f"{_NAME}_backward").default
-        returned = kept is not None and settings[-1]
+        returned = kept is not None and (settings[-1] or tensors[6] is not None)
         found = op(grad_y, grad_conv, *forward, precision, mask, kept, returned)
         gradients = [gradient if wanted else None for gradient, wanted in zip(found, mask, strict=True)]
     return join(gradients, (None,) * len(Settings._fields))
@@ -334,20 +318,23 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """arguments: Tensors, y and what is kept, Settings, their number.
+        """arguments: Tensors, what was computed, Settings, and the number that the kernels get.
 
-        What is kept is what _numbered_tail_for_training returned, or the convolution, where that is returned.
-        Both come as one tuple, so that autograd does not take them for arguments.
+        Computed were y, the convolution where it is returned, and what is kept: what
+        _numbered_tail_for_training returned, or operand_of. They come as one tuple, so that autograd does not
+        take them for arguments.
         """
-        *tensors, (y, saved), settings, number = arguments
+        *tensors, (y, conv, saved), settings, number = arguments
         ctx.save_for_backward(*tensors, saved)
         ctx.settings, ctx.number = settings, number
+        ctx.begins_with_operand = settings[-1] or tensors[6] is not None
+        ctx.saved_is_returned = saved is conv
         ctx.set_materialize_grads(False)
-        if not settings[-1]:
+        if conv is None:
             return y
         if not any(ctx.needs_input_grad[:3]):  # it depends on nothing that has a gradient
-            ctx.mark_non_differentiable(saved)
-        return y, saved
+            ctx.mark_non_differentiable(conv)
+        return y, conv
 
     @staticmethod
     @without_autocast
@@ -365,15 +352,18 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
             grad_y is None
             or _is_transformed(grad_y)
             or (grad_conv is not None and _is_transformed(grad_conv))
-            or (settings[-1] and saved.numel() == 0)
+            or (ctx.begins_with_operand and saved.numel() == 0)
         ):
             gradients = tail_backward(grad_y, grad_conv, tensors, settings, mask)
-        elif settings[-1]:
-            gradients = _backward_from_conv(grad_y, grad_conv, tensors, settings, mask, saved, ctx.number)
+        elif ctx.begins_with_operand:
+            consume_saved = not ctx.saved_is_returned and not _keeps_graph()
+            what = (tensors, settings, mask, saved, ctx.number)
+            gradients = gradients_from_operand(grad_y, grad_conv, *what, consume_saved)
         else:
             # Where the graph is not kept, nobody reads `saved` again.
             consume_saved = not _keeps_graph()
-            gradients = _fused_backward(grad_y, tensors, ctx.number, mask, saved, consume_saved, True)
+            what = (tensors, settings, mask, saved, ctx.number)
+            gradients = gradients_from_saved(grad_y, *what, consume_saved, as_computed=True)
         return (*gradients, None, None, None)
 
 
@@ -383,8 +373,9 @@ _record: Callable[..., Any] = super(torch.autograd.Function, ConvTranspose3dNorm
 
 def _is_block(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
     """Whether the call is conv_transpose3d_relu_group_norm's, whose backward needs nothing kept."""
-    order, activation = settings[8:10]
-    return settings[5] > 0 and tensors[6] is None and order == "act_norm" and activation == "relu"
+    order, activation, _, return_conv = settings[8:]
+    plain = settings[5] > 0 and tensors[6] is None and not return_conv
+    return plain and order == "act_norm" and activation == "relu"
 
 
 def record_tail(
@@ -393,18 +384,18 @@ def record_tail(
     """y by our kernels, recorded by autograd; None where they keep nothing for a backward.
 
     And the convolution, where that is returned.
+
+    number: CudaCall's.
     """
-    if settings[-1]:
-        if not reads_returned(tensors, settings):
-            return None
+    if keeps_operand(tensors, settings):
         with _BelowAutograd():
-            pair = numbered_tail(*tensors, number)
-        y, conv = _record(*tensors, pair, settings, number)
-        return y, conv
+            computed = _with_operand(tensors, settings, number)
+        recorded = _record(*tensors, computed, settings, number)
+        return recorded if settings[-1] else (recorded, None)
     with _BelowAutograd():
-        computed = _numbered_tail_for_training(*tensors, number)
-    if computed[0] is not None:
-        return _record(*tensors, computed, settings, number), None
+        y, saved = _numbered_tail_for_training(*tensors, number)
+    if y is not None:
+        return _record(*tensors, (y, None, saved), settings, number), None
     if _is_block(tensors, settings):
         numbers = settings[:8]
         return record_block(*tensors[:5], numbers, settings_number(numbers), False), None

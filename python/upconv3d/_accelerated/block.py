@@ -59,8 +59,8 @@ class Block(NamedTuple):
         return said
 
     def keeps_returned(self) -> bool:
-        """Whether a backward of ours reads the returned convolution, as in _tail.reads_returned"""
-        return self.norm is not None and not (self.order == "act_norm" and self.activation == "relu")
+        """Whether a backward of ours begins with the returned convolution, as in _tail.keeps_operand."""
+        return self.norm in ("group", "instance")
 
 
 # Output values per norm group of a sample up to which a small block's calls are PyTorch's in eager mode. An
