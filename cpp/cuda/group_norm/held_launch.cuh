@@ -38,10 +38,13 @@ void fill_common(const HeldNormParams& params, Args& args) {
 template <class Visit>
 void with_held_kernel(const HeldNormParams& params, Visit&& visit) {
   const auto with_input = [&](auto element) {
+    const bool has_one_parameter = params.after.kind != Activation::kPrelu || params.after.slope_step == 0;
     if (params.after.kind == Activation::kNone && params.before.kind == Activation::kRelu) {
       visit(element, std::type_identity<AfterBias<ReluActivation>>{});
-    } else if (params.after.kind == Activation::kNone && params.before.kind == Activation::kNone) {
-      visit(element, std::type_identity<AfterBias<NoActivation>>{});
+    } else if (params.before.kind == Activation::kNone && has_one_parameter) {
+      with_activation(params.after.kind, [&](auto activation) {
+        visit(element, std::type_identity<BeforeActivation<decltype(activation)>>{});
+      });
     } else {
       visit(element, std::type_identity<AnyPending>{});
     }

@@ -37,7 +37,7 @@ struct HeldArgs {
   float2* part;    // [N,G,tiles] mean, M2
   double eps;      // activation units squared
   TileCounts counts;
-  ActivationParams activation;  // the only one, with AnyPending alone
+  ActivationParams activation;  // the only one
   float parameter;              // activation.parameter
   bool norm_first;              // with AnyPending: whether the normalization precedes it
   bool y_planes;                // whether y lies [N,K,Z,P,Q], and is transposed on the way there
@@ -202,16 +202,18 @@ struct HeldChannels {
     if (Input::kDecidesLater && !args.norm_first) activate_here(args, tile, v);
   }
 
-  __device__ __forceinline__ void normalize(const HeldArgs<T>& args, const HeldTile& tile,
+  /// \param parameter parameter_behind
+  __device__ __forceinline__ void normalize(const HeldArgs<T>& args, const HeldTile& tile, float parameter,
                                             float (&v)[kLanes<T>]) const {
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) v[j] = (v[j] - mean[j]) * scale[j] + shift[j];
     if (Input::kDecidesLater && args.norm_first) activate_here(args, tile, v);
+    activate_behind<Input>(parameter, v);
   }
 
-  __device__ __forceinline__ uint4 normalized(const HeldArgs<T>& args, const HeldTile& tile,
+  __device__ __forceinline__ uint4 normalized(const HeldArgs<T>& args, const HeldTile& tile, float parameter,
                                               float (&v)[kLanes<T>]) const {
-    normalize(args, tile, v);
+    normalize(args, tile, parameter, v);
     Vector<T, kLanes<T>> y;
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) y.at[j] = from_stat<T>(v[j]);
@@ -408,9 +410,10 @@ __device__ __forceinline__ void take_tile_moments(const HeldArgs<T>& args, const
     correct_moments<T, Input>(args, tile, shared);
 }
 
+/// \param parameter parameter_behind
 template <class T, class Input>
 __device__ __forceinline__ void normalize_tile(const HeldArgs<T>& args, const HeldTile& tile,
-                                               const HeldShared& shared) {
+                                               const HeldShared& shared, float parameter) {
   const HeldChannels<T, Input> channels(args, tile, shared);
   const uint4* held = shared.held + threadIdx.x;
   T* to = args.y + tile.offset;
@@ -419,7 +422,7 @@ __device__ __forceinline__ void normalize_tile(const HeldArgs<T>& args, const He
     const uint4 word = *held;
     float v[kLanes<T>];
     channels.pending(args, tile, word, v);
-    *reinterpret_cast<uint4*>(to) = channels.normalized(args, tile, v);
+    *reinterpret_cast<uint4*>(to) = channels.normalized(args, tile, parameter, v);
   }
 }
 
@@ -427,7 +430,7 @@ __device__ __forceinline__ void normalize_tile(const HeldArgs<T>& args, const He
 /// stores, one per channel, neighbouring lanes fill a sector, and it reads what other threads brought.
 template <class T, class Input>
 __device__ __forceinline__ void normalize_tile_to_planes(const HeldArgs<T>& args, const HeldTile& tile,
-                                                         const HeldShared& shared) {
+                                                         const HeldShared& shared, float parameter) {
   const int wide = args.wide, warp_rows = 32 / wide, lane = threadIdx.x % 32;
   const int blocks_across = args.columns / wide;
   const int rows = min(args.tile_rows, args.sample_rows - tile.tile * args.tile_rows);
@@ -445,7 +448,7 @@ __device__ __forceinline__ void normalize_tile_to_planes(const HeldArgs<T>& args
     const uint4 word = shared.held[load * blockDim.x + (row - load * args.row_lanes) * args.columns + column];
     float v[kLanes<T>];
     channels.pending(args, mine, word, v);
-    channels.normalize(args, mine, v);
+    channels.normalize(args, mine, parameter, v);
     T* const to =
         args.y +
         ((tile.sample * args.slabs + tile.slab) * args.slab_channels + mine.channel) * args.sample_rows +
@@ -462,6 +465,7 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1) activation_group_norm_held
   const unsigned work = args.work;
   const bool holds = gridDim.x == work;
   wait_for_kernel_before();
+  const float parameter = parameter_behind<T, Input>(args.activation, args.parameter);
 #pragma unroll 1
   for (unsigned at = blockIdx.x; at < work; at += gridDim.x) {
     take_tile_moments<T, Input>(args, HeldTile(args, at), shared);
@@ -482,9 +486,9 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1) activation_group_norm_held
       __syncthreads();
     }
     if (args.y_planes) {
-      normalize_tile_to_planes<T, Input>(args, tile, shared);
+      normalize_tile_to_planes<T, Input>(args, tile, shared, parameter);
     } else {
-      normalize_tile<T, Input>(args, tile, shared);
+      normalize_tile<T, Input>(args, tile, shared, parameter);
     }
   }
 }

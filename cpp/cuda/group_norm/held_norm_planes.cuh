@@ -33,7 +33,7 @@ struct HeldPlanesArgs {
   float2* part;    // [N,G,tiles] mean, M2
   double eps;      // activation units squared
   TileCounts counts;
-  ActivationParams activation;  // the only one, with AnyPending alone
+  ActivationParams activation;  // the only one
   float parameter;              // activation.parameter
   bool norm_first;              // with AnyPending: whether the normalization precedes it
   bool whole;                   // whether a channel's positions are whole vectors
@@ -277,9 +277,10 @@ __device__ __forceinline__ float fill_plane_table(const HeldPlanesArgs<T>& args,
   return rounded;
 }
 
+/// \param parameter parameter_behind
 template <class T, class Input>
 __device__ __forceinline__ void normalize_plane(const HeldPlanesArgs<T>& args, HeldPlane at,
-                                                const HeldPlanesShared& shared, float mean) {
+                                                const HeldPlanesShared& shared, float mean, float parameter) {
   const uint4* held = shared.held + threadIdx.x;
 #pragma unroll 1
   for (int i = 0; i < at.count; ++i, held += blockDim.x) {
@@ -292,6 +293,7 @@ __device__ __forceinline__ void normalize_plane(const HeldPlanesArgs<T>& args, H
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) v[j] = (v[j] - mean) * scale[j] + shift[j];
     if (Input::kDecidesLater && args.norm_first) activate_plane(args, at, v);
+    activate_behind<Input>(parameter, v);
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) y.at[j] = from_stat<T>(v[j]);
     if (at.is_inside(args)) {
@@ -325,13 +327,15 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1)
   const HeldPlanesShared shared(raw_shared, args);
   const bool waits = args.counts.tiles > 1, holds = gridDim.x == static_cast<unsigned>(args.work);
   wait_for_kernel_before();
+  const float parameter = parameter_behind<T, Input>(args.activation, args.parameter);
 #pragma unroll 1
   for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
     const HeldPlane plane(args, work);
     bring_plane(args, plane, shared);
     const GroupMoments moments = moments_of_plane<T, Input>(args, plane, shared);
     if (!waits) {
-      normalize_plane<T, Input>(args, plane, shared, fill_plane_table(args, plane, shared, moments));
+      const float mean = fill_plane_table(args, plane, shared, moments);
+      normalize_plane<T, Input>(args, plane, shared, mean, parameter);
     } else if (threadIdx.x == 0) {
       args.part[work] = {static_cast<float>(moments.mean), static_cast<float>(moments.m2)};
     }
@@ -344,7 +348,8 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1)
     if (!holds) bring_plane(args, plane, shared);
     const GroupMoments moments = merge_tiles(args.part + plane.group * args.counts.tiles, args.counts,
                                              static_cast<int>(threadIdx.x % 32), 32);
-    normalize_plane<T, Input>(args, plane, shared, fill_plane_table(args, plane, shared, moments));
+    const float mean = fill_plane_table(args, plane, shared, moments);
+    normalize_plane<T, Input>(args, plane, shared, mean, parameter);
   }
 }
 

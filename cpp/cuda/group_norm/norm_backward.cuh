@@ -78,17 +78,20 @@ struct NormBackwardArgs {
   float4* map;
 };
 
-/// Which activation a kernel knows of when it is compiled: ReLU before the norm has kernels of its own.
-struct ReluBefore {
-  static constexpr bool kFirst = true;
+/// Which activation a kernel knows of when it is compiled, and whether it precedes the norm: ReLU before the
+/// norm, all of those behind it, and none, have kernels of their own. The code of all in one is several times
+/// as long as what runs of it, and of small blocks it takes longer to come than to run.
+template <bool kFirst_, class Functor>
+struct OneActivation {
+  static constexpr bool kFirst = kFirst_;
   template <class Visit>
   static __device__ __forceinline__ void with(Activation, Visit&& visit) {
-    visit(ReluActivation{});
+    visit(Functor{});
   }
 };
-template <bool kFirst_>
-struct AnyActivation {
-  static constexpr bool kFirst = kFirst_;
+using ReluBefore = OneActivation<true, ReluActivation>;
+struct AnyBefore {
+  static constexpr bool kFirst = true;
   template <class Visit>
   static __device__ __forceinline__ void with(Activation kind, Visit&& visit) {
     with_activation(kind, visit);
@@ -196,9 +199,13 @@ void with_norm_element(DType dtype, Visit&& visit) {
 template <class Visit>
 void with_norm_types(const NormBackwardParams& params, Visit&& visit) {
   with_norm_element(params.dtype, [&](auto element) {
-    if (params.after.kind != Activation::kNone) return visit(element, AnyActivation<false>{});
+    if (params.before.kind == Activation::kNone) {
+      return with_activation(params.after.kind, [&](auto activation) {
+        visit(element, OneActivation<false, decltype(activation)>{});
+      });
+    }
     if (params.before.kind == Activation::kRelu) return visit(element, ReluBefore{});
-    visit(element, AnyActivation<true>{});
+    visit(element, AnyBefore{});
   });
 }
 
@@ -236,7 +243,7 @@ NormBackwardArgs<T> norm_backward_args(const NormBackwardParams& params) {
   args.grad_beta = static_cast<T*>(params.grad_beta);
   args.grad_bias = static_cast<T*>(params.grad_bias);
   args.grad_slopes = static_cast<T*>(params.grad_slopes);
-  args.activation_first = params.after.kind == Activation::kNone;
+  args.activation_first = params.before.kind != Activation::kNone;
   args.activation = args.activation_first ? params.before : params.after;
   args.part = scratch.part;
   args.sums = scratch.sums;

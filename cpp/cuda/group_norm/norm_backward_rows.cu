@@ -22,9 +22,7 @@ constexpr int kPositions = 4;
 /// Channels of a thread, where K is a multiple: the sums of any activation's four channels would leave too
 /// few registers for two blocks per multiprocessor.
 template <class Tail>
-constexpr int kWidest = 2;
-template <>
-constexpr int kWidest<ReluBefore> = 4;
+constexpr int kWidest = std::is_same_v<Tail, AnyBefore> ? 2 : 4;
 
 template <class T>
 struct RowArgs {

@@ -3,13 +3,15 @@
 /// What is still due of a stored convolution before it is normalized: bias, skip and activation. The moments
 /// and the normalize kernels must see the same value, so both take it from here.
 ///
-/// ReLU before a group norm and what needs no activation are types of their own, which cost nothing; all
-/// others are AnyPending, decided at run time. There, the switch on the activation stands outside of a
-/// vector's elements.
+/// ReLU before a group norm and what needs no activation are types of their own, which cost nothing; so are
+/// the activations behind a norm where a launch is so short that its code, which memory may have to bring, is
+/// what takes time. All others are AnyPending, decided at run time. There, the switch on the activation
+/// stands outside of a vector's elements.
 #pragma once
 
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "cuda/activation.cuh"
 #include "cuda/group_norm/element.cuh"
@@ -37,6 +39,28 @@ struct AsStored {
   }
 };
 
+/// The convolution as the library left it: bias is due before the normalization, and behind that an
+/// activation whose parameter is one for all channels. Of the kernels held_norm.hpp launches alone.
+template <class Functor>
+struct BeforeActivation {
+  static constexpr bool kReadsBias = true;
+  static constexpr bool kDecidesLater = false;
+  template <class S>
+  __device__ __forceinline__ S operator()(S c, S bias) const {
+    return c + bias;
+  }
+};
+
+/// The activation of a type behind the normalization.
+template <class Input>
+struct AfterNormalization {
+  using type = NoActivation;
+};
+template <class Functor>
+struct AfterNormalization<BeforeActivation<Functor>> {
+  using type = Functor;
+};
+
 /// Whatever the launch says.
 struct AnyPending {
   static constexpr bool kReadsBias = true;
@@ -61,6 +85,26 @@ __device__ __forceinline__ void activate(const ActivationParams& params, S param
 #pragma unroll
     for (int j = 0; j < kCount; ++j) v[j] = activation.value(v[j], parameter);
   });
+}
+
+/// The parameter of a type's activation behind the normalization; 0 of other types.
+/// \param parameter params.parameter
+template <class T, class Input>
+__device__ __forceinline__ float parameter_behind(const ActivationParams& params, float parameter) {
+  using After = typename AfterNormalization<Input>::type;
+  if constexpr (std::is_same_v<After, NoActivation>) return 0.f;
+  const bool is_slope = std::is_same_v<After, SlopeActivation> && params.kind == Activation::kPrelu;
+  return is_slope ? activation_parameter<T>(params, 0) : parameter;
+}
+
+/// v[j] = activation(v[j]) of a type behind the normalization; nothing of other types.
+/// \param parameter parameter_behind
+template <class Input, int kCount>
+__device__ __forceinline__ void activate_behind(float parameter, float (&v)[kCount]) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    v[j] = typename AfterNormalization<Input>::type{}.value(v[j], parameter);
+  }
 }
 
 /// v[j] = c[j] + bias[lane_of(j)] (+ skip[j]).
