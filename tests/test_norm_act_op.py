@@ -248,7 +248,7 @@ def test_node(kernels, case):
     _check_like_eager(call, type(call).ours, 1e-4 if apart else 1e-9)
     expected = ["for_training", "forward", "backward"] if kernels.keeps else ["for_training"]
     if apart:
-        expected = ["forward", "backward"]
+        expected = ["for_training"] * (not call.return_conv) + ["forward", "backward"]
     assert kernels.calls == (expected if call.norm is not None else [])
     # What was returned is the caller's, unless relu alone reads it, of which the result is kept.
     is_returned = call.return_conv and case != "relu-conv"
@@ -338,7 +338,8 @@ def test_kernels_without_gradients(kernels):
     assert kernels.calls[3:] == ["forward"]
     kernels.calls.clear()
     _check_like_eager(call.to(torch.float32), _by_name)
-    assert kernels.calls == ["forward", "forward", "backward"]  # nothing tells how much to keep
+    # Nothing tells how much to keep.
+    assert kernels.calls == ["forward", "for_training", "forward", "backward"]
 
 
 def test_kernels_under_autocast(kernels):

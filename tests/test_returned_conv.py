@@ -12,14 +12,15 @@ from tails import Call, gradients, make_call, outputs
 from test_select_plan import facts, plan_of
 
 SIZES = {
-    "sm90": {"c": 64, "k": 32, "extent": (5, 4, 6), "kernel": 3, "stride": 2},
+    "strided": {"c": 64, "k": 32, "extent": (5, 4, 6), "kernel": 3, "stride": 2},
     "library": {"c": 4, "k": 6, "extent": (5, 6, 7)},
     "unbatched": {"n": None, "c": 32, "k": 16, "extent": (3, 4, 5)},
+    "sm90": {"c": 64, "k": 64, "extent": (24, 24, 24), "kernel": 2, "stride": 2},  # by that plan
 }
 both_layouts = pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
 
 
-def returning(size="sm90", layout="NCDHW", **options) -> Call:
+def returning(size="strided", layout="NCDHW", **options) -> Call:
     call = make_call(**SIZES[size], return_conv=True, **({"activation": "silu"} | options))
     return call.channels_last("input", "weight") if layout == "NDHWC" else call
 
@@ -41,7 +42,10 @@ def check_like_eager(call: Call, monkeypatch, which=(True, True)) -> None:
     assert "NormAct" in type(first.grad_fn).__name__
     eager = gradients(call, chosen(Call.eager), seeds)[1]
     wide = gradients(call.to(torch.float64), chosen(Call.eager), seeds)[1]
-    floor = 2.0**-5 if call.tensors["input"].dtype is torch.bfloat16 else 1e-5
+    # Of a few thousand gates of a kink behind a norm some fall otherwise in 16 bit, maybe more than eager's.
+    kink = call.order == "norm_act" and call.activation in ("relu", "prelu", "leaky_relu")
+    of_16_bit = 2.0**-4 if kink and "skip" in call.tensors else 2.0**-5
+    floor = of_16_bit if call.tensors["input"].dtype is torch.bfloat16 else 1e-5
     for name, right in wide.items():
         if right is None:
             assert ours[name] is None, name
@@ -151,7 +155,8 @@ def test_skips_compiled(cuda, monkeypatch, case, keeps_sizes):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         torch.autograd.backward(results, seeds)
     called = {event.key for event in profile.key_averages()}
-    assert ("upconv3d::_numbered_tail" in called) is not keeps_sizes
+    forwards = {"upconv3d::_numbered_tail", "upconv3d::_numbered_tail_for_training"}
+    assert bool(called & forwards) is not keeps_sizes
     assert "aten::native_group_norm_backward" not in called
 
 

@@ -171,6 +171,35 @@ LibraryOperands library_operands(const PreparedCall& call, const BlockTensors& t
   return {x_last, w_last};
 }
 
+/// convolution_alone(call.problem), as planned for itself.
+Tensor run_convolution_alone(const PreparedCall& call, const BlockTensors& t) {
+  const Problem& p = call.problem;
+  const auto triple = [](const Extent3& of) { return Ints(of.begin(), of.end()); };
+  const Ints stride = triple(p.stride), padding = triple(p.padding), dilation = triple(p.dilation),
+             output_padding = triple(p.output_padding);
+  const Problem alone = convolution_alone(p);
+  const std::string precision = p.precision == Precision::kTF32 ? "tf32" : "ieee";
+  CallExtras extras;
+  return run_call({t.x, t.w, t.bias, kNoTensor, kNoTensor, stride, padding, output_padding, dilation,
+                   alone.groups, alone.num_groups, alone.eps, precision, false, kNoTensor, kNoTensor,
+                   alone.tail, call.device.spares_host},
+                  extras);
+}
+
+/// The skip as the convolution lies, and where their sum goes, if that is stored: into the convolution's
+/// place, where it is not the caller's.
+struct SkipAndSum {
+  std::optional<Tensor> skip, sum;
+
+  SkipAndSum(const BlockTensors& t, const DenseResult& conv, const Plan& plan, bool returned) {
+    if (!t.skip) return;
+    skip = contiguous_in(*t.skip, conv.layout);
+    if (!plan.adds_skip_first) return;
+    sum = conv.tensor;
+    if (returned) sum = empty_strided_like(conv.tensor, sizes_of(conv.tensor), strides_of(conv.tensor));
+  }
+};
+
 Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExtras& extras,
                         std::int32_t index) {
   const Problem& p = call.problem;
@@ -181,15 +210,17 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
     flags->deterministic |= call.repeats_bits;
   }
   // A convolution that is returned has its bias; else our next pass adds it, which saves PyTorch's.
-  const bool returned = p.tail.returns_conv;
+  const bool returned = p.tail.returns_conv, has_bias = returned || call.plan.own_convolution;
   const auto stream = static_cast<cudaStream_t>(current_cuda_stream(index));
-  const LibraryOperands operands = library_operands(call, t, stream);
-  DenseResult conv =
-      as_dense(conv_transpose3d(operands.x, operands.w, returned ? t.bias : std::nullopt, p, flags),
-               call.plan.conv_layout);
+  const auto convolve = [&] {
+    if (call.plan.own_convolution) return run_convolution_alone(call, t);
+    const LibraryOperands operands = library_operands(call, t, stream);
+    return conv_transpose3d(operands.x, operands.w, returned ? t.bias : std::nullopt, p, flags);
+  };
+  DenseResult conv = as_dense(convolve(), call.plan.conv_layout);
   if (call.saved_bytes > 0) {
     conv = {contiguous_in(conv.tensor, call.plan.conv_layout), call.plan.conv_layout};
-    extras.saved = conv.tensor;
+    extras.saved = conv.tensor;  // or the sum that takes its place
   }
   std::optional<Plan> other_layout;
   if (conv.layout != call.plan.conv_layout) {
@@ -203,14 +234,12 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
       needed ? empty_strided_like(conv.tensor, call.y_sizes, call.y_strides) : output_for(conv, call);
   const DeviceScratch workspace(conv.tensor, plan.workspace_bytes);
   cuda::ForwardTensors f = forward_tensors(t, y, workspace);
-  if (returned) {
-    f.bias = nullptr;
-    extras.conv = contiguous_in(conv.tensor, p.y_layout);
-  }
+  if (has_bias) f.bias = nullptr;
+  if (returned) extras.conv = contiguous_in(conv.tensor, p.y_layout);
   f.conv = conv.tensor.const_data_ptr();
-  const std::optional<Tensor> skip =
-      t.skip ? std::optional(contiguous_in(*t.skip, conv.layout)) : std::nullopt;
-  f.skip = data_or_null(skip);
+  const SkipAndSum summands(t, conv, plan, returned);
+  f.skip = data_or_null(summands.skip);
+  f.sum = summands.sum ? summands.sum->mutable_data_ptr() : nullptr;
   cuda::run_forward(p, plan, call.device, f, stream);
   return y;
 }

@@ -90,15 +90,14 @@ py::dict explain(const py::dict& dict) {
   }
   device.spares_host = dict.contains("spares_host") && dict["spares_host"].cast<bool>();
   const bool for_training = dict.contains("training") && dict["training"].cast<bool>();
-  // A call that returns the convolution runs as without gradients, and so does one that adds a skip, to which
-  // Python returns it. The backward begins with that, or with the sum.
-  const bool sums = problem.tail.has_skip && problem.tail.norm && problem.dtype != DType::kFloat64;
-  const bool begins_apart = for_training && (problem.tail.returns_conv || sums);
-  Problem forward = problem;
-  forward.tail.returns_conv |= begins_apart;
-  const Plan plan = make_plan(forward, device, instances_for(assume_compiled), for_training && !begins_apart);
-  Problem begun = forward;
+  // A call that returns the convolution runs as without gradients. Its backward begins with that, or with its
+  // sum with a skip, which is kept where the convolution is not returned, as if that were returned.
+  const bool returned = problem.tail.returns_conv;
+  const Plan plan = make_plan(problem, device, instances_for(assume_compiled), for_training && !returned);
+  Problem begun = problem;
   begun.tail.has_skip = false;
+  begun.tail.returns_conv = true;
+  const bool begins_apart = for_training && (returned || plan.keeps_sum);
   const Plan read = begins_apart ? make_plan(begun, device, instances_for(assume_compiled), true) : plan;
   print_plan_if_asked(problem, plan);
   py::dict result;

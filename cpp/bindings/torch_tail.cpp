@@ -29,7 +29,7 @@ using Ints = std::vector<std::int64_t>;
 OpArguments tail_arguments(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                            const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
                            const std::optional<Tensor>& slopes, const std::optional<Tensor>& skip,
-                           const BlockSettings& s, bool for_training) {
+                           const BlockSettings& s, const Tail& tail, bool for_training) {
   return {input,
           weight,
           bias,
@@ -46,7 +46,7 @@ OpArguments tail_arguments(const Tensor& input, const Tensor& weight, const std:
           for_training,
           slopes,
           skip,
-          s.tail,
+          tail,
           s.spares_host,
           s.casts_parameters};
 }
@@ -58,21 +58,24 @@ std::tuple<Tensor, std::optional<Tensor>> numbered_tail(
     const std::optional<Tensor>& slopes, const std::optional<Tensor>& skip, std::int64_t settings) {
   const BlockSettings& s = remembered_settings(settings);
   CallExtras extras;
-  const Tensor y =
-      run_call(tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, false), extras);
+  const Tensor y = run_call(
+      tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, s.tail, false), extras);
   return {y, extras.conv};
 }
 
-/// y, and what a backward pass reads, [bytes] uint8 or the convolution [N,K,Z,P,Q]; or neither, with
-/// nothing computed, where the plan would keep nothing, or _numbered_tail returns it anyway.
+/// y, and what a backward pass reads, [bytes] uint8, or the convolution or its sum with a skip, [N,K,Z,P,Q];
+/// or neither, with nothing computed, where the plan would keep nothing, or _numbered_tail returns it anyway.
+/// \param settings with a skip those of the backward, which say that the convolution is returned; it is not
 std::tuple<std::optional<Tensor>, std::optional<Tensor>> numbered_tail_for_training(
     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
     const std::optional<Tensor>& slopes, const std::optional<Tensor>& skip, std::int64_t settings) {
   const BlockSettings& s = remembered_settings(settings);
-  if (s.tail.returns_conv) return {std::nullopt, std::nullopt};
+  if (s.tail.returns_conv && !skip) return {std::nullopt, std::nullopt};
+  Tail tail = s.tail;
+  tail.returns_conv = false;
   const OpArguments arguments =
-      tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, true);
+      tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, tail, true);
   const auto call = prepare_call(arguments);
   if (call->saved_bytes == 0) return {std::nullopt, std::nullopt};
   CallExtras extras;
@@ -91,8 +94,8 @@ std::tuple<Tensor, Tensor> tail(const Tensor& input, const Tensor& weight, const
   const BlockSettings s = settings_of(stride, padding, output_padding, groups, dilation, order, num_groups,
                                       eps, activation, parameter, return_conv, precision);
   CallExtras extras;
-  Tensor y =
-      run_call(tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, false), extras);
+  Tensor y = run_call(
+      tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, s.tail, false), extras);
   Tensor conv = extras.conv ? *extras.conv : empty_strided_like(input, {0}, {1});
   return {std::move(y), std::move(conv)};
 }
@@ -108,8 +111,8 @@ std::tuple<Tensor, Tensor, Tensor> tail_for_training(
   const BlockSettings s = settings_of(stride, padding, output_padding, groups, dilation, order, num_groups,
                                       eps, activation, parameter, return_conv, precision);
   CallExtras extras;
-  Tensor y =
-      run_call(tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, true), extras);
+  Tensor y = run_call(
+      tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, s.tail, true), extras);
   if (!extras.saved || extras.conv) {
     throw std::logic_error(
         "upconv3d: _tail_for_training is for plans that keep the activation, which this call's does not. Use "

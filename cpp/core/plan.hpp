@@ -104,6 +104,9 @@ struct Plan {
   bool keeps_activation = false;         // SM90: before(conv) and its moments are kept for the backward
   bool keeps_conv = false;               // library and col2im: the backward reads the convolution, without
                                          // bias unless it is what the call returned
+  bool own_convolution = false;          // library: of convolution_alone(problem), by the SM90 plan
+  bool adds_skip_first = false;          // library: what follows it is that of after_skip(problem)
+  bool keeps_sum = false;                // library: the backward reads the sum of convolution and skip
   bool instead_of_sm90 = false;          // library and col2im: though it could run (library_plan.hpp)
   bool linear = false;                   // SM90: no normalization follows, and so no moments are taken
   bool w_in_place = false;               // SM90: w is read as it lies, [C,T,R,S,K], and not packed

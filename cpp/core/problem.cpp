@@ -207,6 +207,20 @@ void validate(const Problem& problem) {
   }
 }
 
+Problem convolution_alone(const Problem& problem) {
+  Problem alone = problem;
+  alone.tail = make_tail("norm_act", false, "none", 0.0, false);
+  alone.num_groups = 1;
+  return alone;
+}
+
+Problem after_skip(const Problem& problem) {
+  Problem after = problem;
+  after.tail.has_skip = false;
+  after.has_bias = false;
+  return after;
+}
+
 std::string describe(const Problem& p) {
   std::string text =
       concat(p.operation == Operation::kConv ? "plain convolution " : "", "N=", p.n, " C=", p.c, " K=", p.k,

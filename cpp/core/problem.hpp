@@ -87,6 +87,12 @@ struct Problem {
 /// \throws RuleViolation or ValueViolation (core/errors.hpp): the rule, the value it got and the remedy.
 void validate(const Problem& problem);
 
+/// The convolution with its bias, and nothing behind it.
+Problem convolution_alone(const Problem& problem);
+
+/// What follows the sum of a biased convolution and a skip.
+Problem after_skip(const Problem& problem);
+
 /// One line, for messages: "N=2 C=64 K=128 in=32x32x32 kernel=3x3x3 ... bfloat16 NDHWC".
 std::string describe(const Problem& problem);
 

@@ -374,6 +374,36 @@ std::optional<Plan> choose_col2im(const Problem& p, const Device& device, const 
   return plan;
 }
 
+Plan choose(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances,
+            bool keeps_activation);
+
+/// What the library plan makes of a skip that is added before a norm: a launch of its own, where a backward
+/// pass will begin with the sum, or where all that follows it is then one launch; and it begins with the SM90
+/// plan's convolution where that plan would run a norm without a skip, so not in small blocks, and would run
+/// the convolution alone.
+Plan with_skip(const Problem& p, const Device& device, const std::vector<ConvInstance>& instances,
+               bool for_training, Plan plan) {
+  if (!p.tail.has_skip || !p.tail.norm || p.dtype == DType::kFloat64 || p.n == 0) return plan;
+  Problem normalized = p;
+  normalized.tail = make_tail("norm_act", true, "none", 0.0, false);
+  const Plan alone = choose(convolution_alone(p), device, instances, false);
+  plan.own_convolution =
+      alone.algorithm == Algorithm::kSm90ImplicitGemm &&
+      choose(normalized, device, instances, false).algorithm == Algorithm::kSm90ImplicitGemm;
+  if (plan.own_convolution) {
+    plan.conv_layout = p.y_layout;
+    plan.reason += concat("; its convolution is that of ", name(alone.algorithm), ": ", alone.reason);
+  }
+  plan.keeps_sum = for_training;
+  plan.activation_in_y = plan.conv_layout == p.y_layout && !p.tail.returns_conv && !for_training;
+  plan.adds_skip_first = for_training || held_cut(after_skip(p), plan.conv_layout, device.compute_capability);
+  plan.stages = plan.own_convolution ? alone.stages : std::vector<std::string>{"aten::convolution"};
+  if (copies_operands(p, plan)) plan.stages.insert(plan.stages.begin(), "channels_last_copies");
+  if (plan.adds_skip_first) plan.stages.emplace_back("add");
+  add_tail_stages(plan.adds_skip_first ? after_skip(p) : p, device, plan);
+  return plan;
+}
+
 /// \param keeps_activation whether a backward pass will want before(conv), or the convolution
 Plan choose(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances,
             bool keeps_activation) {
@@ -409,7 +439,8 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
   if (!keeps_activation) {
     if (const auto direct = choose_direct(problem, device, nullptr, reason)) return *direct;
   }
-  return cuda_library_plan(problem, device, reason, keeps_activation);
+  return with_skip(problem, device, instances, keeps_activation,
+                   cuda_library_plan(problem, device, reason, keeps_activation));
 }
 
 }  // namespace

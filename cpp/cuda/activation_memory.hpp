@@ -49,7 +49,8 @@ struct ActivationMemory {
 /// Bytes of what a plan keeps for the backward pass; 0 where it keeps nothing.
 inline std::int64_t saved_bytes(const Problem& problem, const Plan& plan) {
   if (problem.n == 0) return 0;
-  if (plan.keeps_conv) return problem.n * problem.k * problem.positions() * size_of(problem.dtype);
+  if (plan.keeps_conv || plan.keeps_sum)
+    return problem.n * problem.k * problem.positions() * size_of(problem.dtype);
   if (!plan.keeps_activation) return 0;
   Carver carver(nullptr);
   const ActivationMemory counted(problem, plan, carver);

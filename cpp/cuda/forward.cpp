@@ -314,10 +314,24 @@ void run_held(const Problem& problem, const Plan& plan, const HeldCut& cut, cons
   launch_held_norm(params, stream);
 }
 
-/// The library plan after PyTorch's convolution: moments of what is normalized, merge them, normalize into y;
-/// in one launch where that can be.
-void run_library(const Problem& problem, const Plan& plan, const Device& device,
-                 const ForwardTensors& tensors, cudaStream_t stream) {
+/// conv + bias + skip.
+void add_skip(const Problem& problem, const Plan& plan, const ForwardTensors& tensors, cudaStream_t stream) {
+  NormalizeParams sum;
+  sum.shape = group_norm_shape(problem, plan);
+  sum.a_dtype = sum.y_dtype = problem.dtype;
+  sum.a_layout = sum.y_layout = plan.conv_layout;
+  sum.a = tensors.conv;
+  sum.bias = tensors.bias;
+  sum.skip = tensors.skip;
+  sum.y = tensors.sum;
+  const StageRange range("upconv3d::add");
+  launch_group_norm_normalize(sum, stream);
+}
+
+/// What follows the convolution, or its sum with a skip: moments of what is normalized, merge them, normalize
+/// into y; in one launch where that can be.
+void run_library_tail(const Problem& problem, const Plan& plan, const Device& device,
+                      const ForwardTensors& tensors, cudaStream_t stream) {
   const std::optional<HeldCut> cut = held_cut(problem, plan.conv_layout, device.compute_capability);
   const LibraryWorkspace workspace(problem, plan, cut, tensors.workspace);
   if (cut && has_aligned_rows(tensors)) {
@@ -337,6 +351,17 @@ void run_library(const Problem& problem, const Plan& plan, const Device& device,
   }
   const StageRange range("upconv3d::normalize");
   launch_group_norm_normalize(normalize, stream);
+}
+
+/// The library plan after its convolution.
+void run_library(const Problem& problem, const Plan& plan, const Device& device,
+                 const ForwardTensors& tensors, cudaStream_t stream) {
+  if (!plan.adds_skip_first) return run_library_tail(problem, plan, device, tensors, stream);
+  add_skip(problem, plan, tensors, stream);
+  ForwardTensors summed = tensors;
+  summed.conv = tensors.sum;
+  summed.bias = summed.skip = nullptr;
+  run_library_tail(after_skip(problem), plan, device, summed, stream);
 }
 
 /// Whose workspace is that of the products first, then of what follows.
@@ -377,7 +402,8 @@ void complete_plan(const Problem& problem, const Device& device, Plan& plan) {
   } else if (plan.algorithm == Algorithm::kCudaDirect) {
     plan.workspace_bytes = direct_workspace_bytes(problem, plan);
   } else {
-    const auto cut = held_cut(problem, plan.conv_layout, device.compute_capability);
+    const Problem last = plan.adds_skip_first ? after_skip(problem) : problem;
+    const auto cut = held_cut(last, plan.conv_layout, device.compute_capability);
     plan.workspace_bytes =
         std::max(LibraryWorkspace(problem, plan, cut, nullptr).bytes, col2im ? columns_bytes(problem) : 0);
   }

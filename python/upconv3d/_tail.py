@@ -259,16 +259,15 @@ def reads_returned(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
 
 
 def operand_of(conv: Tensor, tensors: Sequence[Any], settings: Sequence[Any]) -> Tensor:
-    """What norm and activation apply to, for a backward that begins with it: the convolution itself, where
-    reads_returned; else a tensor of its own, [N, K, Z, P, Q] in the result's format: the sum with the skip,
-    in the convolution's place where that is not returned, or ReLU's result, of which ReLU makes nothing else,
-    and which lets the same gradients through.
+    """What norm and activation apply to where the convolution is returned, for a backward that begins with
+    it: the convolution itself, where reads_returned; else a tensor of its own, [N, K, Z, P, Q] in the
+    result's format: the sum with the skip, or ReLU's result, of which ReLU makes nothing else, and which lets
+    the same gradients through.
     """
-    input, weight, skip = tensors[0], tensors[1], tensors[6]
     if reads_returned(tensors, settings):
         return conv
-    of_skip = conv.add if settings[-1] else conv.add_
-    operand = conv.relu() if skip is None else of_skip(skip)
+    input, weight, skip = tensors[0], tensors[1], tensors[6]
+    operand = conv.relu() if skip is None else conv + skip
     return batched(operand).contiguous(memory_format=memory_format_of(batched(input), weight))
 
 

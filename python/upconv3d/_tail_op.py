@@ -136,14 +136,16 @@ def _forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _with_operand(
     tensors: Sequence[Any], settings: Sequence[Any], number: int
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, the convolution where it is returned, and operand_of.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """y, the convolution where it is returned, and operand_of; None where nothing is computed.
 
     number: of settings that return the convolution.
     """
+    if not settings[-1]:
+        y, operand = _numbered_tail_for_training(*tensors, number)
+        return y, None, operand
     y, conv = numbered_tail(*tensors, number)
-    operand = operand_of(conv, tensors, settings)
-    return y, conv if settings[-1] else None, operand
+    return y, conv, operand_of(conv, tensors, settings)
 
 
 def _training_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +156,8 @@ def _training_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         number = plain_number(tensors, (*settings[:-1], True))
         if number is not None:
             y, conv, operand = _with_operand(tensors, settings, number)
-            return y, y.new_empty(0) if conv is None else conv, operand
+            if y is not None and operand is not None:
+                return y, y.new_empty(0) if conv is None else conv, operand
     number = plain_number(tensors, settings)
     if number is not None:
         y, saved = _numbered_tail_for_training(*tensors, number)
@@ -197,7 +200,7 @@ def _kept(tensors: Sequence[Any], settings: Sequence[Any]) -> Kept | None:
     if plain_number(tensors, (*settings[:-1], True) if apart else settings) is None:
         return None
     if apart:
-        return Kept(True, input.numel())
+        return None if input.numel() == 0 else Kept(True, input.numel())
     kept = kept_of(facts_of(tensors, settings))
     return None if kept is None or kept.size == 0 else kept
 
@@ -229,9 +232,12 @@ def _operand_gradients(
     if number is None or grad_y.numel() == 0:
         return None
     operand = kept
-    if operand is None:
+    if operand is None and tensors[6] is None:
         _, operand = numbered_tail(*tensors, number)
-        operand = operand if tensors[6] is None else operand.add_(tensors[6])
+    elif operand is None:
+        _, operand = _numbered_tail_for_training(*tensors, number)
+    if operand is None:
+        return None
     gradients = (grad_y, grad_conv)
     return gradients_from_operand(*gradients, tensors, settings, mask, operand, number, kept is None)
 
@@ -390,6 +396,8 @@ def record_tail(
     if keeps_operand(tensors, settings):
         with _BelowAutograd():
             computed = _with_operand(tensors, settings, number)
+        if computed[0] is None:
+            return None
         recorded = _record(*tensors, computed, settings, number)
         return recorded if settings[-1] else (recorded, None)
     with _BelowAutograd():

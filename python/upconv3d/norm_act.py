@@ -207,7 +207,8 @@ def conv_transpose3d_norm_act(
         activation_param: leaky_relu's negative_slope (None: 0.01), elu's alpha (None: 1), prelu's slopes,
             [1] or [K]; for no other.
         skip: [N, K, Z, P, Q] or [K, Z, P, Q], the sizes of the convolution's output, to which it is added.
-            Another dtype than input's promotes as PyTorch's + does, and PyTorch computes the call.
+            Another dtype than input's promotes as PyTorch's + does, and PyTorch computes the call. As input
+            and weight, it is kept for the backward.
         return_conv: whether the convolution's own output, before the skip, is returned too.
 
     Returns:

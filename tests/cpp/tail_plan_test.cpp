@@ -5,6 +5,7 @@
 
 #include "core/tail.hpp"
 
+#include <algorithm>
 #include <exception>
 #include <iostream>
 #include <string>
@@ -158,6 +159,37 @@ void test_stages_of_the_library_plan() {
   expect(select_plan(p, device, all_compiled()).stages.size() == 1, "nothing follows the convolution");
 }
 
+/// Whose convolution a skip before a norm is added to, and whether by a launch of its own.
+void test_skips() {
+  const auto has_stage = [](const Plan& plan, const std::string& stage) {
+    return std::find(plan.stages.begin(), plan.stages.end(), stage) != plan.stages.end();
+  };
+  Problem large = with_tail(headline(), Order::kActNorm, Activation::kSilu);
+  large.tail.has_skip = true;
+  const Plan plan = select_plan(large, hopper(), all_compiled());
+  expect(plan.algorithm == Algorithm::kCudaLibrary && plan.own_convolution && !plan.adds_skip_first,
+         "our convolution, and the skip read by each pass: " + describe(plan));
+  expect(!has_stage(plan, "aten::convolution") && !has_stage(plan, "add"), "no stage of either");
+  const Plan training = select_training_plan(large, hopper(), all_compiled());
+  expect(training.own_convolution && training.adds_skip_first && training.keeps_sum && !training.keeps_conv,
+         "the sum is kept: " + describe(training));
+  expect(has_stage(training, "add"), "by a launch");
+  Problem small = large;
+  small.n = 1, small.in = {6, 6, 6};
+  const Plan held = select_plan(small, hopper(), all_compiled());
+  expect(!held.own_convolution && held.adds_skip_first && !held.keeps_sum &&
+             held.stages.back() == "activation_group_norm_held",
+         "cuDNN's, and one launch after the sum: " + describe(held));
+  Device device = hopper();
+  device.forced_plan = "library";
+  expect(!select_plan(large, device, all_compiled()).own_convolution, "cuDNN's, asked for");
+  large.tail.norm = false, large.num_groups = 1;
+  expect(!select_training_plan(large, hopper(), all_compiled()).keeps_sum, "without a norm");
+  large = with_tail(headline(DType::kFloat64), Order::kActNorm, Activation::kSilu);
+  large.tail.has_skip = true;
+  expect(!select_training_plan(large, hopper(), all_compiled()).keeps_sum, "in float64");
+}
+
 /// A call of [1,8,2,2,2] with weight [8,8,1,1,1], its result as large.
 Arguments small_call() {
   Arguments a;
@@ -205,6 +237,7 @@ int main() {
     upconv3d::test_where_tails_run();
     upconv3d::test_channels_of_what_is_stored_in_place();
     upconv3d::test_stages_of_the_library_plan();
+    upconv3d::test_skips();
     upconv3d::test_rules_of_slopes_and_skip();
   } catch (const std::exception& error) {
     upconv3d::expect(false, std::string("unexpected exception: ") + error.what());

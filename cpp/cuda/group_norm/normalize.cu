@@ -38,8 +38,8 @@ std::int64_t vectors_per_thread(std::int64_t total_vectors) {
                                   kVectorsPerThread);
 }
 
-/// Loads in flight of a thread with AnyPending: its registers leave room for half as many bytes as elsewhere,
-/// and so do as many more blocks on a multiprocessor.
+/// Loads in flight of a thread that may read a skip: its registers leave room for half as many bytes as
+/// elsewhere, and so do as many more blocks on a multiprocessor.
 template <class A, int kVector>
 constexpr int kAnyLoads =
     std::min<int>(kLoadsInFlight, kLoadsInFlight* kAccessBytes / 2 / (kVector * sizeof(A)));
@@ -95,9 +95,9 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<A, In
   const A* from = args.a + (sample * args.shape.positions + position) * args.a_pitch + channel;
   Y* to = args.y + (sample * args.shape.positions + position) * k + channel;
   // Of double, more vectors in flight do not fit the registers beside their map on arch 80.
-  constexpr int kLoads = Input::kDecidesLater ? kAnyLoads<A, kVector>
-                         : sizeof(A) == 8     ? kLoadsInFlight / 2
-                                              : kLoadsInFlight;
+  constexpr int kLoads = kReadsSkip<Input> ? kAnyLoads<A, kVector>
+                         : sizeof(A) == 8  ? kLoadsInFlight / 2
+                                           : kLoadsInFlight;
   for (; position + (kLoads - 1) * blockDim.y < end; position += kLoads * blockDim.y) {
     normalize_vectors<kLoads, kVector>(args, map, from, from_step, to, to_step, lane_of, channel_of);
     from += kLoads * from_step;
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<A, In
   }
   const std::int64_t step = static_cast<std::int64_t>(blockDim.x) * kVector;
   std::int64_t at = first + static_cast<std::int64_t>(threadIdx.x) * kVector;
-  constexpr int kLoads = Input::kDecidesLater ? kAnyLoads<A, kVector> : kLoadsInFlight;
+  constexpr int kLoads = kReadsSkip<Input> ? kAnyLoads<A, kVector> : kLoadsInFlight;
   for (; at + (kLoads - 1) * step < last; at += kLoads * step) {
     normalize_vectors<kLoads, kVector>(args, map, args.a + at, step, args.y + at, step, lane_of, channel_of);
   }
@@ -175,7 +175,7 @@ void launch_ncdhw(const NormalizeParams& params, cudaStream_t stream) {
 }  // namespace
 
 void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stream) {
-  with_normalize_types(params, [&](auto a, auto y, auto input) {
+  const auto launch_as = [&](auto a, auto y, auto input) {
     using A = typename decltype(a)::type;
     using Y = typename decltype(y)::type;
     using Input = typename decltype(input)::type;
@@ -200,7 +200,14 @@ void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stre
     // All that AnyPending may need of eight channels does not fit the registers of three blocks.
     if (whole(kFewer)) return launch_ndhwc<A, Y, Input, kFewer>(params, stream);
     launch_ndhwc<A, Y, Input, 1>(params, stream);
-  });
+  };
+  const bool has_activation =
+      params.before.kind != Activation::kNone || params.after.kind != Activation::kNone;
+  const bool is_sum = params.table == nullptr && params.skip != nullptr && !has_activation;
+  if (is_sum && params.a_dtype == params.y_dtype) {
+    return with_element(params.a_dtype, [&](auto a) { launch_as(a, a, std::type_identity<SumWithSkip>{}); });
+  }
+  with_normalize_types(params, launch_as);
 }
 
 namespace {

@@ -64,8 +64,8 @@ struct NormalizeArgs {
   GroupNormShape shape;
   const A* a;            // [N,K,Z,P,Q] or [N,Z,P,Q,a_pitch] A
   const A* bias;         // [K] A, or null
-  const A* skip;         // as a lies, or null; read with AnyPending alone
-  const Stat<A>* table;  // [3,N,K] stat; null with AnyPending alone
+  const A* skip;         // as a lies, or null; read with AnyPending and SumWithSkip
+  const Stat<A>* table;  // [3,N,K] stat; null with SumWithSkip, and maybe with AnyPending
   Y* y;                  // [N,K,Z,P,Q] or [N,Z,P,Q,K] Y, may be a where type, layout and pitch are equal
   // With AnyPending alone: the only activation, and whether the normalization precedes it.
   ActivationParams activation;
@@ -83,12 +83,16 @@ struct NormalizeArgs {
   std::int32_t merged_count;
 };
 
+template <class Input>
+constexpr bool kReadsSkip = Input::kDecidesLater || std::is_same_v<Input, SumWithSkip>;
+
 /// From a to y for the values of kLanes channels, in registers: y = (v - mean)*scale + shift, v = Input(a,
-/// bias); with AnyPending, all that NormalizeParams can say.
+/// bias); with SumWithSkip, a + bias + skip; with AnyPending, all that NormalizeParams can say.
 template <class A, class Input, int kLanes>
 struct ChannelMap {
   using S = Stat<A>;
-  static constexpr bool kReadsSkip = Input::kDecidesLater;
+  static constexpr bool kIsSum = std::is_same_v<Input, SumWithSkip>;
+  static constexpr bool kReadsSkip = cuda::kReadsSkip<Input>;
   S mean[kLanes], scale[kLanes], shift[kLanes], bias[kLanes];
 
   /// Takes the row of `channel` into one lane.
@@ -96,7 +100,7 @@ struct ChannelMap {
   __device__ __forceinline__ void load(const NormalizeArgs<A, Y>& args, std::int64_t sample,
                                        std::int64_t channel, int lane) {
     load_bias(args, channel, lane);
-    if (Input::kDecidesLater && args.table == nullptr) return;
+    if (kReadsSkip && args.table == nullptr) return;
     const std::int64_t plane = args.shape.n * args.shape.k;
     const S* from = args.table + sample * args.shape.k + channel;
     mean[lane] = from[0];
@@ -129,7 +133,7 @@ struct ChannelMap {
                                                std::int64_t channel) {
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) load_bias(args, channel + lane, lane);
-    if (Input::kDecidesLater && args.table == nullptr) return;
+    if (kReadsSkip && args.table == nullptr) return;
     const std::int64_t plane = args.shape.n * args.shape.k;
     const S* from = args.table + sample * args.shape.k + channel;
     const auto means = load_vector<kLanes, false>(from);
@@ -144,7 +148,7 @@ struct ChannelMap {
   }
 
   /// kCount elements, the j-th of them of channel channel_of(j), which lane lane_of(j) has.
-  /// \param skip with AnyPending alone
+  /// \param skip where kReadsSkip
   /// \param channel_of below K
   template <class Y, int kCount, class LaneOf, class ChannelOf>
   __device__ __forceinline__ Vector<Y, kCount> apply(const NormalizeArgs<A, Y>& args,
@@ -159,6 +163,8 @@ struct ChannelMap {
       activate(args.activation, args.parameter, v,
                [&](int j) { return activation_parameter<Y>(args.activation, channel_of(j)); });
       if (has_norm && !args.norm_first) normalize(v, lane_of);
+    } else if constexpr (kIsSum) {
+      add_pending(a, bias, true, skip, v, lane_of);
     } else {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) v[j] = Input{}(to_stat(a.at[j]), bias[lane_of(j)]);

@@ -61,6 +61,12 @@ struct AfterNormalization<BeforeActivation<Functor>> {
   using type = Functor;
 };
 
+/// The convolution without bias or skip, whose sum is all that is wanted. Of normalize alone.
+struct SumWithSkip {
+  static constexpr bool kReadsBias = true;
+  static constexpr bool kDecidesLater = false;
+};
+
 /// Whatever the launch says.
 struct AnyPending {
   static constexpr bool kReadsBias = true;
