@@ -86,7 +86,7 @@ void test_library_training() {
   Problem bare = small;
   bare.num_groups = 1, bare.tail.norm = false;
   expect(!keeps(wide) && !keeps(skip) && !keeps(bare), "what PyTorch differentiates is not kept");
-  expect(!keeps(returned), "of relu PyTorch reads the result, and the convolution may change");
+  expect(keeps(returned), "relu's result of the returned convolution, which may change, is what is read");
   returned.tail.order = Order::kNormAct;
   expect(keeps(returned), "the returned convolution is what the backward reads");
   Device ampere = hopper();
