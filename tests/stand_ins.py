@@ -58,6 +58,8 @@ class Kernels:
         found = _tail.tail_backward(grad_y, None, tensors, settings, [False, *mask[1:]])
         everything = [*tensors[:6], torch.zeros_like(grad_y) if tensors[6] is None else tensors[6]]
         grad_c = _tail.tail_backward(grad_y, None, everything, settings, [False] * 6 + [True])[6]
+        if consume_saved and returned:
+            grad_c = saved.copy_(grad_c)
         return (*found[:6], grad_c)
 
 

@@ -255,6 +255,19 @@ def test_node(kernels, case):
     assert kernels.consumed == ([not is_returned] if "backward" in kernels.calls else [])
 
 
+def test_skip_of_inference_mode(kernels):
+    """Autograd cannot keep it, and PyTorch's addition need not."""
+    call = _call("prelu-skip").leaves()
+    with torch.inference_mode():
+        call.tensors["skip"] = call.tensors["skip"].detach().clone()
+    for run in (type(call).ours, type(call).eager):
+        run(call).sum().backward()
+    assert kernels.calls == [] and call.tensors["weight"].grad is not None
+    with torch.no_grad():
+        call.ours()
+    assert kernels.calls == ["forward"]
+
+
 def test_backward_operator_without_samples(kernels):
     call = _call("instance-conv", n=0, norm="group", dtype=torch.float32)
     y, conv = call.eager()

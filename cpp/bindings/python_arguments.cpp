@@ -138,6 +138,7 @@ py::dict to_dict(const Plan& plan) {
   dict["activation_in_y"] = plan.activation_in_y;
   dict["keeps_activation"] = plan.keeps_activation;
   dict["keeps_conv"] = plan.keeps_conv;
+  dict["keeps_sum"] = plan.keeps_sum;
   dict["instead_of_sm90"] = plan.instead_of_sm90;
   dict["tile_positions"] = plan.tile_positions;
   dict["split_axes"] = plan.split_axes;

@@ -100,7 +100,8 @@ std::tuple<Tensor, Tensor> tail(const Tensor& input, const Tensor& weight, const
   return {std::move(y), std::move(conv)};
 }
 
-/// The same with what _tail_backward reads, [bytes] uint8, of a plan that keeps the activation; conv is [0].
+/// The same with what is kept for a backward: what _tail_backward reads, [bytes] uint8, of a plan that keeps
+/// the activation, or the sum with a skip, [N,K,Z,P,Q]; conv is [0].
 std::tuple<Tensor, Tensor, Tensor> tail_for_training(
     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const Ints& stride,
     const Ints& padding, const Ints& output_padding, std::int64_t groups, const Ints& dilation,

@@ -53,7 +53,7 @@ BackwardPlan library_backward_plan(const Problem& p, const GradientMask& wanted)
   BackwardPlan plan;
   plan.stages = {"activation_moments", "group_norm_finalize", "norm_backward"};
   if (!wanted.convolution()) return plan;
-  plan.reason = "what it begins with, the convolution that was kept or returned";
+  plan.reason = "what it begins with, the convolution that was kept or returned, or its sum with a skip";
   plan.library = true;
   plan.grad_c_pitch = p.k;
   plan.stages.push_back("aten::convolution_backward");

@@ -379,8 +379,8 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
 
 /// What the library plan makes of a skip that is added before a norm: a launch of its own, where a backward
 /// pass will begin with the sum, or where all that follows it is then one launch; and it begins with the SM90
-/// plan's convolution where that plan would run a norm without a skip, so not in small blocks, and would run
-/// the convolution alone.
+/// plan's convolution where that plan would run a norm without a skip, so not in most small blocks, and would
+/// run the convolution alone.
 Plan with_skip(const Problem& p, const Device& device, const std::vector<ConvInstance>& instances,
                bool for_training, Plan plan) {
   if (!p.tail.has_skip || !p.tail.norm || p.dtype == DType::kFloat64 || p.n == 0) return plan;

@@ -2,7 +2,8 @@
 /// \file
 /// Where before(conv) of the SM90 plan (core/tail.hpp) lies with what is needed to read it: in a call's
 /// workspace, or, where the plan keeps it for the backward pass, in memory of its own. (The library plan
-/// keeps the convolution as PyTorch returned it, the col2im plan its own in the same form.)
+/// keeps the convolution as PyTorch returned it, or its sum with a skip, the col2im plan its own in the same
+/// form.)
 #pragma once
 
 #include <cstdint>

@@ -78,7 +78,12 @@ def is_concrete(*values: Any) -> bool:
 
 
 class Kept(NamedTuple):
-    """What a training forward keeps on CUDA: the convolution, in the result's format, or so many bytes."""
+    """What a training forward keeps on CUDA.
+
+    Attributes:
+        convolution: whether that is the convolution, or its sum with a skip, in the result's format.
+        size: bytes.
+    """
 
     convolution: bool
     size: int
@@ -90,7 +95,8 @@ def kept_of(facts: dict[str, Any]) -> Kept | None:
     kept = []
     for variant in (facts, unaligned):
         explained = _C.explain(variant | {"training": True})
-        kept.append(Kept(explained["plan"]["keeps_conv"], explained["saved_bytes"]))
+        plan = explained["plan"]
+        kept.append(Kept(plan["keeps_conv"] or plan["keeps_sum"], explained["saved_bytes"]))
     return kept[0] if kept[0] == kept[1] else None
 
 

@@ -124,8 +124,12 @@ class CudaCall(NamedTuple):
 
 
 def keeps_nothing(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
-    """Whether no plan keeps anything for a backward of the call."""
-    apart = settings[11] or tensors[6] is not None
+    """Whether no plan keeps anything for a backward of the call, or autograd could not keep its skip, which
+    PyTorch's addition has no need of: a tensor of inference_mode."""
+    skip = tensors[6]
+    if skip is not None and skip.is_inference():
+        return True
+    apart = settings[11] or skip is not None
     return settings[5] == 0 or (apart and not keeps_operand(tensors, settings))
 
 

@@ -35,7 +35,8 @@ def inference_in_graph(*arguments: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def training_in_graph(*arguments: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The operator for training; None where it keeps the convolution, or maybe nothing, and in torch.export.
+    """The operator for training; None where it keeps the convolution alone, or maybe nothing, and in
+    torch.export.
 
     arguments: those of a call that keeps something, of which a compiler knows how much.
     """
@@ -43,7 +44,7 @@ def training_in_graph(*arguments: Any) -> tuple[Tensor, Tensor, Tensor] | None:
     if not runs_kernels(tensors[0]) or settings[-1] or is_exporting():
         return None
     kept = kept_of(facts_of(tensors, settings))
-    if kept is None or kept.convolution or kept.size == 0:
+    if kept is None or kept.size == 0 or (kept.convolution and tensors[6] is None):
         return None
     results: tuple[Tensor, Tensor, Tensor] = _ops._tail_for_training.default(*arguments)
     return results

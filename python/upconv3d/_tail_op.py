@@ -6,6 +6,7 @@ number (see _numbered.py); where those are not, and on the CPU, PyTorch's operat
 record a node of their own, by record_tail, where our kernels keep what a backward reads.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -186,6 +187,14 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return result(dtype), result(x.dtype) if s.return_conv else t.input.new_empty(0)
 
 
+def _kept_beside(tensors: Sequence[Any], settings: Sequence[Any]) -> Kept | None:
+    """operand_of beside a returned convolution, of known sizes; None without any values."""
+    t, s = Tensors(*tensors), Settings(*settings)
+    positions = output_extent(t.input, t.weight, s.stride, s.padding, s.output_padding, s.dilation)
+    values = math.prod([batched(t.input).shape[0], t.weight.shape[1] * s.groups, *positions])
+    return Kept(True, values * t.input.element_size()) if values > 0 else None
+
+
 def _kept(tensors: Sequence[Any], settings: Sequence[Any]) -> Kept | None:
     """What _training_kernel keeps; None where that is nothing, or not known before the call."""
     input, skip = tensors[0], tensors[6]
@@ -199,8 +208,8 @@ def _kept(tensors: Sequence[Any], settings: Sequence[Any]) -> Kept | None:
     # The kernel keeps nothing where too many are remembered.
     if plain_number(tensors, (*settings[:-1], True) if apart else settings) is None:
         return None
-    if apart:
-        return None if input.numel() == 0 else Kept(True, input.numel())
+    if settings[-1]:  # beside the convolution, what an explanation does not know of
+        return _kept_beside(tensors, settings)
     kept = kept_of(facts_of(tensors, settings))
     return None if kept is None or kept.size == 0 else kept
 

@@ -20,8 +20,8 @@ class Plan:
 
     Attributes:
         algorithm: which of the plans: "sm90_implicit_gemm", "sm80_implicit_gemm", "cuda_direct",
-            "cuda_col2im", "cuda_library" (PyTorch's convolution, our kernels for the rest) or "cpu_library";
-            `reason` says why this one and not a quicker one.
+            "cuda_col2im", "cuda_library" (PyTorch's convolution, or before a skip maybe the SM90 plan's, our
+            kernels for the rest) or "cpu_library"; `reason` says why this one and not a quicker one.
         kernel: name of the compiled variant, None for the direct, col2im and library plans.
         tile: output channels and output positions of one tile of that kernel.
         conv_layout: memory order in which the convolution runs and stores.
@@ -32,6 +32,7 @@ class Plan:
         activation_in_y: whether that is stored in the result's memory and normalized in place.
         keeps_activation: whether that and its moments are kept for the backward pass.
         keeps_conv: whether the convolution is (library and col2im plans), before the bias is added.
+        keeps_sum: whether the sum of convolution, bias and skip is.
         split_axes: axes, depth first, along which the kernel treats borders apart, to skip taps that would
             read only padding.
         share_taps: whether one load of input serves all taps along the height, or along the depth of small
@@ -51,8 +52,8 @@ class Plan:
         tile_positions, tiles: positions that one partial moment covers, and how many there are per sample and
             channel.
         stages: in launch order.
-        workspace_bytes: scratch memory beside the result; on library plans beside PyTorch's convolution too,
-            and the channels-last copies of input and weight.
+        workspace_bytes: scratch memory beside the result; on library plans beside what the convolution takes,
+            PyTorch's or ours, and the channels-last copies of input and weight.
         backward_stages: of a call whose gradients are wanted, in launch order; empty where the backward is
             PyTorch's operators.
         flops: multiplications and additions that touch an input value.
@@ -71,6 +72,7 @@ class Plan:
     activation_in_y: bool
     keeps_activation: bool
     keeps_conv: bool
+    keeps_sum: bool
     tile_positions: int
     split_axes: int
     share_taps: bool
@@ -109,6 +111,7 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         activation_in_y=plan["activation_in_y"],
         keeps_activation=plan["keeps_activation"],
         keeps_conv=plan["keeps_conv"],
+        keeps_sum=plan["keeps_sum"],
         tile_positions=plan["tile_positions"],
         split_axes=plan["split_axes"],
         share_taps=plan["share_taps"],
