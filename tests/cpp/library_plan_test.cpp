@@ -149,6 +149,11 @@ void test_what_is_held() {
   const auto many_groups = held_tiles(of_size(1, 24, 73728, 24), 90);
   expect(many_groups && many_groups->slabs == 1 && many_groups->tiles == 42,
          "as many tiles as keep what every block merges within 1024 partial moments");
+  const auto narrow = held_tiles(of_size(1, 64, 18432, 64), 90);
+  expect(narrow && narrow->slabs == 4 && narrow->tiles == 32 && !narrow->clusters,
+         "of so many groups, narrower slabs have more blocks");
+  const auto wide = held_tiles(of_size(1, 64, 18432, 8), 90);
+  expect(wide && wide->slabs == 1 && wide->tiles == 128, "of few groups the widest have as many");
 }
 
 /// x [1,512,6^3], w [512,512,3^3]: one tile of many k-blocks for the SM90 kernel.
