@@ -116,8 +116,9 @@ std::tuple<Tensor, Tensor, Tensor> tail_for_training(
       tail_arguments(input, weight, bias, norm_weight, norm_bias, slopes, skip, s, s.tail, true), extras);
   if (!extras.saved || extras.conv) {
     throw std::logic_error(
-        "upconv3d: _tail_for_training is for plans that keep the activation, which this call's does not. Use "
-        "conv_transpose3d_norm_act.");
+        "upconv3d: _tail_for_training is for plans that keep the activation, or a sum with a skip, and "
+        "return "
+        "no convolution, unlike this call's. Use conv_transpose3d_norm_act.");
   }
   return {std::move(y), empty_strided_like(input, {0}, {1}), *extras.saved};
 }

@@ -73,9 +73,15 @@ class Tensors(NamedTuple):
     skip: Tensor | None
 
 
+def is_apart(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
+    """Whether others than norm and activation have to do with the convolution: a skip is added to it, or it
+    is returned."""
+    return settings[-1] or tensors[6] is not None
+
+
 def is_plain(t: Tensors, s: Settings) -> bool:
     """Whether the call is a convolution, a norm and at most an activation, returned alone."""
-    return s.num_groups > 0 and t.skip is None and not s.return_conv
+    return s.num_groups > 0 and not is_apart(t, s)
 
 
 def _is_tracing() -> bool:
@@ -245,8 +251,8 @@ def autocast_result_dtype(
 def keeps_operand(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
     """Whether the backward of a call on CUDA begins with operand_of: of a norm whose convolution is returned,
     or has a skip added to it."""
-    apart = settings[-1] or tensors[6] is not None
-    return apart and settings[5] > 0 and tensors[0].dtype is not torch.float64
+    ours = settings[5] > 0 and tensors[0].dtype is not torch.float64
+    return ours and is_apart(tensors, settings)
 
 
 def reads_returned(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:

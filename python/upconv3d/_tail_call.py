@@ -13,7 +13,7 @@ from ._autocast import autocast_dtype, cast_tensors, computes_in_float32
 from ._autograd import AUTOCAST_KEYS
 from ._facts import is_concrete
 from ._geometry import surely
-from ._tail import autocast_result_dtype, composite, keeps_operand
+from ._tail import autocast_result_dtype, composite, is_apart, keeps_operand
 from ._tail_arguments import facts_of, refuse_empty, runs_kernels
 from ._tail_op import numbered_tail, public_tail, record_tail, tail_number
 from .functional import (
@@ -112,8 +112,7 @@ class CudaCall(NamedTuple):
         number = self.number
         if self.recording:
             # A mode is to see what PyTorch's calls show it; of other calls the operator itself sees to that.
-            apart = self.settings[11] or tensors[6] is not None
-            if number is None or (apart and _dispatch_modes() > 0):
+            if number is None or (is_apart(tensors, self.settings) and _dispatch_modes() > 0):
                 return None
             return record_tail(tensors, self.settings, number)
         if number is not None and not self._is_watched():
@@ -129,7 +128,7 @@ def keeps_nothing(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
     skip = tensors[6]
     if skip is not None and skip.is_inference():
         return True
-    apart = settings[11] or skip is not None
+    apart = is_apart(tensors, settings)
     return settings[5] == 0 or (apart and not keeps_operand(tensors, settings))
 
 
@@ -160,8 +159,7 @@ def cuda_call(
         dtype = autocast_result_dtype(low, tensors[0].device.type, norm, settings)
         # From 16 bit to 16 bit, float32 would cast both volumes. A returned convolution has autocast's dtype,
         # and so has a skip.
-        apart = settings[11] or tensors[6] is not None
-        uncast = not (apart or (castable and dtype is low is tensors[0].dtype))
+        uncast = not (is_apart(tensors, settings) or (castable and dtype is low is tensors[0].dtype))
         uncast = uncast and not keeps_nothing(tensors, settings)
         if uncast and computes_in_float32(tensors, low, settings, recording):
             settings = (*settings[:7], "tf32", *settings[8:])

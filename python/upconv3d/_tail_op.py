@@ -27,6 +27,7 @@ from ._tail import (
     composite,
     differentiable_backward,
     in_format_of_result,
+    is_apart,
     keeps_operand,
     operand_of,
     reachable,
@@ -167,6 +168,12 @@ def _training_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return *_forward_kernel(*arguments), tensors[0].new_empty(0, dtype=torch.uint8)
 
 
+def _result_sizes(t: Tensors, s: Settings) -> list[int]:
+    """N, K, Z, P, Q."""
+    extent = output_extent(t.input, t.weight, s.stride, s.padding, s.output_padding, s.dilation)
+    return [batched(t.input).shape[0], t.weight.shape[1] * s.groups, *extent]
+
+
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     tensors, settings = split(arguments)
     t, s = Tensors(*tensors), Settings(*settings)
@@ -174,9 +181,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     # Symbolic shapes are checked by the real kernel: the rules in C++ take numbers.
     if is_concrete(*(v for v in t if v is not None), *settings):
         _C.validate(facts_of(t, s))
-    x = batched(t.input)
-    sizes = [x.shape[0], t.weight.shape[1] * s.groups]
-    sizes += output_extent(t.input, t.weight, s.stride, s.padding, s.output_padding, s.dilation)
+    x, sizes = batched(t.input), _result_sizes(t, s)
     dtype = x.dtype if t.skip is None else torch.promote_types(x.dtype, t.skip.dtype)
     memory_format = memory_format_of(x, t.weight)
 
@@ -189,10 +194,8 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _kept_beside(tensors: Sequence[Any], settings: Sequence[Any]) -> Kept | None:
     """operand_of beside a returned convolution, of known sizes; None without any values."""
-    t, s = Tensors(*tensors), Settings(*settings)
-    positions = output_extent(t.input, t.weight, s.stride, s.padding, s.output_padding, s.dilation)
-    values = math.prod([batched(t.input).shape[0], t.weight.shape[1] * s.groups, *positions])
-    return Kept(True, values * t.input.element_size()) if values > 0 else None
+    values = math.prod(_result_sizes(Tensors(*tensors), Settings(*settings)))
+    return Kept(True, values * tensors[0].element_size()) if values > 0 else None
 
 
 def _kept(tensors: Sequence[Any], settings: Sequence[Any]) -> Kept | None:
@@ -200,7 +203,7 @@ def _kept(tensors: Sequence[Any], settings: Sequence[Any]) -> Kept | None:
     input, skip = tensors[0], tensors[6]
     if input.device.type != "cuda" or (skip is not None and skip.dtype is not input.dtype):
         return None
-    apart = settings[-1] or skip is not None
+    apart = is_apart(tensors, settings)
     if apart and (reads_returned(tensors, settings) or not keeps_operand(tensors, settings)):
         return None
     if not is_concrete(*(v for v in tensors if v is not None), *settings):
@@ -322,7 +325,7 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None, _: None
     else:
         *forward, _, precision = join(tensors, settings)
         op = getattr(_ops, f"{_NAME}_backward").default
-        returned = kept is not None and (settings[-1] or tensors[6] is not None)
+        returned = kept is not None and is_apart(tensors, settings)
         found = op(grad_y, grad_conv, *forward, precision, mask, kept, returned)
         gradients = [gradient if wanted else None for gradient, wanted in zip(found, mask, strict=True)]
     return join(gradients, (None,) * len(Settings._fields))
@@ -342,7 +345,7 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         *tensors, (y, conv, saved), settings, number = arguments
         ctx.save_for_backward(*tensors, saved)
         ctx.settings, ctx.number = settings, number
-        ctx.begins_with_operand = settings[-1] or tensors[6] is not None
+        ctx.begins_with_operand = is_apart(tensors, settings)
         ctx.saved_is_returned = saved is conv
         ctx.set_materialize_grads(False)
         if conv is None:

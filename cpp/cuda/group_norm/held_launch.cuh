@@ -43,7 +43,7 @@ void with_held_kernel(const HeldNormParams& params, Visit&& visit) {
       visit(element, std::type_identity<AfterBias<ReluActivation>>{});
     } else if (params.before.kind == Activation::kNone && has_one_parameter) {
       with_activation(params.after.kind, [&](auto activation) {
-        visit(element, std::type_identity<BeforeActivation<decltype(activation)>>{});
+        visit(element, std::type_identity<AfterBias<NoActivation, decltype(activation)>>{});
       });
     } else {
       visit(element, std::type_identity<AnyPending>{});

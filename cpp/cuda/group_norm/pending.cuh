@@ -19,8 +19,11 @@
 namespace upconv3d::cuda {
 
 /// The convolution as the library left it: bias and an activation without parameter are still due.
-template <class Functor>
+/// \tparam Behind_ an activation behind the normalization, whose parameter is one for all channels: of the
+/// kernels that held_norm.hpp launches alone
+template <class Functor, class Behind_ = NoActivation>
 struct AfterBias {
+  using Behind = Behind_;
   static constexpr bool kReadsBias = true;
   static constexpr bool kDecidesLater = false;
   template <class S>
@@ -39,28 +42,6 @@ struct AsStored {
   }
 };
 
-/// The convolution as the library left it: bias is due before the normalization, and behind that an
-/// activation whose parameter is one for all channels. Of the kernels held_norm.hpp launches alone.
-template <class Functor>
-struct BeforeActivation {
-  static constexpr bool kReadsBias = true;
-  static constexpr bool kDecidesLater = false;
-  template <class S>
-  __device__ __forceinline__ S operator()(S c, S bias) const {
-    return c + bias;
-  }
-};
-
-/// The activation of a type behind the normalization.
-template <class Input>
-struct AfterNormalization {
-  using type = NoActivation;
-};
-template <class Functor>
-struct AfterNormalization<BeforeActivation<Functor>> {
-  using type = Functor;
-};
-
 /// The convolution without bias or skip, whose sum is all that is wanted. Of normalize alone.
 struct SumWithSkip {
   static constexpr bool kReadsBias = true;
@@ -69,6 +50,7 @@ struct SumWithSkip {
 
 /// Whatever the launch says.
 struct AnyPending {
+  using Behind = NoActivation;  // activate() applies it
   static constexpr bool kReadsBias = true;
   static constexpr bool kDecidesLater = true;
 };
@@ -97,9 +79,9 @@ __device__ __forceinline__ void activate(const ActivationParams& params, S param
 /// \param parameter params.parameter
 template <class T, class Input>
 __device__ __forceinline__ float parameter_behind(const ActivationParams& params, float parameter) {
-  using After = typename AfterNormalization<Input>::type;
-  if constexpr (std::is_same_v<After, NoActivation>) return 0.f;
-  const bool is_slope = std::is_same_v<After, SlopeActivation> && params.kind == Activation::kPrelu;
+  using Behind = typename Input::Behind;
+  if constexpr (std::is_same_v<Behind, NoActivation>) return 0.f;
+  const bool is_slope = std::is_same_v<Behind, SlopeActivation> && params.kind == Activation::kPrelu;
   return is_slope ? activation_parameter<T>(params, 0) : parameter;
 }
 
@@ -108,9 +90,7 @@ __device__ __forceinline__ float parameter_behind(const ActivationParams& params
 template <class Input, int kCount>
 __device__ __forceinline__ void activate_behind(float parameter, float (&v)[kCount]) {
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    v[j] = typename AfterNormalization<Input>::type{}.value(v[j], parameter);
-  }
+  for (int j = 0; j < kCount; ++j) v[j] = typename Input::Behind{}.value(v[j], parameter);
 }
 
 /// v[j] = c[j] + bias[lane_of(j)] (+ skip[j]).
