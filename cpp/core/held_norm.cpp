@@ -161,7 +161,8 @@ std::optional<HeldTiles> held_tiles(const Problem& p, int compute_capability) {
   // Slabs are whole groups and whole vectors, from the narrowest to all channels: of those whose blocks need
   // not wait for all others the widest that are enough of them, or the narrowest; where all wait, the widest
   // that has nearly as many blocks as any. (Of many groups, what a block merges bounds its slab's tiles: of
-  // 64 channels as many groups, 2.4 MB, the widest had 16 blocks, and took some 28 us.)
+  // 64 channels in as many groups, 2.4 MB, the widest has 16 blocks; the launch was expected at 10 us, and
+  // some 28 lay behind the convolution: perf/NOTES.md, "The family beside its peers".)
   const std::int64_t unit = std::lcm(p.k / p.num_groups, lanes), units = p.k / unit;
   std::optional<HeldTiles> best;
   std::int64_t most_waiting = 0;

@@ -78,8 +78,8 @@ std::string sm90_disadvantage(const Problem& p, const Plan& plan, bool keeps_act
                 " ms with our normalization");
 }
 
-/// Whether norm_backward is to make anything of a convolution. Without a norm, autograd records PyTorch's own
-/// calls, and of the family in float64. Of a skip it begins with the sum, which is not the plan's to keep.
+/// Whether norm_backward is to begin with a convolution. Without a norm, autograd records PyTorch's own
+/// calls, and of the family in float64. With a skip it begins with the sum (with_skip).
 bool keeps_library_conv(const Problem& p) {
   return p.tail.norm && !p.tail.has_skip && p.dtype != DType::kFloat64;
 }
