@@ -172,6 +172,19 @@ void launch_ncdhw(const NormalizeParams& params, cudaStream_t stream) {
          args.position_blocks * ceil_div(shape.n * shape.k, block.y), dim3(block.x, block.y), stream, args);
 }
 
+template <class Input>
+constexpr bool kIsBareSum = std::is_same_v<Input, ActivatedSum<NoActivation, true>>;
+
+/// with_activation of the types that there are kernels of ActivatedSum for.
+template <class A, class Visit>
+void with_sum_activation(Activation activation, Visit&& visit) {
+  if constexpr (std::is_same_v<A, double>) {
+    visit(NoActivation{});
+  } else {
+    with_activation(activation, visit);
+  }
+}
+
 }  // namespace
 
 void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stream) {
@@ -194,18 +207,28 @@ void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stre
     const auto whole = [&](int vector) {
       return aligned && params.shape.k % vector == 0 && row_pitch(params) % vector == 0;
     };
-    if constexpr (!Input::kDecidesLater) {
+    constexpr bool kHasRoom = !Input::kDecidesLater && (!kReadsSkip<Input> || kIsBareSum<Input>);
+    if constexpr (kHasRoom) {
       if (whole(kWhole)) return launch_ndhwc<A, Y, Input, kWhole>(params, stream);
     }
-    // All that AnyPending may need of eight channels does not fit the registers of three blocks.
+    // All that AnyPending, or an activation beside a skip, may need of eight channels does not fit the
+    // registers of three blocks.
     if (whole(kFewer)) return launch_ndhwc<A, Y, Input, kFewer>(params, stream);
     launch_ndhwc<A, Y, Input, 1>(params, stream);
   };
-  const bool has_activation =
-      params.before.kind != Activation::kNone || params.after.kind != Activation::kNone;
-  const bool is_sum = params.table == nullptr && params.skip != nullptr && !has_activation;
-  if (is_sum && params.a_dtype == params.y_dtype) {
-    return with_element(params.a_dtype, [&](auto a) { launch_as(a, a, std::type_identity<SumWithSkip>{}); });
+  const Activation activation =
+      params.before.kind != Activation::kNone ? params.before.kind : params.after.kind;
+  const bool is_sum = params.table == nullptr && params.a_dtype == params.y_dtype;
+  // Of double one kernel has all activations.
+  if (is_sum && (params.a_dtype != DType::kFloat64 || activation == Activation::kNone)) {
+    return with_element(params.a_dtype, [&](auto a) {
+      using A = typename decltype(a)::type;
+      with_sum_activation<A>(activation, [&](auto functor) {
+        using Functor = decltype(functor);
+        if (params.skip != nullptr) return launch_as(a, a, std::type_identity<ActivatedSum<Functor, true>>{});
+        launch_as(a, a, std::type_identity<ActivatedSum<Functor, false>>{});
+      });
+    });
   }
   with_normalize_types(params, launch_as);
 }

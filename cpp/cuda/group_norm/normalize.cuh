@@ -64,10 +64,10 @@ struct NormalizeArgs {
   GroupNormShape shape;
   const A* a;            // [N,K,Z,P,Q] or [N,Z,P,Q,a_pitch] A
   const A* bias;         // [K] A, or null
-  const A* skip;         // as a lies, or null; read with AnyPending and SumWithSkip
-  const Stat<A>* table;  // [3,N,K] stat; null with SumWithSkip, and maybe with AnyPending
+  const A* skip;         // as a lies, or null; read with AnyPending and ActivatedSum
+  const Stat<A>* table;  // [3,N,K] stat; null with ActivatedSum, and maybe with AnyPending
   Y* y;                  // [N,K,Z,P,Q] or [N,Z,P,Q,K] Y, may be a where type, layout and pitch are equal
-  // With AnyPending alone: the only activation, and whether the normalization precedes it.
+  // With AnyPending and ActivatedSum alone: the only activation, and whether the normalization precedes it.
   ActivationParams activation;
   Stat<A> parameter;  // activation.parameter
   bool norm_first;
@@ -84,15 +84,24 @@ struct NormalizeArgs {
 };
 
 template <class Input>
-constexpr bool kReadsSkip = Input::kDecidesLater || std::is_same_v<Input, SumWithSkip>;
+constexpr bool kIsSum = false;
+template <class Activation, bool kAddsSkip>
+constexpr bool kIsSum<ActivatedSum<Activation, kAddsSkip>> = true;
+
+template <class Input>
+constexpr bool kReadsSkip = Input::kDecidesLater;
+template <class Activation, bool kAddsSkip>
+constexpr bool kReadsSkip<ActivatedSum<Activation, kAddsSkip>> = kAddsSkip;
 
 /// From a to y for the values of kLanes channels, in registers: y = (v - mean)*scale + shift, v = Input(a,
-/// bias); with SumWithSkip, a + bias + skip; with AnyPending, all that NormalizeParams can say.
+/// bias); with ActivatedSum, the activation of a + bias (+ skip); with AnyPending, all that NormalizeParams
+/// can say.
 template <class A, class Input, int kLanes>
 struct ChannelMap {
   using S = Stat<A>;
-  static constexpr bool kIsSum = std::is_same_v<Input, SumWithSkip>;
+  static constexpr bool kIsSum = cuda::kIsSum<Input>;
   static constexpr bool kReadsSkip = cuda::kReadsSkip<Input>;
+  static constexpr bool kMayLackTable = kIsSum || Input::kDecidesLater;
   S mean[kLanes], scale[kLanes], shift[kLanes], bias[kLanes];
 
   /// Takes the row of `channel` into one lane.
@@ -100,7 +109,7 @@ struct ChannelMap {
   __device__ __forceinline__ void load(const NormalizeArgs<A, Y>& args, std::int64_t sample,
                                        std::int64_t channel, int lane) {
     load_bias(args, channel, lane);
-    if (kReadsSkip && args.table == nullptr) return;
+    if (kMayLackTable && args.table == nullptr) return;
     const std::int64_t plane = args.shape.n * args.shape.k;
     const S* from = args.table + sample * args.shape.k + channel;
     mean[lane] = from[0];
@@ -133,7 +142,7 @@ struct ChannelMap {
                                                std::int64_t channel) {
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) load_bias(args, channel + lane, lane);
-    if (kReadsSkip && args.table == nullptr) return;
+    if (kMayLackTable && args.table == nullptr) return;
     const std::int64_t plane = args.shape.n * args.shape.k;
     const S* from = args.table + sample * args.shape.k + channel;
     const auto means = load_vector<kLanes, false>(from);
@@ -164,7 +173,10 @@ struct ChannelMap {
                [&](int j) { return activation_parameter<Y>(args.activation, channel_of(j)); });
       if (has_norm && !args.norm_first) normalize(v, lane_of);
     } else if constexpr (kIsSum) {
-      add_pending(a, bias, true, skip, v, lane_of);
+      add_pending(a, bias, Input::kAddsSkip, skip, v, lane_of);
+      activate_as<typename Input::Activation>(args.activation, args.parameter, v, [&](int j) {
+        return activation_parameter<Y>(args.activation, channel_of(j));
+      });
     } else {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) v[j] = Input{}(to_stat(a.at[j]), bias[lane_of(j)]);

@@ -42,8 +42,12 @@ struct AsStored {
   }
 };
 
-/// The convolution without bias or skip, whose sum is all that is wanted. Of normalize alone.
-struct SumWithSkip {
+/// The convolution without bias or skip, of whose sum the activation is all that is wanted. Of normalize
+/// alone.
+template <class Activation_, bool kAddsSkip_>
+struct ActivatedSum {
+  using Activation = Activation_;
+  static constexpr bool kAddsSkip = kAddsSkip_;
   static constexpr bool kReadsBias = true;
   static constexpr bool kDecidesLater = false;
 };
@@ -54,6 +58,23 @@ struct AnyPending {
   static constexpr bool kReadsBias = true;
   static constexpr bool kDecidesLater = true;
 };
+
+/// v[j] = activation(v[j]) of a functor, with one parameter for all channels or, of PReLU, a slope of each.
+/// \param parameter params.parameter
+/// \param slopes as of activate
+template <class Functor, class S, int kCount, class Slopes>
+__device__ __forceinline__ void activate_as(const ActivationParams& params, S parameter, S (&v)[kCount],
+                                            Slopes slopes) {
+  if constexpr (std::is_same_v<Functor, SlopeActivation>) {
+    if (params.kind == Activation::kPrelu) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) v[j] = Functor{}.value(v[j], slopes(j));
+      return;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) v[j] = Functor{}.value(v[j], parameter);
+}
 
 /// v[j] = activation(v[j]). Slopes are read again for each vector, from L1, because registers are scarcer.
 /// \param parameter params.parameter
