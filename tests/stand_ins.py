@@ -31,12 +31,18 @@ class Kernels:
 
     def for_training(self, *arguments):
         self.calls.append("for_training")
-        self.skip = arguments[6]
-        if not self.keeps:
+        settings, skip = _tail_op._settings[arguments[7]], arguments[6]
+        if settings[5] == 0 and skip is None:
+            if _tail.begins_with_result(settings):
+                return None, None
+            convolution = _tail.Settings(*settings).convolution()
+            conv = _tail._convolution(batched(arguments[0]), arguments[1], None, convolution)
+            return self.forward(*arguments)[0], conv
+        if not self.keeps and settings[5] > 0:
             return None, None
-        if _tail_op._settings[arguments[7]][-1]:  # the sum with a skip is kept
+        if settings[-1]:  # the sum with a skip is kept
             y, conv = self.forward(*arguments)
-            return y, batched(conv + self.skip)
+            return y, batched(conv + skip)
         return self.forward(*arguments)[0], torch.ones(8, dtype=torch.uint8)
 
     def backward(self, grad_y, *arguments):
@@ -44,23 +50,45 @@ class Kernels:
         *tensors, saved, number, wanted, consume_saved = arguments
         settings = _tail_op._settings[number]
         tensors = list(self._cast(tensors, number))
-        returned = settings[-1]
-        if returned:  # the kernels read what it is, whatever is convolved
-            assert tensors[2] is None
-            self.skip = saved - _tail._convolution(*tensors[:3], _tail.Settings(*settings).convolution())
-        # The kernels keep the sum.
-        tensors.append(None if self.skip is None else batched(self.skip))
-        assert len(tensors) == 7 and grad_y.dim() == tensors[0].dim() == 5
-        assert saved.dtype == (tensors[0].dtype if returned else torch.uint8)
+        assert len(tensors) == 6 and grad_y.dim() == tensors[0].dim() == 5
         self.consumed.append(consume_saved)
-        mask = [bool(wanted >> i & 1) for i in range(7)]
-        # Weights' gradients and the skip's only: the input's is left to the caller, with grad_c.
-        found = _tail.tail_backward(grad_y, None, tensors, settings, [False, *mask[1:]])
-        everything = [*tensors[:6], torch.zeros_like(grad_y) if tensors[6] is None else tensors[6]]
-        grad_c = _tail.tail_backward(grad_y, None, everything, settings, [False] * 6 + [True])[6]
-        if consume_saved and returned:
-            grad_c = saved.copy_(grad_c)
+        mask = [bool(wanted >> i & 1) for i in range(6)]
+        if settings[-1] or settings[5] == 0:
+            return self._from_operand(grad_y, tensors, saved, _tail.Settings(*settings), mask, consume_saved)
+        assert saved.dtype == torch.uint8
+        # Weights' gradients only: the input's is left to the caller, with grad_c.
+        found = _tail.tail_backward(grad_y, None, [*tensors, None], settings, [False, *mask[1:], False])
+        with_skip = [*tensors, torch.zeros_like(grad_y)]
+        grad_c = _tail.tail_backward(grad_y, None, with_skip, settings, [False] * 6 + [True])[6]
         return (*found[:6], grad_c)
+
+    @staticmethod
+    def _from_operand(grad_y, tensors, operand, settings, mask, consume):
+        """What norm and activation make of the operand alone, differentiated."""
+        assert operand.dtype == tensors[0].dtype and operand.shape == grad_y.shape
+        given, lacks_bias = operand, settings.num_groups == 0 and not settings.return_conv
+        if lacks_bias and not _tail.begins_with_result(settings) and tensors[2] is not None:
+            given = operand + tensors[2].view(1, -1, 1, 1, 1)
+        leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (given, *tensors[3:])]
+        value, gamma, beta, slopes = leaves
+        norm = _tail.Tensors(*[None] * 3, gamma, beta, *[None] * 2)
+        with torch.enable_grad():
+            y = value
+            for step in ("activation", "norm") if settings.activation_first() else ("norm", "activation"):
+                if step == "activation":
+                    y = _tail._activate(y, settings, slopes, in_place=False)
+                elif settings.num_groups > 0:
+                    y = _tail._normalize(y, norm, settings, instance=False)
+            given = [leaf for leaf in leaves if leaf is not None]
+            found = iter(torch.autograd.grad(y, given, grad_y, allow_unused=True))
+        grad_c, *of_norm = (None if leaf is None else next(found) for leaf in leaves)
+        grad_bias = grad_c.sum((0, 2, 3, 4)) if mask[2] else None
+        if not mask[0]:
+            grad_c = None
+        elif consume:
+            grad_c = operand.copy_(grad_c)
+        vectors = (gradient if wanted else None for gradient, wanted in zip(of_norm, mask[3:], strict=True))
+        return (None, None, grad_bias, *vectors, grad_c)
 
 
 def install(kernels, monkeypatch):

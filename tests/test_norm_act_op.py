@@ -24,6 +24,10 @@ CASES = {
     "act-conv": {"order": "act_norm", "activation": "prelu", "return_conv": True, "n": None},
     "relu-conv": {"order": "act_norm", "return_conv": True},
     "no-norm": {"norm": None, "activation": "elu", "skip": True, "return_conv": True},
+    "bare-relu": {"norm": None},
+    "bare-relu-skip-conv": {"norm": None, "skip": True, "return_conv": True, "n": None},
+    "bare-gelu": {"norm": None, "activation": "gelu"},
+    "bare-prelu-conv": {"norm": None, "activation": "prelu", "return_conv": True},
     "skip-alone": {"norm": None, "activation": None, "skip": True},
     "nothing": {"norm": None, "activation": None, "return_conv": True},
     "unbatched": {"n": None, "activation": "gelu", "skip": True},
@@ -239,20 +243,22 @@ def test_export(device):
     torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), module(x))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("nothing", "skip-alone")])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "nothing"])
 def test_node(kernels, case):
     call = _call(case)
-    # A backward of ours begins with the convolution, or its sum with a skip, but not in float64.
-    apart = call.return_conv or "skip" in call.tensors
+    # A backward of ours begins with the convolution, its sum with a skip or ReLU's result, not in float64.
+    apart = call.return_conv or "skip" in call.tensors or call.norm is None
     call = call if apart else _call(case, dtype=torch.float64)
     _check_like_eager(call, type(call).ours, 1e-4 if apart else 1e-9)
-    expected = ["for_training", "forward", "backward"] if kernels.keeps else ["for_training"]
-    if call.return_conv:
+    keeps = kernels.keeps or call.norm is None
+    expected = ["for_training", "forward", "backward"] if keeps else ["for_training"]
+    if call.return_conv or (call.norm is None and case != "bare-gelu"):
         expected = ["forward", "backward"]
-    assert kernels.calls == (expected if call.norm is not None else [])
-    # What was returned is the caller's, unless relu alone reads it, of which the result is kept.
-    is_returned = call.return_conv and case != "relu-conv"
-    assert kernels.consumed == ([not is_returned] if "backward" in kernels.calls else [])
+    assert kernels.calls == expected
+    # What was returned is the caller's, unless relu alone reads it, of which the result is kept, or a sum is.
+    is_returned = call.return_conv and case not in ("relu-conv", "no-norm")
+    is_result = case in ("bare-relu", "bare-relu-skip-conv", "skip-alone")
+    assert kernels.consumed == ([not (is_returned or is_result)] if "backward" in kernels.calls else [])
 
 
 def test_skip_of_inference_mode(kernels):

@@ -324,7 +324,8 @@ def test_plan_of_training():
     plan, training = plan_of(summed), plan_of(summed | {"training": True})
     assert training.algorithm == plan.algorithm == "cuda_library" and not training.keeps_conv
     assert training.backward_stages[-2:] == ("norm_backward", "aten::convolution_backward")
-    assert not plan_of(summed | {"num_groups": 0, "training": True}).backward_stages
+    bare = plan_of(summed | {"num_groups": 0, "training": True})
+    assert bare.keeps_sum and bare.backward_stages == ("activation_backward", "aten::convolution_backward")
 
 
 def test_explained_without_computing(device):

@@ -180,7 +180,8 @@ Tensor run_convolution_alone(const PreparedCall& call, const BlockTensors& t) {
   const Problem alone = convolution_alone(p);
   const std::string precision = p.precision == Precision::kTF32 ? "tf32" : "ieee";
   CallExtras extras;
-  return run_call({t.x, t.w, t.bias, kNoTensor, kNoTensor, stride, padding, output_padding, dilation,
+  const std::optional<Tensor>& bias = alone.has_bias ? t.bias : kNoTensor;
+  return run_call({t.x, t.w, bias, kNoTensor, kNoTensor, stride, padding, output_padding, dilation,
                    alone.groups, alone.num_groups, alone.eps, precision, false, kNoTensor, kNoTensor,
                    alone.tail, call.device.spares_host},
                   extras);
@@ -209,8 +210,9 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
     flags = read_cudnn_flags(p.precision == Precision::kTF32);
     flags->deterministic |= call.repeats_bits;
   }
-  // A convolution that is returned has its bias; else our next pass adds it, which saves PyTorch's.
-  const bool returned = p.tail.returns_conv, has_bias = returned || call.plan.own_convolution;
+  // A convolution that is returned has its bias; else our next pass adds it, which saves PyTorch's, and what
+  // is kept is the same whoever convolves: a backward pass may plan another convolution, of x laid out anew.
+  const bool returned = p.tail.returns_conv;
   const auto stream = static_cast<cudaStream_t>(current_cuda_stream(index));
   const auto convolve = [&] {
     if (call.plan.own_convolution) return run_convolution_alone(call, t);
@@ -234,8 +236,10 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
       needed ? empty_strided_like(conv.tensor, call.y_sizes, call.y_strides) : output_for(conv, call);
   const DeviceScratch workspace(conv.tensor, plan.workspace_bytes);
   cuda::ForwardTensors f = forward_tensors(t, y, workspace);
-  if (has_bias) f.bias = nullptr;
-  if (returned) extras.conv = contiguous_in(conv.tensor, p.y_layout);
+  if (returned) {
+    f.bias = nullptr;
+    extras.conv = contiguous_in(conv.tensor, p.y_layout);
+  }
   f.conv = conv.tensor.const_data_ptr();
   const SkipAndSum summands(t, conv, plan, returned);
   f.skip = data_or_null(summands.skip);

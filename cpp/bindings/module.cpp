@@ -90,14 +90,17 @@ py::dict explain(const py::dict& dict) {
   }
   device.spares_host = dict.contains("spares_host") && dict["spares_host"].cast<bool>();
   const bool for_training = dict.contains("training") && dict["training"].cast<bool>();
-  // A call that returns the convolution runs as without gradients. Its backward begins with that, or with its
-  // sum with a skip, which is kept where the convolution is not returned, as if that were returned.
-  const bool returned = problem.tail.returns_conv;
-  const Plan plan = make_plan(problem, device, instances_for(assume_compiled), for_training && !returned);
+  // A call that returns what its backward begins with runs as without gradients. A sum with a skip, which is
+  // kept where the convolution is not returned, is what it begins with as if that were returned.
+  const bool apart = problem.tail.returns_conv || begins_with_result(problem.tail);
+  const Plan plan = make_plan(problem, device, instances_for(assume_compiled), for_training && !apart);
   Problem begun = problem;
   begun.tail.has_skip = false;
   begun.tail.returns_conv = true;
-  const bool begins_apart = for_training && (returned || plan.keeps_sum);
+  // PyTorch's own calls are recorded where the same tensor would be returned twice.
+  const Tail& tail = problem.tail;
+  const bool is_bare = !tail.norm && tail.activation == Activation::kNone && !tail.has_skip;
+  const bool begins_apart = for_training && (apart || plan.keeps_sum) && !(is_bare && tail.returns_conv);
   const Plan read = begins_apart ? make_plan(begun, device, instances_for(assume_compiled), true) : plan;
   print_plan_if_asked(problem, plan);
   py::dict result;

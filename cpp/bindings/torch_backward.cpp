@@ -178,7 +178,9 @@ TailGradients run(const PreparedCall& prepared, const GradientMask& wanted, cons
   const std::optional<Tensor> grad_beta = vector_if(wanted.beta, x, p.k);
   const std::optional<Tensor> grad_slopes = vector_if(wanted.slopes, x, p.tail.slopes);
   cuda::BackwardTensors t = common_tensors(p, dense_grad_y, saved, x, weight);
-  t.bias = data_or_null(bias);
+  // What a call returned has the bias in it.
+  const bool holds_bias = keeps_conv && (p.tail.returns_conv || begins_with_result(p.tail));
+  t.bias = holds_bias ? nullptr : data_or_null(bias);
   t.gamma = data_or_null(gamma);
   t.beta = data_or_null(beta);
   t.slopes = data_or_null(slopes);

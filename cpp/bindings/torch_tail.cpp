@@ -20,6 +20,7 @@
 #include "bindings/block_settings.hpp"
 #include "bindings/prepared_call.hpp"
 #include "bindings/torch_calls.hpp"
+#include "core/backward_plan.hpp"
 
 namespace upconv3d::bindings {
 namespace {
@@ -64,14 +65,15 @@ std::tuple<Tensor, std::optional<Tensor>> numbered_tail(
 }
 
 /// y, and what a backward pass reads, [bytes] uint8, or the convolution or its sum with a skip, [N,K,Z,P,Q];
-/// or neither, with nothing computed, where the plan would keep nothing, or _numbered_tail returns it anyway.
+/// or neither, with nothing computed, where the plan would keep nothing, or what _numbered_tail returns is
+/// all that a backward pass reads.
 /// \param settings with a skip those of the backward, which say that the convolution is returned; it is not
 std::tuple<std::optional<Tensor>, std::optional<Tensor>> numbered_tail_for_training(
     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
     const std::optional<Tensor>& slopes, const std::optional<Tensor>& skip, std::int64_t settings) {
   const BlockSettings& s = remembered_settings(settings);
-  if (s.tail.returns_conv && !skip) return {std::nullopt, std::nullopt};
+  if (begins_with_result(s.tail) || (s.tail.returns_conv && !skip)) return {std::nullopt, std::nullopt};
   Tail tail = s.tail;
   tail.returns_conv = false;
   const OpArguments arguments =

@@ -49,11 +49,21 @@ BackwardPlan select_backward_plan(const Problem& p, const Device& device, const 
   return plan;
 }
 
+bool begins_with_result(const Tail& tail) {
+  return !tail.norm && (tail.activation == Activation::kRelu || tail.activation == Activation::kNone);
+}
+
 BackwardPlan library_backward_plan(const Problem& p, const GradientMask& wanted) {
   BackwardPlan plan;
-  plan.stages = {"activation_moments", "group_norm_finalize", "norm_backward"};
+  if (p.tail.norm) {
+    plan.stages = {"activation_moments", "group_norm_finalize", "norm_backward"};
+  } else if (p.tail.activation != Activation::kNone || wanted.bias) {
+    plan.stages = {"activation_backward"};
+  }
   if (!wanted.convolution()) return plan;
-  plan.reason = "what it begins with, the convolution that was kept or returned, or its sum with a skip";
+  plan.reason = p.tail.norm
+                    ? "what it begins with, the convolution that was kept or returned, or its sum with a skip"
+                    : "what it begins with, the convolution, its sum with a skip, or ReLU's result";
   plan.library = true;
   plan.grad_c_pitch = p.k;
   plan.stages.push_back("aten::convolution_backward");

@@ -2,8 +2,8 @@
 /// \file
 /// How the backward pass runs after a forward pass that kept before(conv): the gradient at the convolution's
 /// output, grad_c, from group_norm_backward; grad_x and grad_w from it by our kernels, or by the library. And
-/// after one of the library plan that kept the convolution: grad_c from norm_backward, the rest by the
-/// library.
+/// after one of the library plan that kept the convolution: grad_c from norm_backward, or without a norm from
+/// activation_backward, the rest by the library.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,11 @@ BackwardPlan select_backward_plan(const Problem& problem, const Device& device, 
                                   const std::vector<ConvInstance>& instances = conv_instances(),
                                   const std::vector<GradWInstance>& grad_w_variants = grad_w_instances());
 
-/// The same after a forward pass of the library plan. \see Plan::keeps_conv
+/// Whether the backward of a tail without a norm begins with the result, which is ReLU's, or reads no more
+/// than its gradient, as there is no activation; else it begins with the convolution.
+bool begins_with_result(const Tail& tail);
+
+/// The same after a forward pass of the library plan, or of any without a norm. \see Plan::keeps_conv
 BackwardPlan library_backward_plan(const Problem& problem, const GradientMask& wanted);
 
 /// Several lines for people.

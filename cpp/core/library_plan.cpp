@@ -375,6 +375,19 @@ NearTimes near_times(const Problem& p, const Device& device, const Plan& sm90) {
 
 }  // namespace
 
+double library_convolution_us(const Problem& p) {
+  constexpr std::int64_t kOutputs = 16;  // up to as many, positions count more than what was fitted knows
+  const Traffic mb(p);
+  if (was_compared(p) && p.k > kOutputs) {
+    return library_convolution(p, mb) + library_taps(p) +
+           (p.y_layout == Layout::kNDHWC ? library_weight_copy(p, mb) : library_copies(p, mb));
+  }
+  const bool is_near = p.is_ieee() ? is_near_compared_ieee(p) : is_near_compared(p);
+  if (!is_near) return std::numeric_limits<double>::infinity();
+  return (p.is_ieee() ? near_library_block_ieee(p, mb) : near_library_block(p, mb)) -
+         held_normalization(p, mb);
+}
+
 double library_us_per_million_positions(const Problem& p) {
   if (size_of(p.dtype) != 2) return 175;
   return p.x_layout == Layout::kNDHWC ? 85 : 130;

@@ -40,6 +40,10 @@ bool sm90_spares_host(const Problem& problem, const Plan& sm90);
 /// What near_library_advantage expects of the library plan, in us; infinity where it expects no advantage.
 double near_library_us(const Problem& problem, const Device& device, const Plan& sm90);
 
+/// Expected time of PyTorch's convolution alone, with the copies that it makes, in us on an H200: where such
+/// convolutions, or ones near them, were timed, then by an estimate on the slow side; else infinity.
+double library_convolution_us(const Problem& problem);
+
 /// What cuDNN's convolution without groups takes at least for a million positions of its result, in us on an
 /// H200: channels fill its tiles as they do ours, and few of them take as long as 32.
 double library_us_per_million_positions(const Problem& problem);

@@ -209,6 +209,7 @@ void validate(const Problem& problem) {
 
 Problem convolution_alone(const Problem& problem) {
   Problem alone = problem;
+  alone.has_bias = problem.has_bias && problem.tail.returns_conv;
   alone.tail = make_tail("norm_act", false, "none", 0.0, false);
   alone.num_groups = 1;
   return alone;

@@ -87,7 +87,7 @@ struct Problem {
 /// \throws RuleViolation or ValueViolation (core/errors.hpp): the rule, the value it got and the remedy.
 void validate(const Problem& problem);
 
-/// The convolution with its bias, and nothing behind it.
+/// The convolution and nothing behind it, with its bias where the call returns it.
 Problem convolution_alone(const Problem& problem);
 
 /// What follows the sum of a biased convolution and a skip.

@@ -19,6 +19,7 @@
 #include "core/sm90_plan.hpp"
 #include "core/text.hpp"
 #include "core/twice_transposed.hpp"
+#include "core/without_norm.hpp"
 
 namespace upconv3d {
 namespace {
@@ -78,10 +79,10 @@ std::string sm90_disadvantage(const Problem& p, const Plan& plan, bool keeps_act
                 " ms with our normalization");
 }
 
-/// Whether norm_backward is to begin with a convolution. Without a norm, autograd records PyTorch's own
-/// calls, and of the family in float64. With a skip it begins with the sum (with_skip).
+/// Whether the backward pass is to begin with a convolution. In float64, autograd records PyTorch's own
+/// calls. With a skip it begins with the sum (with_skip), or with a result.
 bool keeps_library_conv(const Problem& p) {
-  return p.tail.norm && !p.tail.has_skip && p.dtype != DType::kFloat64;
+  return !p.tail.has_skip && p.dtype != DType::kFloat64;
 }
 
 /// Adds what follows a convolution that is in memory.
@@ -212,7 +213,9 @@ std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, cons
   // A backward pass reads what the SM90 plan keeps, or PyTorch's convolution.
   if (!keeps_activation) {
     const bool compares = !is_slow && !(device.spares_host && sm90_spares_host(p, sm90));
-    if (compares) advantage = library_advantage(p, device, sm90);
+    if (compares) {
+      advantage = p.tail.norm ? library_advantage(p, device, sm90) : advantage_without_norm(p, sm90);
+    }
     if (is_slow || advantage.reason.empty()) {
       std::string reason = is_slow ? "not the SM90 kernel: " + advantage.reason : "";
       if (auto direct = choose_direct(p, device, is_slow ? nullptr : &sm90, reason)) return direct;
@@ -377,30 +380,57 @@ std::optional<Plan> choose_col2im(const Problem& p, const Device& device, const 
 Plan choose(const Problem& problem, const Device& device, const std::vector<ConvInstance>& instances,
             bool keeps_activation);
 
-/// What the library plan makes of a skip that is added before a norm: a launch of its own, where a backward
-/// pass will begin with the sum, or where all that follows it is then one launch; and it begins with the SM90
-/// plan's convolution where that plan would run a norm without a skip, so not in most small blocks, and would
-/// run the convolution alone.
-Plan with_skip(const Problem& p, const Device& device, const std::vector<ConvInstance>& instances,
-               bool for_training, Plan plan) {
-  if (!p.tail.has_skip || !p.tail.norm || p.dtype == DType::kFloat64 || p.n == 0) return plan;
+/// The SM90 plan of the convolution alone, where the library plan is to begin with it: where that plan would
+/// run it alone and, if a norm follows, so not in most small blocks, would run that too.
+std::optional<Plan> own_convolution(const Problem& p, const Device& device,
+                                    const std::vector<ConvInstance>& instances) {
   Problem normalized = p;
   normalized.tail = make_tail("norm_act", true, "none", 0.0, false);
+  // Without a norm, who asks for a plan of the forward pass asks nothing of the backward's.
+  const std::string& forced = device.forced_plan;
+  if (!p.tail.norm && !forced.empty() && forced != "sm90" && forced != "stored") return std::nullopt;
+  const auto is_ours = [](const Plan& plan) { return plan.algorithm == Algorithm::kSm90ImplicitGemm; };
   const Plan alone = choose(convolution_alone(p), device, instances, false);
-  plan.own_convolution =
-      alone.algorithm == Algorithm::kSm90ImplicitGemm &&
-      choose(normalized, device, instances, false).algorithm == Algorithm::kSm90ImplicitGemm;
-  if (plan.own_convolution) {
+  const bool is_own =
+      is_ours(alone) && (!p.tail.norm || is_ours(choose(normalized, device, instances, false)));
+  return is_own ? std::optional<Plan>(alone) : std::nullopt;
+}
+
+/// Lets the library plan begin with `own`, if it is to.
+void begin_with(const Problem& p, const std::optional<Plan>& own, Plan& plan) {
+  plan.own_convolution = own.has_value();
+  if (own) {
     plan.conv_layout = p.y_layout;
-    plan.reason += concat("; its convolution is that of ", name(alone.algorithm), ": ", alone.reason);
+    plan.reason += concat("; its convolution is that of ", name(own->algorithm), ": ", own->reason);
   }
+  plan.stages = own ? own->stages : std::vector<std::string>{"aten::convolution"};
+  if (copies_operands(p, plan)) plan.stages.insert(plan.stages.begin(), "channels_last_copies");
+}
+
+/// What the library plan makes of a skip that is added before a norm: a launch of its own, where a backward
+/// pass will begin with the sum, or where all that follows it is then one launch. Without a norm the pass
+/// that activates adds it too, unless the sum is kept.
+Plan with_skip(const Problem& p, const Device& device, const std::vector<ConvInstance>& instances,
+               bool for_training, Plan plan) {
+  if (!p.tail.has_skip || p.dtype == DType::kFloat64 || p.n == 0) return plan;
+  if (!p.tail.norm && !for_training) return plan;
+  begin_with(p, own_convolution(p, device, instances), plan);
   plan.keeps_sum = for_training;
   plan.activation_in_y = plan.conv_layout == p.y_layout && !p.tail.returns_conv && !for_training;
   plan.adds_skip_first = for_training || held_cut(after_skip(p), plan.conv_layout, device.compute_capability);
-  plan.stages = plan.own_convolution ? alone.stages : std::vector<std::string>{"aten::convolution"};
-  if (copies_operands(p, plan)) plan.stages.insert(plan.stages.begin(), "channels_last_copies");
   if (plan.adds_skip_first) plan.stages.emplace_back("add");
   add_tail_stages(plan.adds_skip_first ? after_skip(p) : p, device, plan);
+  return plan;
+}
+
+/// Without a norm the convolution is kept, or its sum with a skip, and what follows is one launch. (Where the
+/// backward begins with the result, the forward pass is that of inference.)
+Plan training_without_norm(const Problem& p, const Device& device,
+                           const std::vector<ConvInstance>& instances) {
+  Plan plan = cuda_library_plan(p, device, "the backward pass begins with what is activated", true);
+  if (p.n == 0 || p.tail.has_skip) return with_skip(p, device, instances, true, plan);
+  begin_with(p, own_convolution(p, device, instances), plan);
+  add_tail_stages(p, device, plan);
   return plan;
 }
 
@@ -414,6 +444,9 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
   if (keeps_activation && problem.tail.returns_conv && keeps_library_conv(problem)) {
     // Whichever plan computed it: the forward pass of such a call is that of inference.
     return cuda_library_plan(problem, device, "the backward pass begins with the returned convolution", true);
+  }
+  if (keeps_activation && !problem.tail.norm && problem.dtype != DType::kFloat64) {
+    return training_without_norm(problem, device, instances);
   }
   if (forced == "direct") return forced_direct(problem, device);
   if (forced == "col2im") return forced_col2im(problem, device, keeps_activation);

@@ -57,7 +57,7 @@ GroupNormBackwardParams group_norm_params(const BackwardCall& call, const Backwa
 }
 
 void run_group_norm(const BackwardCall& call, const BackwardTensors& tensors, cudaStream_t stream) {
-  if (call.forward.keeps_conv) return run_library_norm_backward(call, tensors, stream);
+  if (call.forward.keeps_conv) return run_library_tail_backward(call, tensors, stream);
   const StageRange range("upconv3d::group_norm_backward");
   launch_group_norm_backward(group_norm_params(call, tensors), stream);
 }
@@ -100,7 +100,7 @@ std::int64_t backward_workspace_bytes(const BackwardCall& call, BackwardStage st
                                       const BackwardTensors& tensors) {
   switch (stage) {
     case BackwardStage::kGroupNorm:
-      if (call.forward.keeps_conv) return library_norm_backward_workspace_bytes(call);
+      if (call.forward.keeps_conv) return library_tail_backward_workspace_bytes(call);
       return group_norm_backward_scratch_bytes(group_norm_params(call, tensors));
     case BackwardStage::kGradW:
       return grad_w_workspace_bytes(call.problem, *call.plan.grad_w);

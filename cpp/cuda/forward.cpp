@@ -388,7 +388,8 @@ void copy_operands(const Problem& problem, const void* x, void* x_to, const void
 
 void complete_plan(const Problem& problem, const Device& device, Plan& plan) {
   const bool col2im = plan.algorithm == Algorithm::kCudaCol2im;
-  if ((col2im || plan.algorithm == Algorithm::kCudaLibrary) && problem.n > 0 && problem.tail.norm) {
+  const bool in_tiles = problem.tail.norm || plan.keeps_conv;
+  if ((col2im || plan.algorithm == Algorithm::kCudaLibrary) && problem.n > 0 && in_tiles) {
     plan.tile_positions = activation_moments_tile_positions(problem.n, problem.k, problem.positions(),
                                                             plan.conv_layout, device.sm_count);
     plan.tiles = (problem.positions() + plan.tile_positions - 1) / plan.tile_positions;

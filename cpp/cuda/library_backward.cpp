@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/library_backward.hpp"
 
+#include "cuda/group_norm/activation_backward.hpp"
 #include "cuda/group_norm/group_norm.hpp"
 #include "cuda/group_norm/norm_backward.hpp"
 #include "cuda/stage_range.hpp"
@@ -63,29 +64,50 @@ void take_moments_again(const BackwardCall& call, const BackwardTensors& tensors
   launch_group_norm_finalize(finalize, stream);
 }
 
+ActivationParams activation_of(const BackwardCall& call, const BackwardTensors& tensors, Activation kind) {
+  const Tail& tail = call.problem.tail;
+  return {kind, tail.parameter, tensors.slopes, tail.slopes > 1 ? 1 : 0};
+}
+
+void run_activation_backward(const BackwardCall& call, const BackwardTensors& tensors, cudaStream_t stream) {
+  ActivationBackwardParams params;
+  params.shape = shape_of(call);
+  params.dtype = call.problem.dtype;
+  params.layout = call.forward.conv_layout;
+  params.activation = activation_of(call, tensors, call.problem.tail.activation);
+  params.c = tensors.saved;
+  params.bias = tensors.bias;
+  params.grad_y = tensors.grad_y;
+  params.grad_c = tensors.grad_c;
+  params.grad_bias = tensors.grad_bias;
+  params.grad_slopes = tensors.grad_slopes;
+  params.scratch = tensors.workspace;
+  const StageRange range("upconv3d::activation_backward");
+  launch_activation_backward(params, stream);
+}
+
 }  // namespace
 
-std::int64_t library_norm_backward_workspace_bytes(const BackwardCall& call) {
+std::int64_t library_tail_backward_workspace_bytes(const BackwardCall& call) {
+  if (!call.problem.tail.norm) return activation_backward_scratch_bytes(shape_of(call));
   return Workspace(call, nullptr).bytes;
 }
 
-void run_library_norm_backward(const BackwardCall& call, const BackwardTensors& tensors,
+void run_library_tail_backward(const BackwardCall& call, const BackwardTensors& tensors,
                                cudaStream_t stream) {
   const Tail& tail = call.problem.tail;
-  const auto activation = [&](Activation kind) {
-    return ActivationParams{kind, tail.parameter, tensors.slopes, tail.slopes > 1 ? 1 : 0};
-  };
+  if (!tail.norm) return run_activation_backward(call, tensors, stream);
   const Workspace workspace(call, tensors.workspace);
   {
     const StageRange range("upconv3d::activation_moments");
-    take_moments_again(call, tensors, activation(tail.before()), workspace, stream);
+    take_moments_again(call, tensors, activation_of(call, tensors, tail.before()), workspace, stream);
   }
   NormBackwardParams params;
   params.shape = shape_of(call);
   params.dtype = call.problem.dtype;
   params.layout = call.forward.conv_layout;
-  params.before = activation(tail.before());
-  params.after = activation(tail.after());
+  params.before = activation_of(call, tensors, tail.before());
+  params.after = activation_of(call, tensors, tail.after());
   params.c = tensors.saved;
   params.grad_y = tensors.grad_y;
   params.bias = tensors.bias;

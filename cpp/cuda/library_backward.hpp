@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// Backward of the library plan up to grad_c, from the convolution that the forward pass kept: its moments
-/// again, then norm_backward. What convolves grad_c is PyTorch's.
+/// again, then norm_backward, or without a norm activation_backward. What convolves grad_c is PyTorch's.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,10 +12,10 @@
 
 namespace upconv3d::cuda {
 
-/// Scratch memory of run_library_norm_backward.
-std::int64_t library_norm_backward_workspace_bytes(const BackwardCall& call);
+/// Scratch memory of run_library_tail_backward.
+std::int64_t library_tail_backward_workspace_bytes(const BackwardCall& call);
 
 /// Launches it. `tensors` as for BackwardStage::kGroupNorm of a forward plan with keeps_conv.
-void run_library_norm_backward(const BackwardCall& call, const BackwardTensors& tensors, cudaStream_t stream);
+void run_library_tail_backward(const BackwardCall& call, const BackwardTensors& tensors, cudaStream_t stream);
 
 }  // namespace upconv3d::cuda

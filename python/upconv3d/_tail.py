@@ -248,11 +248,22 @@ def autocast_result_dtype(
     return torch.float32 if norm == "group" and device_type == "cuda" and not lowered else low
 
 
+def begins_with_result(settings: Sequence[Any]) -> bool:
+    """Whether the backward of a call without a norm reads the result, which is ReLU's, or nothing but its
+    gradient, as there is no activation."""
+    return settings[5] == 0 and settings[9] in ("relu", "none")
+
+
 def keeps_operand(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
-    """Whether the backward of a call on CUDA begins with operand_of: of a norm whose convolution is returned,
-    or has a skip added to it."""
-    ours = settings[5] > 0 and tensors[0].dtype is not torch.float64
-    return ours and is_apart(tensors, settings)
+    """Whether the backward of a call on CUDA begins with its operand: of a norm whose convolution is
+    returned, or has a skip added to it, what the norm or the activation before it applies to (operand_of); of
+    calls without a norm what their activation applies to or, where begins_with_result, what it made."""
+    if tensors[0].dtype is torch.float64:
+        return False
+    if settings[5] > 0:
+        return is_apart(tensors, settings)
+    # With nothing but the convolution, that would be returned twice.
+    return settings[9] != "none" or not settings[-1] or tensors[6] is not None
 
 
 def reads_returned(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
@@ -260,15 +271,22 @@ def reads_returned(tensors: Sequence[Any], settings: Sequence[Any]) -> bool:
 
     Of ReLU before a norm PyTorch reads its result: there a caller may change the convolution in place.
     """
-    relu_first = settings[8] == "act_norm" and settings[9] == "relu"
-    return tensors[6] is None and not relu_first and keeps_operand(tensors, settings)
+    relu_first = settings[9] == "relu" and (settings[8] == "act_norm" or settings[5] == 0)
+    return settings[-1] and tensors[6] is None and not relu_first and keeps_operand(tensors, settings)
+
+
+def settings_of_kept(tensors: Sequence[Any], settings: Sequence[Any]) -> tuple[Any, ...]:
+    """The settings of which kernels get the number, forward and backward, of a call that keeps_operand: where
+    that is an operand_of, those of a call that returns its convolution."""
+    bare = begins_with_result(settings) or (settings[5] == 0 and tensors[6] is None)
+    return tuple(settings) if bare or not keeps_operand(tensors, settings) else (*settings[:-1], True)
 
 
 def operand_of(conv: Tensor, tensors: Sequence[Any], settings: Sequence[Any]) -> Tensor:
     """What norm and activation apply to where the convolution is returned, for a backward that begins with
     it: the convolution itself, where reads_returned; else a tensor of its own, [N, K, Z, P, Q] in the
     result's format: the sum with the skip, or ReLU's result, of which ReLU makes nothing else, and which lets
-    the same gradients through.
+    the same gradients through. (Without a norm the convolution, or nothing.)
     """
     if reads_returned(tensors, settings):
         return conv

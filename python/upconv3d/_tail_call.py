@@ -13,7 +13,7 @@ from ._autocast import autocast_dtype, cast_tensors, computes_in_float32
 from ._autograd import AUTOCAST_KEYS
 from ._facts import is_concrete
 from ._geometry import surely
-from ._tail import autocast_result_dtype, composite, is_apart, keeps_operand
+from ._tail import autocast_result_dtype, composite, is_apart, keeps_operand, settings_of_kept
 from ._tail_arguments import facts_of, refuse_empty, runs_kernels
 from ._tail_op import numbered_tail, public_tail, record_tail, tail_number
 from .functional import (
@@ -64,8 +64,8 @@ class CudaCall(NamedTuple):
 
     Attributes:
         settings: with the precision that the kernels get.
-        number: tail_number of settings, spares_host and what the operator casts; of settings that return the
-            convolution too, where autograd records a call that keeps_operand.
+        number: tail_number of settings, spares_host and what the operator casts; of settings_of_kept, where
+            autograd records the call.
         low: what autocast casts to; None without it.
         casts: what is cast to it or, for "input", to float32; for "parameters" input, and the others by the
             operator; None where PyTorch's operators are to run.
@@ -112,7 +112,7 @@ class CudaCall(NamedTuple):
         number = self.number
         if self.recording:
             # A mode is to see what PyTorch's calls show it; of other calls the operator itself sees to that.
-            if number is None or (is_apart(tensors, self.settings) and _dispatch_modes() > 0):
+            if number is None or (keeps_operand(tensors, self.settings) and _dispatch_modes() > 0):
                 return None
             return record_tail(tensors, self.settings, number)
         if number is not None and not self._is_watched():
@@ -128,8 +128,8 @@ def keeps_nothing(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
     skip = tensors[6]
     if skip is not None and skip.is_inference():
         return True
-    apart = is_apart(tensors, settings)
-    return settings[5] == 0 or (apart and not keeps_operand(tensors, settings))
+    bare = settings[5] == 0
+    return (bare or is_apart(tensors, settings)) and not keeps_operand(tensors, settings)
 
 
 def _casts_parameters(tensors: tuple[Any, ...], low: torch.dtype) -> bool:
@@ -160,7 +160,7 @@ def cuda_call(
         # From 16 bit to 16 bit, float32 would cast both volumes. A returned convolution has autocast's dtype,
         # and so has a skip.
         uncast = not (is_apart(tensors, settings) or (castable and dtype is low is tensors[0].dtype))
-        uncast = uncast and not keeps_nothing(tensors, settings)
+        uncast = uncast and settings[5] > 0 and not keeps_nothing(tensors, settings)
         if uncast and computes_in_float32(tensors, low, settings, recording):
             settings = (*settings[:7], "tf32", *settings[8:])
             casts = "input"
@@ -170,8 +170,7 @@ def cuda_call(
         else:
             casts = None
     # What torch.jit.trace records is the operator that its reader knows.
-    stores_conv = recording and keeps_operand(tensors, settings)
-    numbered = (*settings[:-1], True) if stores_conv else settings
+    numbered = settings_of_kept(tensors, settings) if recording else settings
     number = None if _tracing() else tail_number(numbered, spares_host, casts == "parameters")
     return CudaCall(settings, number, low, casts, dtype, recording, spares_host)
 

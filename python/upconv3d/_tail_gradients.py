@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._autograd import _convolution_backward
+from ._autograd import _aligned, _convolution_backward
 from ._geometry import batched, memory_format_of
 from ._tail import in_sizes_of
 
@@ -46,7 +46,7 @@ def gradients_from_saved(
     if grad_c is not None:
         grad_x, grad_w, grad_bias = gradients[:3]
         left = (a and grad_x is None, b and grad_w is None, c and grad_bias is None)
-        found = _convolution_backward(grad_c, x, weight, settings, left)
+        found = _convolution_backward(grad_c, _aligned(x), weight, settings, left)
         grad_x = found[0] if left[0] else grad_x
         grad_w = found[1] if left[1] else grad_w
         grad_bias = found[2] if left[2] else grad_bias
@@ -60,28 +60,49 @@ def gradients_from_operand(
     tensors: Sequence[Any],
     settings: Sequence[Any],
     mask: Sequence[bool],
-    operand: Tensor,
+    operand: Tensor | None,
     number: int,
     consume_operand: bool,
 ) -> list[Tensor | None]:
-    """tail_backward by our kernels up to the convolution's gradient, from operand_of.
+    """tail_backward by our kernels up to the convolution's gradient, of a call that keeps_operand.
 
-    number: of settings that return the convolution.
+    operand: None where nothing but grad_y is read: there is neither a norm nor an activation.
+    number: of settings_of_kept.
     """
-    input, weight, _, gamma, beta, slopes, _ = tensors
+    input, weight, bias, gamma, beta, slopes, _ = tensors
     x = batched(input)
-    wants_conv, wants_skip = any(mask[:3]), mask[6]
-    bits = (wants_conv or wants_skip) | mask[3] << 3 | mask[4] << 4 | mask[5] << 5
-    # The operand has the bias in it. Hooks of saved tensors may have laid it out anew.
-    operand = batched(operand).contiguous(memory_format=memory_format_of(x, weight))
-    _, _, _, *norms, grad_operand = _numbered_tail_backward(
-        batched(grad_y), x, weight, None, gamma, beta, slopes, operand, number, bits, consume_operand
-    )
-    grads: Sequence[Tensor | None] = (None, None, None)
+    wants_skip = mask[6]
+    # PyTorch's sums of a volume in channels_last_3d take several times as long as reading it.
+    sums_bias = mask[2] and grad_conv is None
+    left = [mask[0], mask[1], mask[2] and not sums_bias]
+    wants_conv = any(left)
+    is_alone = operand is None
+    memory_format = memory_format_of(x, weight)
+    gradient = batched(grad_y)
+    if operand is None:
+        operand = gradient = gradient.contiguous(memory_format=memory_format)
+    else:  # hooks of saved tensors may have laid it out anew
+        operand = batched(operand).contiguous(memory_format=memory_format)
+    bits = sums_bias << 2 | mask[3] << 3 | mask[4] << 4 | mask[5] << 5
+    bits |= (wants_conv or wants_skip) and not is_alone
+    found: Sequence[Tensor | None] = (None,) * 7
+    if bits:
+        found = _numbered_tail_backward(
+            *(gradient, x, weight, bias, gamma, beta, slopes, operand, number, bits),
+            consume_operand and not is_alone,
+        )
+    _, _, grad_bias, *norms, grad_operand = found
+    grad_operand = gradient if is_alone else grad_operand
+    grad_x = grad_w = None
     if wants_conv:
+        assert grad_operand is not None
         grad_c = grad_operand
         if grad_conv is not None:
             both = batched(grad_conv)
-            grad_c = grad_operand + both if wants_skip else grad_operand.add_(both)
-        grads = _convolution_backward(grad_c, x, weight, settings, list(mask[:3]))
-    return in_sizes_of(tensors, [*grads, *norms, grad_operand if wants_skip else None], mask)
+            is_own = not (wants_skip or is_alone)
+            grad_c = grad_operand.add_(both) if is_own else grad_operand + both
+        volumes = (_aligned(grad_c), _aligned(x), weight)
+        grad_x, grad_w, of_bias = _convolution_backward(*volumes, settings, left)
+        grad_bias = grad_bias if sums_bias else of_bias
+    gradients = [grad_x, grad_w, grad_bias, *norms, grad_operand if wants_skip else None]
+    return in_sizes_of(tensors, gradients, mask)

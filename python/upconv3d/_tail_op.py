@@ -24,6 +24,7 @@ from ._tail import (
     ORDERS,
     Settings,
     Tensors,
+    begins_with_result,
     composite,
     differentiable_backward,
     in_format_of_result,
@@ -32,6 +33,7 @@ from ._tail import (
     operand_of,
     reachable,
     reads_returned,
+    settings_of_kept,
     tail_backward,
 )
 from ._tail_arguments import NUMBERS, TENSORS, facts_of, join, runs_kernels, split
@@ -139,10 +141,14 @@ def _forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _with_operand(
     tensors: Sequence[Any], settings: Sequence[Any], number: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """y, the convolution where it is returned, and operand_of; None where nothing is computed.
+    """y, the convolution where it is returned, and the operand, None where none is read; y is None where
+    nothing is computed.
 
-    number: of settings that return the convolution.
+    number: of settings_of_kept.
     """
+    if begins_with_result(settings):
+        y, conv = numbered_tail(*tensors, number)
+        return y, conv, y if settings[9] == "relu" else None
     if not settings[-1]:
         y, operand = _numbered_tail_for_training(*tensors, number)
         return y, None, operand
@@ -154,8 +160,9 @@ def _training_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The operator with what the backward one takes as `saved`: [bytes] or what the norm applies to, [0]
     where nothing is kept, or what is kept is returned."""
     tensors, settings = split(arguments)
-    if keeps_operand(tensors, settings) and not reads_returned(tensors, settings):
-        number = plain_number(tensors, (*settings[:-1], True))
+    keeps_own = keeps_operand(tensors, settings) and not begins_with_result(settings)
+    if keeps_own and not reads_returned(tensors, settings):
+        number = plain_number(tensors, settings_of_kept(tensors, settings))
         if number is not None:
             y, conv, operand = _with_operand(tensors, settings, number)
             if y is not None and operand is not None:
@@ -203,13 +210,15 @@ def _kept(tensors: Sequence[Any], settings: Sequence[Any]) -> Kept | None:
     input, skip = tensors[0], tensors[6]
     if input.device.type != "cuda" or (skip is not None and skip.dtype is not input.dtype):
         return None
-    apart = is_apart(tensors, settings)
-    if apart and (reads_returned(tensors, settings) or not keeps_operand(tensors, settings)):
+    apart = settings[5] == 0 or is_apart(tensors, settings)
+    if apart and not keeps_operand(tensors, settings):
+        return None
+    if reads_returned(tensors, settings) or begins_with_result(settings):
         return None
     if not is_concrete(*(v for v in tensors if v is not None), *settings):
         return None
     # The kernel keeps nothing where too many are remembered.
-    if plain_number(tensors, (*settings[:-1], True) if apart else settings) is None:
+    if plain_number(tensors, settings_of_kept(tensors, settings)) is None:
         return None
     if settings[-1]:  # beside the convolution, what an explanation does not know of
         return _kept_beside(tensors, settings)
@@ -238,18 +247,20 @@ def _operand_gradients(
     """gradients_from_operand, of one that is computed again where it was not kept; None where our kernels
     compute no such call, or there is nothing to compute.
 
-    settings: with the convolution returned.
+    settings: settings_of_kept.
     """
     number = plain_number(tensors, settings) if keeps_operand(tensors, settings) else None
     if number is None or grad_y.numel() == 0:
         return None
     operand = kept
-    if operand is None and tensors[6] is None:
-        _, operand = numbered_tail(*tensors, number)
+    if operand is None and begins_with_result(settings):
+        operand = None if settings[9] == "none" else numbered_tail(*tensors, number)[0]
     elif operand is None:
-        _, operand = _numbered_tail_for_training(*tensors, number)
-    if operand is None:
-        return None
+        returns = settings[-1] and tensors[6] is None
+        compute = numbered_tail if returns else _numbered_tail_for_training
+        operand = compute(*tensors, number)[1]
+        if operand is None:
+            return None
     gradients = (grad_y, grad_conv)
     return gradients_from_operand(*gradients, tensors, settings, mask, operand, number, kept is None)
 
@@ -263,9 +274,12 @@ def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments
     mask = reachable(mask, grad_y, grad_conv)
     gradients: Sequence[Tensor | None] | None = None
     if grad_y is not None and any(mask):  # our kernels begin with y's gradient
-        if returned or t.skip is not None or grad_conv is not None:
-            operand = kept if returned else None
-            settings = (*settings[:-1], True)
+        bare = s.num_groups == 0
+        if returned or t.skip is not None or grad_conv is not None or bare:
+            operand = kept if returned or bare else None
+            # Without a norm, a convolution that is kept but not returned has no bias in it.
+            with_conv = bool(returned) or t.skip is not None
+            settings = (*settings[:-1], with_conv and not begins_with_result(settings) if bare else True)
             gradients = _operand_gradients(grad_y, grad_conv, tensors, settings, mask, operand)
         else:
             number = plain_number(tensors, settings)
@@ -299,8 +313,13 @@ def _fake_backward(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     tensors, ctx.settings = split(inputs)
     kept = output[2] if len(output) > 2 and output[2].numel() > 0 else None
-    if kept is None and runs_kernels(tensors[0]) and reads_returned(tensors, ctx.settings):
-        kept = output[1]
+    promotes = tensors[6] is not None and tensors[6].dtype is not tensors[0].dtype
+    reads = runs_kernels(tensors[0]) and not promotes and keeps_operand(tensors, ctx.settings)
+    if kept is None and reads:
+        if reads_returned(tensors, ctx.settings):
+            kept = output[1]
+        elif begins_with_result(ctx.settings) and ctx.settings[9] == "relu":
+            kept = output[0]
     ctx.save_for_backward(*tensors, kept)
     ctx.set_materialize_grads(False)
 
@@ -325,7 +344,8 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None, _: None
     else:
         *forward, _, precision = join(tensors, settings)
         op = getattr(_ops, f"{_NAME}_backward").default
-        returned = kept is not None and is_apart(tensors, settings)
+        kept_apart = settings[5] > 0 or reads_returned(tensors, settings)
+        returned = kept is not None and kept_apart and keeps_operand(tensors, settings)
         found = op(grad_y, grad_conv, *forward, precision, mask, kept, returned)
         gradients = [gradient if wanted else None for gradient, wanted in zip(found, mask, strict=True)]
     return join(gradients, (None,) * len(Settings._fields))
@@ -339,14 +359,14 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         """arguments: Tensors, what was computed, Settings, and the number that the kernels get.
 
         Computed were y, the convolution where it is returned, and what is kept: what
-        _numbered_tail_for_training returned, or operand_of. They come as one tuple, so that autograd does not
-        take them for arguments.
+        _numbered_tail_for_training returned, or the operand, where one is read. They come as one tuple, so
+        that autograd does not take them for arguments.
         """
         *tensors, (y, conv, saved), settings, number = arguments
         ctx.save_for_backward(*tensors, saved)
         ctx.settings, ctx.number = settings, number
-        ctx.begins_with_operand = is_apart(tensors, settings)
-        ctx.saved_is_returned = saved is conv
+        ctx.begins_with_operand = keeps_operand(tensors, settings)
+        ctx.saved_is_returned = saved is conv or saved is y
         ctx.set_materialize_grads(False)
         if conv is None:
             return y
@@ -370,7 +390,7 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
             grad_y is None
             or _is_transformed(grad_y)
             or (grad_conv is not None and _is_transformed(grad_conv))
-            or (ctx.begins_with_operand and saved.numel() == 0)
+            or (ctx.begins_with_operand and grad_y.numel() == 0)
         ):
             gradients = tail_backward(grad_y, grad_conv, tensors, settings, mask)
         elif ctx.begins_with_operand:

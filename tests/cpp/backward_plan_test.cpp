@@ -85,7 +85,17 @@ void test_library_training() {
   returned.tail.returns_conv = true;
   Problem bare = small;
   bare.num_groups = 1, bare.tail.norm = false;
-  expect(!keeps(wide) && !keeps(skip) && !keeps(bare), "what PyTorch differentiates is not kept");
+  expect(!keeps(wide) && !keeps(skip), "what PyTorch differentiates is not kept");
+  expect(keeps(bare), "without a norm, what the activation applied to or made");
+  expect(begins_with_result(bare.tail) && !begins_with_result(small.tail), "ReLU's result, without a norm");
+  const BackwardPlan without_norm = library_backward_plan(bare, kAll);
+  expect(without_norm.stages.front() == "activation_backward" && without_norm.library,
+         "no moments without a norm: " + describe(without_norm));
+  bare.tail.has_skip = true;
+  expect(!keeps(bare), "nor with a skip, whose sum is not kept");
+  bare.tail.activation = Activation::kNone;
+  expect(library_backward_plan(bare, {true, true, false, false, false}).stages.size() == 1,
+         "without an activation and a bias the library is all");
   expect(keeps(returned), "relu's result of the returned convolution, which may change, is what is read");
   returned.tail.order = Order::kNormAct;
   expect(keeps(returned), "the returned convolution is what the backward reads");

@@ -22,6 +22,7 @@ struct ConvCase {
   Activation after = Activation::kNone;
   double parameter = 0;     // of leaky_relu and elu
   std::int64_t slopes = 0;  // of prelu: 1 or k
+  bool norm = true;         // else activation_backward is what runs
   bool bias = true, affine = true;
   bool in_place = true;  // grad_c over c
   bool sums_only = false;
@@ -33,13 +34,14 @@ struct ConvCase {
 
 inline std::string describe(const ConvCase& c) {
   char line[320];
-  std::snprintf(line, sizeof(line),
-                "n=%lld k=%lld positions=%lld groups=%lld %s %s before=%s after=%s parameter=%g slopes=%lld "
-                "bias=%d affine=%d in_place=%d sums_only=%d mean=%g grad_size=%g special=%g misalign=%lld",
-                static_cast<long long>(c.n), static_cast<long long>(c.k), static_cast<long long>(c.positions),
-                static_cast<long long>(c.num_groups), name(c.dtype), name(c.layout), name(c.before),
-                name(c.after), c.parameter, static_cast<long long>(c.slopes), c.bias, c.affine, c.in_place,
-                c.sums_only, c.mean, c.grad_size, c.special, static_cast<long long>(c.misalign));
+  std::snprintf(
+      line, sizeof(line),
+      "n=%lld k=%lld positions=%lld groups=%lld %s %s before=%s after=%s parameter=%g slopes=%lld "
+      "norm=%d bias=%d affine=%d in_place=%d sums_only=%d mean=%g grad_size=%g special=%g misalign=%lld",
+      static_cast<long long>(c.n), static_cast<long long>(c.k), static_cast<long long>(c.positions),
+      static_cast<long long>(c.num_groups), name(c.dtype), name(c.layout), name(c.before), name(c.after),
+      c.parameter, static_cast<long long>(c.slopes), c.norm, c.bias, c.affine, c.in_place, c.sums_only,
+      c.mean, c.grad_size, c.special, static_cast<long long>(c.misalign));
   return line;
 }
 
@@ -64,7 +66,8 @@ struct ConvReference {
         grad_bias(k.k),
         grad_slopes(k.slopes) {
     fill_data(k);
-    for (std::int64_t n = 0; n < k.n; ++n) {
+    if (!k.norm) add_all(k);
+    for (std::int64_t n = 0; k.norm && n < k.n; ++n) {
       for (std::int64_t g = 0; g < k.num_groups; ++g) add_group(k, n, g);
     }
   }
@@ -103,6 +106,22 @@ struct ConvReference {
     const std::int64_t channels = k.k / k.num_groups;
     for (std::int64_t channel = g * channels; channel < (g + 1) * channels; ++channel) {
       for (std::int64_t p = 0; p < k.positions; ++p) body((n * k.k + channel) * k.positions + p, channel);
+    }
+  }
+
+  /// Without a norm.
+  void add_all(const ConvCase& k) {
+    for (std::int64_t i = 0; i < static_cast<std::int64_t>(c.size()); ++i) {
+      const std::int64_t channel = i / k.positions % k.k;
+      // The backward of ReLU begins with its result, which has the bias in it.
+      const double v = k.before == Activation::kRelu ? c[i] : sum_of(k, i);
+      const double slope = derivative(k.before, v, parameter(k, channel));
+      const bool closed = k.before == Activation::kRelu && slope == 0;
+      const double grad = closed ? 0 : grad_y[i] * slope;
+      const double size = closed ? 0 : std::fabs(grad_y[i]) * (1 + std::fabs(parameter(k, channel)));
+      grad_c.add(i, grad, size);
+      grad_bias.add(channel, grad, size);
+      if (k.slopes > 0 && !(v > 0)) grad_slopes.add(channel % k.slopes, grad_y[i] * v);
     }
   }
 

@@ -184,10 +184,73 @@ void test_skips() {
   device.forced_plan = "library";
   expect(!select_plan(large, device, all_compiled()).own_convolution, "cuDNN's, asked for");
   large.tail.norm = false, large.num_groups = 1;
-  expect(!select_training_plan(large, hopper(), all_compiled()).keeps_sum, "without a norm");
+  expect(select_training_plan(large, hopper(), all_compiled()).keeps_sum, "without a norm");
   large = with_tail(headline(DType::kFloat64), Order::kActNorm, Activation::kSilu);
   large.tail.has_skip = true;
   expect(!select_training_plan(large, hopper(), all_compiled()).keeps_sum, "in float64");
+}
+
+/// Which convolution where nothing is normalized: blocks that were timed on both (perf/NOTES.md, "Without a
+/// norm").
+void test_without_norm() {
+  struct Case {
+    const char* what;
+    std::int64_t n, c, k;
+    Extent3 in, kernel, stride, padding;
+    Activation activation;
+    bool library;
+  };
+  const Case cases[] = {
+      {"few tiles of many taps",
+       4,
+       320,
+       48,
+       {7, 16, 16},
+       {3, 3, 3},
+       {1, 1, 1},
+       {1, 1, 1},
+       Activation::kNone,
+       true},
+      {"few k-blocks", 2, 64, 64, {10, 21, 20}, {2, 2, 2}, {2, 2, 2}, {0, 0, 0}, Activation::kGelu, true},
+      {"ReLU in the epilogue",
+       1,
+       320,
+       320,
+       {8, 13, 14},
+       {2, 2, 2},
+       {2, 2, 2},
+       {0, 0, 0},
+       Activation::kRelu,
+       false},
+      {"overlapping taps",
+       2,
+       256,
+       64,
+       {16, 18, 16},
+       {4, 4, 4},
+       {2, 2, 2},
+       {1, 1, 1},
+       Activation::kLeakyRelu,
+       false},
+  };
+  for (const Case& c : cases) {
+    Problem p = with_tail(headline(), Order::kNormAct, c.activation, false);
+    p.n = c.n, p.c = c.c, p.k = c.k, p.in = c.in, p.kernel = c.kernel, p.stride = c.stride;
+    p.padding = c.padding, p.w_channels_last = true, p.has_bias = true;
+    const Plan plan = select_plan(p, hopper(), all_compiled());
+    expect((plan.algorithm == Algorithm::kCudaLibrary) == c.library, c.what + (": " + describe(plan)));
+    expect(plan.instead_of_sm90 == c.library, "bits that have to repeat: " + describe(plan));
+    const Plan trained = select_training_plan(p, hopper(), all_compiled());
+    expect(trained.algorithm == Algorithm::kCudaLibrary && trained.keeps_conv,
+           "what is activated is kept: " + describe(trained));
+    expect(
+        trained.own_convolution == (select_plan(convolution_alone(p), hopper(), all_compiled()).algorithm ==
+                                    Algorithm::kSm90ImplicitGemm),
+        "by the quicker convolution alone: " + describe(trained));
+  }
+  const Problem large = with_tail(headline(), Order::kNormAct, Activation::kRelu, false);
+  expect(select_plan(large, hopper(), all_compiled()).algorithm == Algorithm::kSm90ImplicitGemm,
+         "longer ones were not timed");
 }
 
 /// A call of [1,8,2,2,2] with weight [8,8,1,1,1], its result as large.
@@ -238,6 +301,7 @@ int main() {
     upconv3d::test_channels_of_what_is_stored_in_place();
     upconv3d::test_stages_of_the_library_plan();
     upconv3d::test_skips();
+    upconv3d::test_without_norm();
     upconv3d::test_rules_of_slopes_and_skip();
   } catch (const std::exception& error) {
     upconv3d::expect(false, std::string("unexpected exception: ") + error.what());

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Checks run_library_norm_backward, moments included, against a reference in double on the host. Plain CUDA,
-/// no torch.
+/// Checks run_library_tail_backward, moments included, with a norm and without one, against a reference in
+/// double on the host. Plain CUDA, no torch.
 ///
 ///   test_norm_backward          seconds, also under compute-sanitizer
 ///   test_norm_backward --time   medians of large shapes instead
@@ -44,6 +44,7 @@ Problem problem_of(const ConvCase& c) {
   p.x_layout = p.y_layout = c.layout;
   p.num_groups = c.num_groups, p.eps = ConvReference::kEps, p.dtype = c.dtype, p.has_bias = c.bias;
   const bool first = c.before != Activation::kNone || c.after == Activation::kNone;
+  p.tail.norm = c.norm;
   p.tail.order = first ? Order::kActNorm : Order::kNormAct;
   p.tail.activation = first ? c.before : c.after;
   p.tail.parameter = c.parameter, p.tail.slopes = c.slopes;
@@ -99,11 +100,11 @@ struct Arena {
         grad_gamma(bias.bytes()),
         grad_beta(bias.bytes()),
         grad_slopes(slopes.bytes()),
-        workspace(library_norm_backward_workspace_bytes(call)) {
+        workspace(library_tail_backward_workspace_bytes(call)) {
     tensors.saved = conv.data() + offset;
     tensors.grad_y = grad_y.data() + offset;
     if (!c.sums_only) tensors.grad_c = (c.in_place ? conv : grad_c).data() + offset;
-    if (c.bias) tensors.bias = bias.data();
+    if (c.bias && (c.norm || !begins_with_result(problem.tail))) tensors.bias = bias.data();
     if (c.affine) tensors.gamma = gamma.data(), tensors.beta = beta.data();
     if (c.slopes > 0) tensors.slopes = slopes.data(), tensors.grad_slopes = grad_slopes.data();
     tensors.grad_bias = grad_bias.data();
@@ -121,7 +122,7 @@ struct Arena {
     upload(slopes.data(), ref.slopes, c.dtype);
   }
 
-  void run() const { run_library_norm_backward(call, tensors, nullptr); }
+  void run() const { run_library_tail_backward(call, tensors, nullptr); }
 
   std::vector<const Buffer*> outputs() const {
     std::vector<const Buffer*> all = {&grad_bias, &grad_gamma, &grad_beta, &grad_slopes};
@@ -185,8 +186,10 @@ void run_case(const ConvCase& c) {
     rows.value = in_layout(c, ref.grad_c.value), rows.size = in_layout(c, ref.grad_c.size);
     compare(c, "grad_c", (c.in_place ? arena.conv : arena.grad_c).data() + arena.offset, rows);
   }
-  compare(c, "grad_gamma", arena.grad_gamma.data(), ref.grad_gamma);
-  compare(c, "grad_beta", arena.grad_beta.data(), ref.grad_beta);
+  if (c.norm) {
+    compare(c, "grad_gamma", arena.grad_gamma.data(), ref.grad_gamma);
+    compare(c, "grad_beta", arena.grad_beta.data(), ref.grad_beta);
+  }
   compare(c, "grad_bias", arena.grad_bias.data(), ref.grad_bias);
   compare(c, "grad_slopes", arena.grad_slopes.data(), ref.grad_slopes);
   arena.fill(ref);
@@ -284,6 +287,31 @@ void run_special() {
   run_case(far);
 }
 
+/// Nothing is normalized: of no activation the sum alone, since grad_c is grad_y.
+void run_without_norm() {
+  struct Shape {
+    std::int64_t n, k, positions;
+  };
+  const Shape shapes[] = {{2, 2, 40000}, {2, 3, 1},    {1, 1, 2053}, {5, 40, 136},
+                          {1, 260, 67},  {300, 24, 5}, {3, 2056, 9}, {1, 2, 300001}};
+  int turn = 0;
+  for (const Shape& s : shapes) {
+    for (const Activation activation : kActivations) {
+      ConvCase c{s.n, s.k, s.positions, 1, kDTypes[turn % 3]};
+      ++turn;
+      set_tail(c, true, activation, turn);
+      c.norm = false, c.affine = false, c.bias = turn % 3 != 1;
+      c.in_place = turn % 4 < 2, c.sums_only = activation == Activation::kNone || turn % 11 == 0;
+      c.misalign = turn % 5 == 0 ? 1 : 0;
+      run_case(c);
+      c.layout = Layout::kNDHWC;
+      run_case(c);
+      c.special = turn % 2 == 0 ? std::nan("") : -HUGE_VAL;
+      run_case(c);
+    }
+  }
+}
+
 void time_case(const char* what, const ConvCase& c) {
   const Arena arena(c);
   for (const Buffer* const buffer : {&arena.conv, &arena.grad_y, &arena.bias, &arena.gamma, &arena.beta}) {
@@ -345,6 +373,7 @@ int main(int argc, char** argv) {
     run_shapes();
     run_tails();
     run_special();
+    run_without_norm();
   } catch (const std::exception& error) {
     std::printf("FAIL %s\n", error.what());
     return 1;

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cuda/activation.cuh"
+#include "cuda/group_norm/backward_passes.cuh"
 #include "cuda/group_norm/element.cuh"
 #include "cuda/group_norm/norm_backward.hpp"
 #include "cuda/workspace.hpp"
@@ -97,16 +98,6 @@ struct AnyBefore {
     with_activation(kind, visit);
   }
 };
-
-/// g*derivative, but 0 behind ReLU's closed gate even where g is Inf or NaN, as in PyTorch.
-template <class Functor>
-__device__ __forceinline__ float through_activation(Functor functor, float v, float parameter, float g) {
-  if constexpr (std::is_same_v<Functor, ReluActivation>) {
-    return v <= 0.f ? 0.f : g;
-  } else {
-    return g * functor.derivative(v, parameter);
-  }
-}
 
 /// Of one (sample, channel), in registers.
 template <class Tail>
@@ -207,17 +198,6 @@ void with_norm_types(const NormBackwardParams& params, Visit&& visit) {
     if (params.before.kind == Activation::kRelu) return visit(element, ReluBefore{});
     visit(element, AnyBefore{});
   });
-}
-
-/// Writes a vector and leaves it in L2, unlike store_once: the convolution's gradients read grad_c next.
-/// \param to [kCount] T, aligned to their bytes, at most 16
-template <int kCount, class T>
-__device__ __forceinline__ void store_vector(T* to, const Vector<T, kCount>& vector) {
-  using W = Word<kCount * sizeof(T)>;
-  static_assert(sizeof(W) == kCount * sizeof(T));
-  W word;
-  memcpy(&word, &vector, sizeof(word));
-  *reinterpret_cast<W*>(to) = word;
 }
 
 /// The launches, in their order, the first and the last for either layout; `params` are right.

@@ -10,51 +10,13 @@
 /// The threads of a row of the block share a tile of one plane, 16 bytes each; planes shorter than that share
 /// a block. Planes start anywhere, at the same place in all tensors: what is not aligned is peeled off either
 /// end.
-#include <algorithm>
 #include <cstdint>
 
-#include "cuda/group_norm/geometry.hpp"
+#include "cuda/group_norm/backward_passes.cuh"
 #include "cuda/group_norm/norm_backward.cuh"
 
 namespace upconv3d::cuda {
 namespace {
-
-/// Vectors of c, and as many of grad_y, that a thread has in flight: 64 bytes, as in the forward's passes.
-constexpr int kPairs = kLoadsInFlight / 2;
-
-/// A tile of a plane: element offsets, the vectors between `first` and `last` aligned.
-template <int kVector>
-struct PlaneTile {
-  std::int64_t sample, channel, row, tile;
-  std::int64_t begin, end, first, last;
-  bool exists;
-
-  __device__ __forceinline__ PlaneTile(const GroupNormShape& shape, std::int64_t block) {
-    const std::int64_t row_block = block / shape.tiles;
-    tile = block - row_block * shape.tiles;
-    row = row_block * blockDim.y + threadIdx.y;
-    exists = row < shape.n * shape.k;
-    if (!exists) row = 0;
-    sample = row / shape.k;
-    channel = row - sample * shape.k;
-    begin = row * shape.positions + tile * shape.tile_positions;
-    end = exists ? min(begin + shape.tile_positions, (row + 1) * shape.positions) : begin;
-    first = min((begin + kVector - 1) / kVector * kVector, end);
-    last = max(end / kVector * kVector, first);
-  }
-
-  /// Calls whole(offset, step) for kPairs vectors `step` elements apart, vector(offset) for one vector, and
-  /// single(offset) for one element, until this thread's share is done.
-  template <class Whole, class One, class Single>
-  __device__ __forceinline__ void each(Whole whole, One vector, Single single) const {
-    const std::int64_t step = static_cast<std::int64_t>(blockDim.x) * kVector;
-    std::int64_t at = first + static_cast<std::int64_t>(threadIdx.x) * kVector;
-    for (; at + (kPairs - 1) * step < last; at += kPairs * step) whole(at, step);
-    for (; at < last; at += step) vector(at);
-    for (std::int64_t i = begin + threadIdx.x; i < first; i += blockDim.x) single(i);
-    for (std::int64_t i = last + threadIdx.x; i < end; i += blockDim.x) single(i);
-  }
-};
 
 /// Sums of kCount vectors, `step` elements apart, added to `sums` as one: sums of a few values each have a
 /// fraction of the error that one long sum has.
@@ -80,29 +42,6 @@ __device__ __forceinline__ void add_vectors(const NormBackwardArgs<T>& args, con
   sums.join(recent);
 }
 
-/// Sum over the threads of a row of the block, in an order that blockDim.x alone decides; right in the row's
-/// first thread. blockDim.x is a power of two, and the block has kStreamThreads threads.
-__device__ __forceinline__ void merge_row(NormSums& sums) {
-  __shared__ float warps[kStreamThreads / 32][kNormSums];
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-#pragma unroll
-  for (int i = 0; i < kNormSums; ++i) {
-    for (int lane = min(static_cast<int>(blockDim.x), 32) / 2; lane > 0; lane /= 2) {
-      sums.at[i] += __shfl_xor_sync(0xffffffffu, sums.at[i], lane);
-    }
-    if (thread % 32 == 0) warps[thread / 32][i] = sums.at[i];
-  }
-  if (blockDim.x <= 32) return;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-#pragma unroll
-  for (int i = 0; i < kNormSums; ++i) {
-    float sum = 0.f;
-    for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp) sum += warps[thread / 32 + warp][i];
-    sums.at[i] = sum;
-  }
-}
-
 /// Blocks are ordered tile fastest, then blockDim.y planes at a time.
 template <class T, class Tail, int kVector>
 __global__ void __launch_bounds__(kStreamThreads, 2)
@@ -112,10 +51,10 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   channel.load(args, tile.sample, tile.channel);
   NormSums sums;
   tile.each([&](std::int64_t at,
-                std::int64_t step) { add_vectors<kPairs, kVector>(args, channel, at, step, sums); },
+                std::int64_t step) { add_vectors<kPlanePairs, kVector>(args, channel, at, step, sums); },
             [&](std::int64_t at) { add_vectors<1, kVector>(args, channel, at, 0, sums); },
             [&](std::int64_t at) { add_vectors<1, 1>(args, channel, at, 0, sums); });
-  merge_row(sums);
+  sum_row(sums.at);
   if (threadIdx.x != 0 || !tile.exists) return;
   auto* const to =
       reinterpret_cast<float4*>(args.part + (tile.row * args.shape.tiles + tile.tile) * kNormSums);
@@ -158,7 +97,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   channel.load(args, tile.sample, tile.channel);
   const float4 map = args.map[tile.row];
   tile.each([&](std::int64_t at,
-                std::int64_t step) { store_vectors<kPairs, kVector>(args, channel, map, at, step); },
+                std::int64_t step) { store_vectors<kPlanePairs, kVector>(args, channel, map, at, step); },
             [&](std::int64_t at) { store_vectors<1, kVector>(args, channel, map, at, 0); },
             [&](std::int64_t at) { store_vectors<1, 1>(args, channel, map, at, 0); });
 }
@@ -174,23 +113,13 @@ void with_plane_types(const NormBackwardParams& params, Visit&& visit) {
   });
 }
 
-template <class Kernel, class T>
-void launch_planes(const char* name, Kernel kernel, const NormBackwardParams& params, int vector,
-                   const NormBackwardArgs<T>& args, cudaStream_t stream) {
-  const GroupNormShape& shape = params.shape;
-  const BlockShape block =
-      row_block_shape(std::min(shape.tile_positions, shape.positions), vector, kStreamThreads);
-  launch(name, kernel, shape.tiles * ceil_div(shape.n * shape.k, block.y), dim3(block.x, block.y), stream,
-         args);
-}
-
 }  // namespace
 
 void launch_norm_backward_sums_planes(const NormBackwardParams& params, cudaStream_t stream) {
   with_plane_types(params, [&](auto element, auto tail, auto vector) {
     using T = typename decltype(element)::type;
-    launch_planes("norm_backward_sums_planes", norm_backward_sums_planes<T, decltype(tail), vector()>, params,
-                  vector(), norm_backward_args<T>(params), stream);
+    launch_planes("norm_backward_sums_planes", norm_backward_sums_planes<T, decltype(tail), vector()>,
+                  params.shape, vector(), norm_backward_args<T>(params), stream);
   });
 }
 
@@ -198,7 +127,7 @@ void launch_norm_backward_grad_c_planes(const NormBackwardParams& params, cudaSt
   with_plane_types(params, [&](auto element, auto tail, auto vector) {
     using T = typename decltype(element)::type;
     launch_planes("norm_backward_grad_c_planes", norm_backward_grad_c_planes<T, decltype(tail), vector()>,
-                  params, vector(), norm_backward_args<T>(params), stream);
+                  params.shape, vector(), norm_backward_args<T>(params), stream);
   });
 }
 

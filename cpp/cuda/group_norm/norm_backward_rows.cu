@@ -10,14 +10,11 @@
 /// A thread owns kVector channels and walks the tile's positions; those of the same channels join at the end.
 #include <cstdint>
 
-#include "cuda/group_norm/geometry.hpp"
+#include "cuda/group_norm/backward_passes.cuh"
 #include "cuda/group_norm/norm_backward.cuh"
 
 namespace upconv3d::cuda {
 namespace {
-
-/// Positions of which a thread loads c and grad_y before it uses the first; their sums are added up as one.
-constexpr int kPositions = 4;
 
 /// Channels of a thread, where K is a multiple: the sums of any activation's four channels would leave too
 /// few registers for two blocks per multiprocessor.
@@ -28,39 +25,6 @@ template <class T>
 struct RowArgs {
   NormBackwardArgs<T> common;
   std::int64_t channel_blocks;  // along K
-};
-
-/// A tile of positions of a block of channels, channel block fastest, then tile, then sample.
-template <int kVector>
-struct RowTile {
-  std::int64_t sample, tile, channel;
-  std::int64_t at, step;  // element offset of this thread's first vector, and to the next one
-  std::int64_t count;     // of vectors; 0 where this thread has no channels
-  bool exists;
-
-  template <class T>
-  __device__ __forceinline__ RowTile(const RowArgs<T>& args, std::int64_t block) {
-    const GroupNormShape& shape = args.common.shape;
-    const std::int64_t sample_tile = block / args.channel_blocks;
-    sample = sample_tile / shape.tiles;
-    tile = sample_tile - sample * shape.tiles;
-    channel = ((block - sample_tile * args.channel_blocks) * blockDim.x + threadIdx.x) * kVector;
-    exists = channel < shape.k;
-    if (!exists) channel = 0;
-    const std::int64_t begin = tile * shape.tile_positions;
-    const std::int64_t positions = min(shape.tile_positions, shape.positions - begin);
-    step = blockDim.y * shape.k;
-    at = (sample * shape.positions + begin + threadIdx.y) * shape.k + channel;
-    count = exists ? (positions - threadIdx.y + blockDim.y - 1) / static_cast<std::int64_t>(blockDim.y) : 0;
-  }
-
-  /// Calls several(offset) for kPositions vectors `step` apart, single(offset) for what is left.
-  template <class Several, class Single>
-  __device__ __forceinline__ void each(Several several, Single single) const {
-    std::int64_t left = count, from = at;
-    for (; left >= kPositions; left -= kPositions, from += kPositions * step) several(from);
-    for (; left > 0; --left, from += step) single(from);
-  }
 };
 
 template <int kCount, int kVector, class Tail, class T>
@@ -86,40 +50,18 @@ __device__ __forceinline__ void add_rows(const NormBackwardArgs<T>& args,
   });
 }
 
-/// Sum over the threads of the same channels, by halves; right in those with threadIdx.y 0. All threads of
-/// the block call this.
-__device__ __forceinline__ void merge_slots(NormSums& sums) {
-  __shared__ float memory[kNormSums][kStreamThreads];
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x, slot = threadIdx.y;
-  int live = blockDim.y;
-  while (live > 1) {
-    const int width = (live + 1) / 2;
-    if (slot >= width && slot < live) {
-#pragma unroll
-      for (int i = 0; i < kNormSums; ++i) memory[i][thread] = sums.at[i];
-    }
-    __syncthreads();
-    if (slot + width < live) {
-#pragma unroll
-      for (int i = 0; i < kNormSums; ++i) sums.at[i] += memory[i][thread + width * blockDim.x];
-    }
-    __syncthreads();
-    live = width;
-  }
-}
-
 template <class T, class Tail, int kVector>
 __global__ void __launch_bounds__(kStreamThreads, 2) norm_backward_sums_rows(const RowArgs<T> args) {
   const NormBackwardArgs<T>& common = args.common;
-  const RowTile<kVector> tile(args, blockIdx.x);
+  const RowTile<kVector> tile(common.shape, args.channel_blocks, blockIdx.x);
   NormChannel<Tail> channels[kVector];
 #pragma unroll
   for (int j = 0; j < kVector; ++j) channels[j].load(common, tile.sample, tile.channel + j);
   NormSums sums[kVector];
-  tile.each([&](std::int64_t at) { add_rows<kPositions, kVector>(common, channels, at, tile.step, sums); },
+  tile.each([&](std::int64_t at) { add_rows<kRowPositions, kVector>(common, channels, at, tile.step, sums); },
             [&](std::int64_t at) { add_rows<1, kVector>(common, channels, at, 0, sums); });
 #pragma unroll
-  for (int j = 0; j < kVector; ++j) merge_slots(sums[j]);
+  for (int j = 0; j < kVector; ++j) sum_slots(sums[j].at);
   if (threadIdx.y != 0 || !tile.exists) return;
 #pragma unroll
   for (int j = 0; j < kVector; ++j) {
@@ -160,7 +102,7 @@ __device__ __forceinline__ void store_rows(const NormBackwardArgs<T>& args,
 template <class T, class Tail, int kVector>
 __global__ void __launch_bounds__(kStreamThreads, 2) norm_backward_grad_c_rows(const RowArgs<T> args) {
   const NormBackwardArgs<T>& common = args.common;
-  const RowTile<kVector> tile(args, std::int64_t{gridDim.x} - 1 - blockIdx.x);
+  const RowTile<kVector> tile(common.shape, args.channel_blocks, std::int64_t{gridDim.x} - 1 - blockIdx.x);
   if (!tile.exists) return;
   NormChannel<Tail> channels[kVector];
   float4 maps[kVector];
@@ -169,8 +111,9 @@ __global__ void __launch_bounds__(kStreamThreads, 2) norm_backward_grad_c_rows(c
     channels[j].load(common, tile.sample, tile.channel + j);
     maps[j] = common.map[tile.sample * common.shape.k + tile.channel + j];
   }
-  tile.each([&](std::int64_t at) { store_rows<kPositions, kVector>(common, channels, maps, at, tile.step); },
-            [&](std::int64_t at) { store_rows<1, kVector>(common, channels, maps, at, 0); });
+  tile.each(
+      [&](std::int64_t at) { store_rows<kRowPositions, kVector>(common, channels, maps, at, tile.step); },
+      [&](std::int64_t at) { store_rows<1, kVector>(common, channels, maps, at, 0); });
 }
 
 /// Calls visit(T tag, Tail tag, constant of the vector's channels) for what `params` name.
@@ -186,22 +129,13 @@ void with_row_types(const NormBackwardParams& params, Visit&& visit) {
   });
 }
 
-template <class Kernel, class T>
-void launch_rows(const char* name, Kernel kernel, const NormBackwardArgs<T>& common, int vector,
-                 cudaStream_t stream) {
-  const GroupNormShape& shape = common.shape;
-  const BlockShape block = channel_block_shape(shape.k, vector, kStreamThreads);
-  launch(name, kernel, shape.n * shape.tiles * block.blocks, dim3(block.x, block.y), stream,
-         RowArgs<T>{common, block.blocks});
-}
-
 }  // namespace
 
 void launch_norm_backward_sums_rows(const NormBackwardParams& params, cudaStream_t stream) {
   with_row_types(params, [&](auto element, auto tail, auto vector) {
     using T = typename decltype(element)::type;
-    launch_rows("norm_backward_sums_rows", norm_backward_sums_rows<T, decltype(tail), vector()>,
-                norm_backward_args<T>(params), vector(), stream);
+    launch_rows("norm_backward_sums_rows", norm_backward_sums_rows<T, decltype(tail), vector()>, params.shape,
+                vector(), RowArgs<T>{norm_backward_args<T>(params), 0}, stream);
   });
 }
 
@@ -209,7 +143,7 @@ void launch_norm_backward_grad_c_rows(const NormBackwardParams& params, cudaStre
   with_row_types(params, [&](auto element, auto tail, auto vector) {
     using T = typename decltype(element)::type;
     launch_rows("norm_backward_grad_c_rows", norm_backward_grad_c_rows<T, decltype(tail), vector()>,
-                norm_backward_args<T>(params), vector(), stream);
+                params.shape, vector(), RowArgs<T>{norm_backward_args<T>(params), 0}, stream);
   });
 }
 

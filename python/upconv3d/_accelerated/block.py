@@ -60,7 +60,7 @@ class Block(NamedTuple):
 
     def keeps_returned(self) -> bool:
         """Whether a backward of ours begins with the returned convolution, as in _tail.keeps_operand."""
-        return self.norm in ("group", "instance")
+        return self.norm in ("group", "instance") or (self.norm is None and self.activation is not None)
 
 
 # Output values per norm group of a sample up to which a small block's calls are PyTorch's in eager mode. An

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// Where nothing is normalized: whether PyTorch's convolution, with a launch for what follows it, is expected
+/// to be quicker than the SM90 plan, which adds a bias and applies ReLU as it stores.
+#pragma once
+
+#include "core/library_plan.hpp"
+#include "core/plan.hpp"
+#include "core/problem.hpp"
+
+namespace upconv3d {
+
+/// \param sm90 the SM90 plan of the problem, whose tail has no norm
+LibraryAdvantage advantage_without_norm(const Problem& problem, const Plan& sm90);
+
+}  // namespace upconv3d
