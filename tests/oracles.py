@@ -221,6 +221,10 @@ def check_like_eager(block: Block, floor_factor: float = 1) -> None:
     assert error <= limit, f"error {error:.3e}, PyTorch's {eager_error:.3e}, plan {block.plan()}"
 
 
+def _takes_tf32(block: Block) -> bool:
+    return block.precision == "tf32" and block.input.dtype == torch.float32 and block.input.is_cuda
+
+
 def reference_gradients(
     block: Block, grad_y: Tensor, band: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -258,6 +262,8 @@ def reference_gradients(
     walk = (wide.weight[:, 0].numel() // wide.groups) ** 0.5 * eps
     if block.input.dtype in (torch.float16, torch.bfloat16):
         walk += torch.finfo(block.input.dtype).eps / 2  # c is kept in that dtype, PyTorch's and ours
+    if _takes_tf32(block):
+        walk += 2.0**-11  # operands are rounded to as many bits, at least by ours
     per_channel = [axis for axis in range(c.dim()) if axis != c.dim() - 4]
 
     def wander(terms: Tensor) -> Tensor:
@@ -284,7 +290,7 @@ def check_gradients_like_eager(block: Block) -> None:
     if torch.backends.cudnn.conv.fp32_precision != before:
         torch.backends.cudnn.conv.fp32_precision = before
     eps = torch.finfo(block.input.dtype).eps
-    if block.precision == "tf32" and block.input.dtype == torch.float32 and block.input.is_cuda:
+    if _takes_tf32(block):
         eps = 2.0**-10
     references, slacks = reference_gradients(block, grad_y, band=8 * eps)
     for name, reference in references.items():
