@@ -413,7 +413,6 @@ void begin_with(const Problem& p, const std::optional<Plan>& own, Plan& plan) {
 Plan with_skip(const Problem& p, const Device& device, const std::vector<ConvInstance>& instances,
                bool for_training, Plan plan) {
   if (!p.tail.has_skip || p.dtype == DType::kFloat64 || p.n == 0) return plan;
-  if (!p.tail.norm && !for_training) return plan;
   begin_with(p, own_convolution(p, device, instances), plan);
   plan.keeps_sum = for_training;
   plan.activation_in_y = plan.conv_layout == p.y_layout && !p.tail.returns_conv && !for_training;

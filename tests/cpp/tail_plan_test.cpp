@@ -185,6 +185,9 @@ void test_skips() {
   expect(!select_plan(large, device, all_compiled()).own_convolution, "cuDNN's, asked for");
   large.tail.norm = false, large.num_groups = 1;
   expect(select_training_plan(large, hopper(), all_compiled()).keeps_sum, "without a norm");
+  const Plan bare = select_plan(large, hopper(), all_compiled());
+  expect(bare.own_convolution && !bare.adds_skip_first && bare.stages.back() == "silu",
+         "our convolution, and one pass that adds the skip: " + describe(bare));
   large = with_tail(headline(DType::kFloat64), Order::kActNorm, Activation::kSilu);
   large.tail.has_skip = true;
   expect(!select_training_plan(large, hopper(), all_compiled()).keeps_sum, "in float64");
