@@ -83,6 +83,25 @@ def test_small_integers_are_exact(cuda, layout, activation):
         assert torch.equal(grad, expected[name]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "prelu"])
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+def test_what_is_returned_is_what_is_activated(cuda, layout, activation, dtype):
+    """To the last bit for ReLU, also where the convolution's bias is added by the pass that activates."""
+    for size in ("strided", "library", "unbatched", "sm90"):
+        options = {"activation": activation, "return_conv": True, "device": cuda, "dtype": dtype}
+        call = bare(size, layout, **options)
+        expected = call.to(torch.float64).eager()
+        with torch.no_grad():
+            y, conv = call.ours()
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float64: 1e-12}[dtype]
+        assert relative_error(conv, expected[1]) <= tolerance
+        assert relative_error(y, expected[0]) <= tolerance
+        assert (y.stride(), y.dtype) == (conv.stride(), conv.dtype)
+        if activation == "relu":
+            assert torch.equal(y, conv.relu())
+
+
 def test_same_bits(cuda):
     for case in CASES:
         call = bare("sm90", "NDHWC", **CASES[case], device=cuda, dtype=torch.bfloat16)

@@ -195,7 +195,7 @@ struct SkipAndSum {
   SkipAndSum(const BlockTensors& t, const DenseResult& conv, const Plan& plan, bool returned) {
     if (!t.skip) return;
     skip = contiguous_in(*t.skip, conv.layout);
-    if (!plan.adds_skip_first) return;
+    if (!plan.adds_skip_first && !plan.keeps_sum) return;
     sum = conv.tensor;
     if (returned) sum = empty_strided_like(conv.tensor, sizes_of(conv.tensor), strides_of(conv.tensor));
   }
@@ -212,14 +212,19 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
   }
   // A convolution that is returned has its bias; else our next pass adds it, which saves PyTorch's, and what
   // is kept is the same whoever convolves: a backward pass may plan another convolution, of x laid out anew.
+  // Where nothing but an activation follows, that pass adds what is returned, too.
   const bool returned = p.tail.returns_conv;
+  const bool adds_returned = returned && t.bias && !t.skip && !p.tail.norm &&
+                             p.tail.activation != Activation::kNone && p.dtype != DType::kFloat64;
   const auto stream = static_cast<cudaStream_t>(current_cuda_stream(index));
   const auto convolve = [&] {
     if (call.plan.own_convolution) return run_convolution_alone(call, t);
     const LibraryOperands operands = library_operands(call, t, stream);
-    return conv_transpose3d(operands.x, operands.w, returned ? t.bias : std::nullopt, p, flags);
+    const bool has_bias = returned && !adds_returned;
+    return conv_transpose3d(operands.x, operands.w, has_bias ? t.bias : std::nullopt, p, flags);
   };
   DenseResult conv = as_dense(convolve(), call.plan.conv_layout);
+  if (adds_returned) conv = {contiguous_in(conv.tensor, p.y_layout), p.y_layout};
   if (call.saved_bytes > 0) {
     conv = {contiguous_in(conv.tensor, call.plan.conv_layout), call.plan.conv_layout};
     extras.saved = conv.tensor;  // or the sum that takes its place
@@ -236,14 +241,13 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
       needed ? empty_strided_like(conv.tensor, call.y_sizes, call.y_strides) : output_for(conv, call);
   const DeviceScratch workspace(conv.tensor, plan.workspace_bytes);
   cuda::ForwardTensors f = forward_tensors(t, y, workspace);
-  if (returned) {
-    f.bias = nullptr;
-    extras.conv = contiguous_in(conv.tensor, p.y_layout);
-  }
+  if (returned && !adds_returned) f.bias = nullptr;
+  if (returned) extras.conv = contiguous_in(conv.tensor, p.y_layout);
   f.conv = conv.tensor.const_data_ptr();
   const SkipAndSum summands(t, conv, plan, returned);
   f.skip = data_or_null(summands.skip);
-  f.sum = summands.sum ? summands.sum->mutable_data_ptr() : nullptr;
+  const std::optional<Tensor>& sum = adds_returned ? extras.conv : summands.sum;
+  f.sum = sum ? sum->mutable_data_ptr() : nullptr;
   cuda::run_forward(p, plan, call.device, f, stream);
   return y;
 }

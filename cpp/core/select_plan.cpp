@@ -409,14 +409,15 @@ void begin_with(const Problem& p, const std::optional<Plan>& own, Plan& plan) {
 
 /// What the library plan makes of a skip that is added before a norm: a launch of its own, where a backward
 /// pass will begin with the sum, or where all that follows it is then one launch. Without a norm the pass
-/// that activates adds it too, unless the sum is kept.
+/// that activates adds it too.
 Plan with_skip(const Problem& p, const Device& device, const std::vector<ConvInstance>& instances,
                bool for_training, Plan plan) {
   if (!p.tail.has_skip || p.dtype == DType::kFloat64 || p.n == 0) return plan;
   begin_with(p, own_convolution(p, device, instances), plan);
   plan.keeps_sum = for_training;
   plan.activation_in_y = plan.conv_layout == p.y_layout && !p.tail.returns_conv && !for_training;
-  plan.adds_skip_first = for_training || held_cut(after_skip(p), plan.conv_layout, device.compute_capability);
+  plan.adds_skip_first =
+      p.tail.norm && (for_training || held_cut(after_skip(p), plan.conv_layout, device.compute_capability));
   if (plan.adds_skip_first) plan.stages.emplace_back("add");
   add_tail_stages(plan.adds_skip_first ? after_skip(p) : p, device, plan);
   return plan;

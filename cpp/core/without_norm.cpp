@@ -57,9 +57,10 @@ LibraryAdvantage advantage_without_norm(const Problem& p, const Plan& sm90) {
   const bool is_activated = p.tail.activation != Activation::kNone;
   const bool in_epilogue = is_in_epilogue(p.tail.activation) && !p.tail.returns_conv;
   const double ours = sm90_convolution_us(p, sm90) + (is_activated && !in_epilogue ? pass : 0);
-  // PyTorch adds the bias of what is returned, by a launch of its own.
-  const bool adds_bias = p.has_bias && (p.tail.returns_conv || !is_activated);
-  const double library = convolution + (is_activated ? pass : 0) + (adds_bias ? pass : 0);
+  // A convolution that is returned is written once more, with its bias.
+  constexpr double kWrittenOnce = 0.5;  // of a pass
+  const double returning = p.tail.returns_conv && p.has_bias ? kWrittenOnce * pass : 0;
+  const double library = convolution + (is_activated || p.has_bias ? pass : 0) + returning;
   // Of short ones the estimate held, whatever their taps.
   constexpr double kShort = 20, kAhead = 0.85;
   const bool is_uncertain = p.dtype != DType::kFloat32 && has_overlapping_taps(p) && convolution > kShort;

@@ -342,6 +342,7 @@ void run_library_tail(const Problem& problem, const Plan& plan, const Device& de
   normalize.a = tensors.conv;
   normalize.bias = tensors.bias;
   normalize.skip = tensors.skip;
+  normalize.sum = tensors.sum;
   if (problem.tail.norm) {
     take_library_moments(problem, plan, tensors, normalize, workspace, stream);
     normalize.table = workspace.table;
@@ -361,6 +362,7 @@ void run_library(const Problem& problem, const Plan& plan, const Device& device,
   ForwardTensors summed = tensors;
   summed.conv = tensors.sum;
   summed.bias = summed.skip = nullptr;
+  summed.sum = nullptr;
   run_library_tail(after_skip(problem), plan, device, summed, stream);
 }
 

@@ -23,7 +23,7 @@ struct ForwardTensors {
   const void* beta = nullptr;      // [K] dtype, or null
   const void* slopes = nullptr;    // [tail.slopes] dtype, or null
   const void* skip = nullptr;      // library plan: as conv, or null
-  void* sum = nullptr;             // library plan, where plan.adds_skip_first: as conv, may be conv; written
+  void* sum = nullptr;             // library plan, where a sum is stored: as conv, may be conv; written
   void* y = nullptr;               // [N,K,Z,P,Q] or [N,Z,P,Q,K] dtype, problem.y_layout
   void* c = nullptr;               // SM90 plan, where tail.returns_conv: conv + bias as y, written
   void* workspace = nullptr;       // plan.workspace_bytes, 256-byte aligned

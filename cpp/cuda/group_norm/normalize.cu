@@ -44,11 +44,13 @@ template <class A, int kVector>
 constexpr int kAnyLoads =
     std::min<int>(kLoadsInFlight, kLoadsInFlight* kAccessBytes / 2 / (kVector * sizeof(A)));
 
-/// Blocks per multiprocessor that registers are left for; 0: the compiler's choice.
+/// Blocks per multiprocessor that registers are left for; 0: the compiler's choice, which for stored sums is
+/// to spill some for one block more.
 template <class A, class Input>
-constexpr int kBlocksPerMultiprocessor = !Input::kDecidesLater ? 0
-                                         : sizeof(A) == 8      ? 3
-                                                               : 4;
+constexpr int kBlocksPerMultiprocessor = kStoresSum<Input>       ? 3
+                                         : !Input::kDecidesLater ? 0
+                                         : sizeof(A) == 8        ? 3
+                                                                 : 4;
 
 /// Normalizes kLoads vectors that lie `from_step` and `to_step` elements apart, through lane_of(j) for the
 /// j-th element of each, which is of channel channel_of(j).
@@ -68,7 +70,13 @@ __device__ __forceinline__ void normalize_vectors(const NormalizeArgs<A, Y>& arg
   }
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    store_once<kVector>(to + i * to_step, map.apply(args, in[i], skip[i], lane_of, channel_of));
+    if constexpr (Map::kStoresSum) {
+      const auto sum = map.template sum_of<Y>(in[i], skip[i], lane_of);
+      store_once<kVector>(args.sum + (to - args.y) + i * to_step, sum);
+      store_once<kVector>(to + i * to_step, map.activated(args, sum, channel_of));
+    } else {
+      store_once<kVector>(to + i * to_step, map.apply(args, in[i], skip[i], lane_of, channel_of));
+    }
   }
 }
 
@@ -173,7 +181,22 @@ void launch_ncdhw(const NormalizeParams& params, cudaStream_t stream) {
 }
 
 template <class Input>
-constexpr bool kIsBareSum = std::is_same_v<Input, ActivatedSum<NoActivation, true>>;
+constexpr bool kIsBareSum = std::is_same_v<Input, ActivatedSum<NoActivation, true, false>>;
+
+void require_no_sum(const NormalizeParams& params) {
+  if (params.sum == nullptr) return;
+  throw std::invalid_argument(
+      "upconv3d: normalize stores the sum that it activates only without a table, in one layout and dtype, "
+      "and "
+      "of float64 without an activation; got another launch with a sum. Pass null, and add elsewhere.");
+}
+
+/// Calls visit(constant of `flag`).
+template <class Visit>
+void with_flag(bool flag, Visit&& visit) {
+  if (flag) return visit(std::true_type{});
+  visit(std::false_type{});
+}
 
 /// with_activation of the types that there are kernels of ActivatedSum for.
 template <class A, class Visit>
@@ -198,16 +221,18 @@ void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stre
     constexpr int kVector = kAccessBytes / sizeof(A);
     constexpr int kWhole = kAccessBytes / std::max(sizeof(A), sizeof(Y));
     constexpr int kFewer = std::min(kVector, 4);  // 8 bytes of 16 bit: rows of 12, 20 or 100 channels
-    const bool aligned =
-        is_aligned(params.a) && is_aligned(params.y) && is_aligned(params.table) && is_aligned(params.skip);
+    const bool aligned = is_aligned(params.a) && is_aligned(params.y) && is_aligned(params.table) &&
+                         is_aligned(params.skip) && is_aligned(params.sum);
     if (params.a_layout == Layout::kNCDHW) {
-      if (aligned) return launch_ncdhw<A, Y, Input, kVector>(params, stream);
+      constexpr int kAlong = kStoresSum<Input> ? kFewer : kVector;
+      if (aligned) return launch_ncdhw<A, Y, Input, kAlong>(params, stream);
       return launch_ncdhw<A, Y, Input, 1>(params, stream);
     }
     const auto whole = [&](int vector) {
       return aligned && params.shape.k % vector == 0 && row_pitch(params) % vector == 0;
     };
-    constexpr bool kHasRoom = !Input::kDecidesLater && (!kReadsSkip<Input> || kIsBareSum<Input>);
+    constexpr bool kHasRoom =
+        !Input::kDecidesLater && !kStoresSum<Input> && (!kReadsSkip<Input> || kIsBareSum<Input>);
     if constexpr (kHasRoom) {
       if (whole(kWhole)) return launch_ndhwc<A, Y, Input, kWhole>(params, stream);
     }
@@ -225,11 +250,15 @@ void launch_normalize_in_layout(const NormalizeParams& params, cudaStream_t stre
       using A = typename decltype(a)::type;
       with_sum_activation<A>(activation, [&](auto functor) {
         using Functor = decltype(functor);
-        if (params.skip != nullptr) return launch_as(a, a, std::type_identity<ActivatedSum<Functor, true>>{});
-        launch_as(a, a, std::type_identity<ActivatedSum<Functor, false>>{});
+        with_flag(params.skip != nullptr, [&](auto adds_skip) {
+          with_flag(params.sum != nullptr, [&](auto stores) {
+            launch_as(a, a, std::type_identity<ActivatedSum<Functor, adds_skip(), stores()>>{});
+          });
+        });
       });
     });
   }
+  require_no_sum(params);
   with_normalize_types(params, launch_as);
 }
 
@@ -251,10 +280,12 @@ void launch_group_norm_normalize(const NormalizeParams& params, cudaStream_t str
   if (params.shape.n == 0) return;
   require_one_activation(params);
   if (params.steps != nullptr) {
+    require_no_sum(params);
     launch_normalize_steps(params, stream);
   } else if (params.a_layout == params.y_layout) {
     launch_normalize_in_layout(params, stream);
   } else {
+    require_no_sum(params);
     launch_normalize_transpose(params, stream);
   }
 }

@@ -67,6 +67,7 @@ struct NormalizeArgs {
   const A* skip;         // as a lies, or null; read with AnyPending and ActivatedSum
   const Stat<A>* table;  // [3,N,K] stat; null with ActivatedSum, and maybe with AnyPending
   Y* y;                  // [N,K,Z,P,Q] or [N,Z,P,Q,K] Y, may be a where type, layout and pitch are equal
+  Y* sum;                // as y, written where kStoresSum
   // With AnyPending and ActivatedSum alone: the only activation, and whether the normalization precedes it.
   ActivationParams activation;
   Stat<A> parameter;  // activation.parameter
@@ -85,13 +86,18 @@ struct NormalizeArgs {
 
 template <class Input>
 constexpr bool kIsSum = false;
-template <class Activation, bool kAddsSkip>
-constexpr bool kIsSum<ActivatedSum<Activation, kAddsSkip>> = true;
+template <class Activation, bool kAddsSkip, bool kStores>
+constexpr bool kIsSum<ActivatedSum<Activation, kAddsSkip, kStores>> = true;
 
 template <class Input>
 constexpr bool kReadsSkip = Input::kDecidesLater;
+template <class Activation, bool kAddsSkip, bool kStores>
+constexpr bool kReadsSkip<ActivatedSum<Activation, kAddsSkip, kStores>> = kAddsSkip;
+
+template <class Input>
+constexpr bool kStoresSum = false;
 template <class Activation, bool kAddsSkip>
-constexpr bool kReadsSkip<ActivatedSum<Activation, kAddsSkip>> = kAddsSkip;
+constexpr bool kStoresSum<ActivatedSum<Activation, kAddsSkip, true>> = true;
 
 /// From a to y for the values of kLanes channels, in registers: y = (v - mean)*scale + shift, v = Input(a,
 /// bias); with ActivatedSum, the activation of a + bias (+ skip); with AnyPending, all that NormalizeParams
@@ -100,6 +106,7 @@ template <class A, class Input, int kLanes>
 struct ChannelMap {
   using S = Stat<A>;
   static constexpr bool kIsSum = cuda::kIsSum<Input>;
+  static constexpr bool kStoresSum = cuda::kStoresSum<Input>;
   static constexpr bool kReadsSkip = cuda::kReadsSkip<Input>;
   static constexpr bool kMayLackTable = kIsSum || Input::kDecidesLater;
   S mean[kLanes], scale[kLanes], shift[kLanes], bias[kLanes];
@@ -182,13 +189,41 @@ struct ChannelMap {
       for (int j = 0; j < kCount; ++j) v[j] = Input{}(to_stat(a.at[j]), bias[lane_of(j)]);
       normalize(v, lane_of);
     }
+    return rounded<Y>(v);
+  }
+
+  /// What is stored where kStoresSum: a + bias (+ skip).
+  template <class Y, int kCount, class LaneOf>
+  __device__ __forceinline__ Vector<Y, kCount> sum_of(const Vector<A, kCount>& a,
+                                                      const Vector<A, kCount>& skip, LaneOf lane_of) const {
+    S v[kCount];
+    add_pending(a, bias, Input::kAddsSkip, skip, v, lane_of);
+    return rounded<Y>(v);
+  }
+
+  /// The activation of what is stored.
+  template <class Y, int kCount, class ChannelOf>
+  __device__ __forceinline__ Vector<Y, kCount> activated(const NormalizeArgs<A, Y>& args,
+                                                         const Vector<Y, kCount>& sum,
+                                                         ChannelOf channel_of) const {
+    S v[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) v[j] = to_stat(sum.at[j]);
+    activate_as<typename Input::Activation>(args.activation, args.parameter, v, [&](int j) {
+      return activation_parameter<Y>(args.activation, channel_of(j));
+    });
+    return rounded<Y>(v);
+  }
+
+ private:
+  template <class Y, int kCount>
+  static __device__ __forceinline__ Vector<Y, kCount> rounded(const S (&v)[kCount]) {
     Vector<Y, kCount> y;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) y.at[j] = from_stat<Y>(v[j]);
     return y;
   }
 
- private:
   template <int kCount, class LaneOf>
   __device__ __forceinline__ void normalize(S (&v)[kCount], LaneOf lane_of) const {
 #pragma unroll
@@ -272,6 +307,7 @@ NormalizeArgs<A, Y> normalize_args(const NormalizeParams& params) {
   args.skip = static_cast<const A*>(params.skip);
   args.table = static_cast<const Stat<A>*>(params.table);
   args.y = static_cast<Y*>(params.y);
+  args.sum = static_cast<Y*>(params.sum);
   args.norm_first = params.before.kind == Activation::kNone;
   args.activation = args.norm_first ? params.after : params.before;
   args.parameter = static_cast<Stat<A>>(args.activation.parameter);

@@ -44,10 +44,12 @@ struct AsStored {
 
 /// The convolution without bias or skip, of whose sum the activation is all that is wanted. Of normalize
 /// alone.
-template <class Activation_, bool kAddsSkip_>
+/// \tparam kStores_ whether the sum is stored too, and rounded before it is activated
+template <class Activation_, bool kAddsSkip_, bool kStores_>
 struct ActivatedSum {
   using Activation = Activation_;
   static constexpr bool kAddsSkip = kAddsSkip_;
+  static constexpr bool kStores = kStores_;
   static constexpr bool kReadsBias = true;
   static constexpr bool kDecidesLater = false;
 };
