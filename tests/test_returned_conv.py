@@ -57,12 +57,23 @@ def check_like_eager(call: Call, monkeypatch, which=(True, True)) -> None:
         assert error <= max(2 * eager_error, floor), f"{name}: {error:.2e}, eager {eager_error:.2e}"
 
 
+def check_each_gradient(call: Call, monkeypatch) -> None:
+    """check_like_eager where every result has a gradient and, where there are two, where either alone has."""
+    for which in ((True, True), (True, False), (False, True)) if call.return_conv else ((True, True),):
+        check_like_eager(call, monkeypatch, which)
+
+
+def laid_out(call: Call, layout: str) -> Call:
+    """In channels_last_3d of NDHWC; of "other", a skip in the format that the result does not have."""
+    named = {"NCDHW": (), "NDHWC": ("input", "weight", "skip"), "other": ("skip",)}
+    return call.channels_last(*named[layout])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", SIZES)
 @both_layouts
 def test_like_eager(cuda, monkeypatch, layout, size, dtype):
-    for which in ((True, True), (True, False), (False, True)):
-        check_like_eager(returning(size, layout, device=cuda, dtype=dtype), monkeypatch, which)
+    check_each_gradient(returning(size, layout, device=cuda, dtype=dtype), monkeypatch)
 
 
 @pytest.mark.parametrize("order", ["norm_act", "act_norm"])
@@ -88,8 +99,7 @@ SKIPS = {
 def adding(size="library", layout="NCDHW", **options) -> Call:
     """With a skip; of "other", in the format that the result does not have."""
     call = make_call(**SIZES[size], skip=True, **({"activation": "silu"} | options))
-    named = {"NCDHW": (), "NDHWC": ("input", "weight", "skip"), "other": ("skip",)}
-    return call.channels_last(*named[layout])
+    return laid_out(call, layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -98,10 +108,7 @@ def adding(size="library", layout="NCDHW", **options) -> Call:
 def test_skips_like_eager(cuda, monkeypatch, layout, case, dtype):
     for size in SIZES:
         call = adding(size, layout, **SKIPS[case], device=cuda, dtype=dtype)
-        check_like_eager(call, monkeypatch)
-        if call.return_conv:
-            for which in ((True, False), (False, True)):
-                check_like_eager(call, monkeypatch, which)
+        check_each_gradient(call, monkeypatch)
 
 
 @pytest.mark.parametrize("case", ["relu", "returned", "relu-first-returned"])

@@ -8,7 +8,7 @@ import torch
 import upconv3d
 from oracles import relative_error
 from tails import ACTIVATIONS, Call, gradients, make_call, outputs
-from test_returned_conv import SIZES, check_like_eager
+from test_returned_conv import SIZES, check_each_gradient, check_like_eager, laid_out
 from test_select_plan import facts, plan_of
 
 CASES = {
@@ -38,10 +38,9 @@ EITHER = {"n": 1, "c": 128, "k": 64, "extent": (32, 32, 32), "kernel": 2, "strid
 
 
 def bare(size="strided", layout="NCDHW", **options) -> Call:
-    """Without a norm; of "other", a skip in the format that the result does not have."""
+    """Without a norm; layout: as of laid_out."""
     call = make_call(**(EITHER if size == "either" else SIZES[size]), norm=None, **options)
-    named = {"NCDHW": (), "NDHWC": ("input", "weight", "skip"), "other": ("skip",)}
-    return call.channels_last(*named[layout])
+    return laid_out(call, layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -50,10 +49,7 @@ def bare(size="strided", layout="NCDHW", **options) -> Call:
 def test_like_eager(cuda, monkeypatch, layout, case, dtype):
     for size in SIZES:
         call = bare(size, layout, **CASES[case], device=cuda, dtype=dtype)
-        check_like_eager(call, monkeypatch)
-        if call.return_conv:
-            for which in ((True, False), (False, True)):
-                check_like_eager(call, monkeypatch, which)
+        check_each_gradient(call, monkeypatch)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -77,7 +77,7 @@ struct NormalizeParams {
   const void* skip = nullptr;   // as a lies, a_pitch included, a_dtype, or null; not y
   const void* table = nullptr;  // [3,N,K] stat, or null: no normalization
   void* y = nullptr;            // y_layout, y_dtype; may be `a` where dtype, layout and pitch are equal
-  // As y, or null: a + bias + skip is stored here too, and after is applied to what is stored. Only without a
+  // As y, or null: a + bias + skip is stored here too, and what is stored is activated. Only without a
   // table, from a layout and dtype to the same, and of double without an activation; may be `a` as y may.
   void* sum = nullptr;
   // Where given, a holds 16 bits each that stand for float32: a value is bits * 2^step, with signed_steps
