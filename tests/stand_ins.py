@@ -2,7 +2,7 @@
 """Stand-ins for the internal CUDA operators, which let what Python does around these run on the CPU too."""
 
 import torch
-from upconv3d import _tail, _tail_call, _tail_gradients, _tail_op
+from upconv3d import _tail, _tail_call, _tail_gradients, _tail_op, _tail_sum
 from upconv3d._accelerated import remembered, run
 from upconv3d._geometry import batched
 
@@ -93,12 +93,14 @@ class Kernels:
 
 def install(kernels, monkeypatch):
     """Lets calls on the CPU be treated as those on CUDA are."""
-    for module in (_tail_op, _tail_call, remembered, run):
+    for module in (_tail_op, _tail_call, _tail_sum, remembered, run):
         monkeypatch.setattr(module, "runs_kernels", lambda input: True)
-    for module in (_tail_op, _tail_call):
+    for module in (_tail_op, _tail_call, _tail_sum):
         monkeypatch.setattr(module, "numbered_tail", kernels.forward)
-    monkeypatch.setattr(_tail_op, "_numbered_tail_for_training", kernels.for_training)
-    monkeypatch.setattr(_tail_gradients, "_numbered_tail_backward", kernels.backward)
+    for module in (_tail_op, _tail_sum):
+        monkeypatch.setattr(module, "_numbered_tail_for_training", kernels.for_training)
+    for module in (_tail_gradients, _tail_sum):
+        monkeypatch.setattr(module, "_numbered_tail_backward", kernels.backward)
     numbers, settings, casting = {}, {}, set()
 
     def remember(key):

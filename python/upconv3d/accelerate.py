@@ -28,6 +28,7 @@ from ._accelerated.swap import (
     why_not_swapped,
 )
 from ._accelerated.traced import _TRACED, AcceleratedForward, trace
+from ._geometry import output_extent
 from .explain import explain_norm_act
 from .functional import resolve_precision
 
@@ -219,6 +220,14 @@ def _plan(block: Block | str, meta: Tensor | None, options: Options) -> str | No
     if way is Way.MODULES:
         return "small: PyTorch's calls"
     positional, named = call_of(block, x, options, weight)
+    if block.adds_skip:
+        if not x.is_cuda:
+            return None
+        stride, padding, output_padding, groups, dilation = positional[3:]
+        extent = output_extent(x, weight, stride, padding, output_padding, dilation)
+        skip = x.new_empty(x.size(0), weight.size(1) * groups, *extent)
+        named |= {"skip": skip, "return_conv": False}
+        return explain_norm_act(*positional, **named, training=block.returns_conv).algorithm
     return explain_norm_act(*positional, **named, spares_host=way is Way.SPARING).algorithm
 
 

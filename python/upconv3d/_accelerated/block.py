@@ -30,7 +30,9 @@ class Block(NamedTuple):
         norm: "group", "instance", "batch" (in eval mode: folded into the weight) or None.
         normalizer: the module of `norm`.
         activation, parameter: names and numbers of conv_transpose3d_norm_act; for "prelu" the module.
-        returns_conv: whether others read the convolution too, so that a call returns it beside the result.
+        returns_conv: whether others read the convolution too or, with a skip, its sum with that, so that a
+            call returns it beside the result.
+        adds_skip: whether a skip is added to the convolution before what follows.
     """
 
     conv: nn.ConvTranspose3d
@@ -41,6 +43,7 @@ class Block(NamedTuple):
     activation: str | None
     parameter: Any
     returns_conv: bool = False
+    adds_skip: bool = False
 
     def describe(self) -> str:
         """As conv, norm, activation in the order in which they apply."""
@@ -52,7 +55,10 @@ class Block(NamedTuple):
         norm = [norms[self.norm]] if self.norm is not None else []
         activation = [self.activation] if self.activation is not None else []
         after = norm + activation if self.order == "norm_act" else activation + norm
-        said = " + ".join(["conv", *after])
+        said = " + ".join(["conv", *(["skip"] if self.adds_skip else []), *after])
+        if self.adds_skip:
+            returned = ", sum returned" if self.returns_conv else ""
+            return f"{said}{returned} (PyTorch's calls on the CPU)"
         if self.returns_conv:
             alone = "" if self.keeps_returned() else " (PyTorch's calls where gradients are recorded)"
             return f"{said}, convolution returned{alone}"
@@ -146,12 +152,13 @@ def way_of(block: Block, x: Tensor, weight: Tensor | None) -> Way:
         return Way.PLANNED
     if not x.is_cuda:
         return Way.MODULES
-    # Gradients may be wanted, whoever wants them.
-    precision, recording = resolve_precision(x, None), torch.is_grad_enabled()
-    tensors = (x.shape, x.stride(), x.dtype, x.device, autocast_dtype(x), weight.shape, weight.stride())
-    geometry = (stride, conv.padding, conv.output_padding, conv.groups, conv.dilation)
-    kind = (*tensors, *geometry, norm_groups, precision, recording)
-    if not _is_library(kind, block, x, weight, precision, recording):
-        return Way.SPARING
+    if not block.adds_skip:  # that plan is always the library's
+        # Gradients may be wanted, whoever wants them.
+        precision, recording = resolve_precision(x, None), torch.is_grad_enabled()
+        tensors = (x.shape, x.stride(), x.dtype, x.device, autocast_dtype(x), weight.shape, weight.stride())
+        geometry = (stride, conv.padding, conv.output_padding, conv.groups, conv.dilation)
+        kind = (*tensors, *geometry, norm_groups, precision, recording)
+        if not _is_library(kind, block, x, weight, precision, recording):
+            return Way.SPARING
     few = values <= x.size(0) * norm_groups * _MOST_VALUES_OF_GROUP
     return Way.MODULES if few and not torch.cuda.is_current_stream_capturing() else Way.PLANNED

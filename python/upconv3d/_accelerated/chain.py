@@ -154,11 +154,23 @@ def _after(chain: Sequence[nn.Module], at: int) -> tuple[int, str | None, str | 
     return at, None, "nothing that is known follows"
 
 
-def find_block(chain: Sequence[nn.Module], at: int, returns_conv: bool = False) -> Block | str:
+def find_block(
+    chain: Sequence[nn.Module], at: int, returns_conv: bool = False, adds_skip: bool = False
+) -> Block | str:
     """The longest block that begins with the ConvTranspose3d chain[at], or why there is none.
 
-    returns_conv: as in Block; what would change the convolution that others read is no block then.
+    returns_conv, adds_skip: as in Block; what would change the convolution that others read is no block then,
+    nor what has a skip and no norm right behind it.
     """
+    block = _find_block(chain, at, returns_conv)
+    if isinstance(block, str) or not adds_skip:
+        return block
+    if block.norm not in ("group", "instance") or block.order != "norm_act":
+        return "no group or instance norm follows the sum with a skip"
+    return block._replace(adds_skip=True)
+
+
+def _find_block(chain: Sequence[nn.Module], at: int, returns_conv: bool) -> Block | str:
     conv: Any = chain[at]
     if kind_of(conv) != "conv":
         return f"{type(conv).__name__} has a forward of its own"
@@ -220,10 +232,12 @@ def in_mode(modules: list[nn.Module], training: bool) -> Any:
             module.training = mode
 
 
-def blocks_of(chain: list[nn.Module], at: int = 0, returns_conv: bool = False) -> dict[bool, Block | str]:
+def blocks_of(
+    chain: list[nn.Module], at: int = 0, returns_conv: bool = False, adds_skip: bool = False
+) -> dict[bool, Block | str]:
     """find_block for train() and for eval()."""
     found = {}
     for mode in (True, False):
         with in_mode(chain, mode):
-            found[mode] = find_block(chain, at, returns_conv)
+            found[mode] = find_block(chain, at, returns_conv, adds_skip)
     return found

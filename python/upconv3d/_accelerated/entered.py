@@ -20,7 +20,7 @@ class Entered(NamedTuple):
         names: of a Sequential's children.
         reads_mode: whether that forward reads `training`. If so, there is a trace only of the mode that the
             outer module is in.
-        codes: as in Proof; of a Sequential none.
+        codes, assumed: as in Proof; of a Sequential none.
     """
 
     cls: type[nn.Module] | None
@@ -28,6 +28,7 @@ class Entered(NamedTuple):
     names: tuple[str, ...]
     reads_mode: bool
     codes: Codes
+    assumed: dict[str, bool]
 
     def fits(self, module: Any, training: bool) -> bool:
         """Whether calling module is what was recorded, in an outer module of that mode."""
@@ -70,7 +71,7 @@ def entered(module: nn.Module) -> Entered:
     if watched is not None:
         raise UnprovableError(watched)
     if is_sequential(module):
-        return Entered(None, (), tuple(module._modules), False, {})
+        return Entered(None, (), tuple(module._modules), False, {}, {})
     if "forward" in module.__dict__:
         raise UnprovableError("its forward was replaced")
     if type(module).__call__ is not nn.Module.__call__:
@@ -83,7 +84,7 @@ def entered(module: nn.Module) -> Entered:
     # A list, say, may be what a call leaves for the next.
     if not all(map(_is_simple, defaults.values())):
         raise UnprovableError("its forward has defaults that are no plain numbers")
-    return Entered(own_class(module), proof.guards, (), proof.reads_mode, proof.codes)
+    return Entered(own_class(module), proof.guards, (), *proof[1:])
 
 
 def may_be_entered(module: nn.Module) -> bool:

@@ -23,6 +23,17 @@ class UnprovableError(Exception):
     """What a forward does that a trace would not show."""
 
 
+class NeedsEntryError(UnprovableError):
+    """A forward asks of what a module returned what only that module's forward tells: how long a list is.
+
+    path: of the module.
+    """
+
+    def __init__(self, path: str, asked: str) -> None:
+        super().__init__(f"its forward {asked} what {path} returns")
+        self.path = path
+
+
 _FORBIDDEN: dict[type[ast.AST], str] = {
     ast.With: "with",
     ast.Try: "try",
@@ -56,6 +67,8 @@ _FUNCTIONAL = (
 _FUNCTIONAL += " dropout dropout3d group_norm instance_norm batch_norm layer_norm conv3d conv_transpose3d"
 _FUNCTIONAL += " max_pool3d avg_pool3d adaptive_avg_pool3d linear"
 _FUNCTIONS = [getattr(torch, name) for name in _TORCH.split()]
+# These make tensors, which no trace takes (recorded.py); a branch that is not run may.
+_FUNCTIONS += [torch.zeros, torch.ones]
 _FUNCTIONS += [getattr(F, name) for name in _FUNCTIONAL.split()]
 _MODULES = (torch, nn, F)
 
@@ -118,6 +131,22 @@ def _inside(node: ast.AST) -> Iterator[ast.AST]:
                 yield from _inside(child)
 
 
+def _refusal(node: ast.AST, this: str) -> tuple[str, bool] | None:
+    """Of `if self.method(...): raise` or `if not self.method(...): raise`, which a forward begins with to say
+    what is wrong with its arguments: the method's name, and what it returns of arguments that are right."""
+    if not isinstance(node, ast.If) or node.orelse or len(node.body) != 1:
+        return None
+    test, expected = node.test, False
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, expected = test.operand, True
+    if not isinstance(node.body[0], ast.Raise) or not isinstance(test, ast.Call) or test.keywords:
+        return None
+    method, plain = test.func, all(isinstance(a, (ast.Name, ast.Constant)) for a in test.args)
+    if not plain or not isinstance(method, ast.Attribute) or not isinstance(method.value, ast.Name):
+        return None
+    return (method.attr, expected) if this and method.value.id == this else None
+
+
 def _known_of_values(attribute: str) -> bool:
     """Whether an attribute of some value, a tensor, a list or a module, is no state of a module."""
     return hasattr(Tensor, attribute) or attribute in _LIST_METHODS | _CONTAINER_METHODS
@@ -146,6 +175,8 @@ class _Reader:
         self.reads: set[str] = set()
         self.seen: set[types.FunctionType] = set()
         self.codes: Codes = {}
+        self.assumed: dict[str, bool] = {}
+        self.named: set[str] = set()  # what it reads of self otherwise
 
     def read(self, function: Callable[..., Any], owner: type) -> None:
         """Raises: UnprovableError."""
@@ -161,6 +192,11 @@ class _Reader:
         bound = not isinstance(inspect.getattr_static(owner, function.__name__, None), staticmethod)
         this = arguments.args[0].arg if bound and arguments.args else ""
         body = [node for statement in definition.body for node in (statement, *_inside(statement))]
+        for node in list(body):
+            refusal = _refusal(node, this)
+            if refusal is not None and self._assume(*refusal):
+                asked = {id(node), *map(id, _inside(node))}
+                body = [node for node in body if id(node) not in asked]
         names |= {n.id for n in body if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         parents = {id(child): node for node in body for child in ast.iter_child_nodes(node)}
         values = frozenset(_read_of_values(body, parents, this))
@@ -169,6 +205,13 @@ class _Reader:
             self._statement(node)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 self._name(node, parents, function, owner, this, names)
+
+    def _assume(self, name: str, expected: bool) -> bool:
+        """Whether a trace may go on as if the method of that name returned this, which each call asks."""
+        static = inspect.getattr_static(type(self.module), name, None)
+        if not isinstance(static, (types.FunctionType, staticmethod)) or name in self.module.__dict__:
+            return False
+        return self.assumed.setdefault(name, expected) is expected
 
     def _statement(self, node: ast.AST) -> None:
         for kind, word in _FORBIDDEN.items():
@@ -229,6 +272,7 @@ class _Reader:
         if not chain:
             raise UnprovableError("its forward hands self to something")
         name = chain[0]
+        self.named.add(name)
         static = inspect.getattr_static(type(self.module), name, None)
         if name in self.module.__dict__.get("_modules", {}):
             container = isinstance(self.module._modules[name], (nn.ModuleList, nn.ModuleDict))
@@ -357,11 +401,13 @@ class Proof(NamedTuple):
             mode.
         reads_mode: whether it reads `training`.
         codes: of the forward and the methods that it calls.
+        assumed: names of methods that it asks whether to raise, and what they return where it does not.
     """
 
     guards: Guards
     reads_mode: bool
     codes: Codes
+    assumed: dict[str, bool]
 
 
 def prove(module: nn.Module) -> Proof:
@@ -370,8 +416,10 @@ def prove(module: nn.Module) -> Proof:
     owner = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
     reader = _Reader(module)
     reader.read(forward, owner)
+    for name in reader.assumed.keys() & reader.named:
+        raise UnprovableError(f"its forward uses self.{name}() for more than to raise")
     guards = tuple((name, _state(module, name)) for name in sorted(reader.reads - {"training"}))
-    return Proof(guards, "training" in reader.reads, reader.codes)
+    return Proof(guards, "training" in reader.reads, reader.codes, reader.assumed)
 
 
 def may_read(module: nn.Module, name: str, values: frozenset[str]) -> bool:

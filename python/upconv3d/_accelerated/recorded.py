@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What torch.fx records of a forward, and the code of it."""
 
+import functools
 import operator
 import sys
 import threading
@@ -14,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from .chain import in_mode, why_watched
 from .entered import Entered, entered
-from .proof import Codes, UnprovableError, may_read
+from .proof import NeedsEntryError, Proof, UnprovableError, may_read
 from .swap import is_sequential, leaves
 
 
@@ -29,6 +30,16 @@ def in_place(operation: str, left: Any, right: Any) -> Any:
     return getattr(operator, operation)(left, right)
 
 
+class RefusedError(Exception):
+    """A forward would raise of these arguments: its own is to say what."""
+
+
+def require(method: Callable[..., Any], expected: bool, *arguments: Any) -> None:
+    """Raises: RefusedError: the method, which a forward asks whether to raise, does not return this."""
+    if bool(method(*arguments)) is not expected:
+        raise RefusedError
+
+
 def _recorded(operation: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
     def record(self: fx.Proxy, other: Any) -> fx.Proxy:
         return self.tracer.create_proxy("call_function", in_place, (operation, self, other), {})
@@ -38,6 +49,21 @@ def _recorded(operation: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
 
 class _Proxy(fx.Proxy):
     """A value while it is recorded. torch.fx's own records x += y as x = x + y, and other names keep x."""
+
+    def __len__(self) -> int:
+        self._enter("asks for the length of")
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[fx.Proxy]:
+        try:
+            return iter(super().__iter__())
+        except fx.proxy.TraceError:
+            self._enter("goes over")
+            raise
+
+    def _enter(self, asked: str) -> None:
+        if self.node.op == "call_module":
+            raise NeedsEntryError(str(self.node.target), asked)
 
 
 for _operation in (
@@ -54,17 +80,19 @@ class _Tracer(fx.Tracer):
         to_enter: further modules, by path, that it looks into.
         opened: what it looked into.
         codes: of the module and of what it looked into, by id; and of all of these.
+        assumed: of these, by id, as in Proof.
     """
 
     # A buffer is read at each call, as a parameter is; else one that a trace reads or changes would be the
     # module's own, once.
     proxy_buffer_attributes = True
 
-    def __init__(self, module: nn.Module, codes: Codes, to_enter: dict[str, Entered]) -> None:
+    def __init__(self, module: nn.Module, proof: Proof, to_enter: dict[str, Entered]) -> None:
         super().__init__()
         self.to_enter = to_enter
         self.opened: dict[str, Entered] = {}
-        self.codes, self.all_codes = {id(module): codes}, dict(codes)
+        self.codes, self.all_codes = {id(module): proof.codes}, dict(proof.codes)
+        self.assumed = {id(module): proof.assumed}
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -88,15 +116,32 @@ class _Tracer(fx.Tracer):
             entry = entered(m)
         if entry is not None:
             self.opened[module_qualified_name] = entry
-            self.codes[id(m)] = entry.codes
+            self.codes[id(m)], self.assumed[id(m)] = entry.codes, entry.assumed
             self.all_codes |= entry.codes
         return entry is None
 
-    def look(self, module: nn.Module, name: str, frame: types.FrameType) -> None:
-        """Raises: UnprovableError: a forward, or an __iter__ that it calls, reads what no guard compares."""
+    def _assume(self, module: nn.Module, name: str, expected: bool, *arguments: Any) -> bool:
+        """A method that a forward asks whether to raise: recorded, and answered so that it does not.
+
+        Raises: UnprovableError: others are called before, which would be called twice where it does raise.
+        """
+        for node in self.graph.nodes:
+            if node.op not in ("placeholder", "get_attr") and node.target is not require:
+                raise UnprovableError(f"its forward asks {name}() whether to raise, after other calls")
+        path = self.path_of_module(module)
+        method = self.create_proxy("get_attr", f"{path}.{name}" if path else name, (), {})
+        self.create_proxy("call_function", require, (method, expected, *arguments), {})
+        return expected
+
+    def look(self, module: nn.Module, name: str, frame: types.FrameType) -> Any:
+        """What a forward gets in the place of an attribute that it reads; None where it gets that.
+
+        Raises: UnprovableError: a forward, or an __iter__ that it calls, reads what no guard compares.
+        """
         code, caller = frame.f_code, frame.f_back
-        if code in self.codes.get(id(module), ()):
-            return  # its own, which the proof knows
+        if code in self.codes.get(id(module), ()):  # its own, which the proof knows
+            expected = self.assumed[id(module)].get(name)
+            return None if expected is None else functools.partial(self._assume, module, name, expected)
         if code in self.all_codes:
             allowed = may_read(module, name, self.all_codes[code])
         else:
@@ -104,14 +149,16 @@ class _Tracer(fx.Tracer):
             allowed = not of_forward or frame.f_globals.get("__name__", "").startswith("torch.")
         if not allowed:
             raise UnprovableError(f"its forward reads {name} of a {type(module).__name__}")
+        return None
 
 
 _reading = threading.Lock()
 
 
 @contextmanager
-def _reads_seen_by(look: Callable[[nn.Module, str, types.FrameType], None]) -> Iterator[None]:
-    """Shows look every attribute that this thread reads of a module meanwhile, and where.
+def _reads_seen_by(look: Callable[[nn.Module, str, types.FrameType], Any]) -> Iterator[None]:
+    """Shows look every attribute that this thread reads of a module meanwhile, and where; what look returns
+    is read in its place, but for None.
 
     torch.fx sees only what nn.Module.__getattr__ finds. Other threads read as ever, but for torch.compile,
     which cannot trace what takes the place of __getattribute__: accelerate()'s docstring says so.
@@ -124,7 +171,9 @@ def _reads_seen_by(look: Callable[[nn.Module, str, types.FrameType], None]) -> I
 
         def read(module: nn.Module, name: str) -> Any:
             if threading.get_ident() == thread:
-                look(module, name, sys._getframe(1))
+                other = look(module, name, sys._getframe(1))
+                if other is not None:
+                    return other
             return found(module, name)
 
         try:
@@ -171,10 +220,10 @@ def _said(error: Exception) -> str:
 
 
 def record(
-    module: nn.Module, codes: Codes, defaults: dict[str, Any], training: bool, to_enter: dict[str, Entered]
+    module: nn.Module, proof: Proof, defaults: dict[str, Any], training: bool, to_enter: dict[str, Entered]
 ) -> Recorded:
-    """codes: as in module's Proof. Raises: UnprovableError."""
-    tracer = _Tracer(module, codes, to_enter)
+    """proof: module's. Raises: UnprovableError."""
+    tracer = _Tracer(module, proof, to_enter)
     inner = [module, *(module.get_submodule(path) for path in to_enter)]
     try:
         with in_mode(inner, training), _reads_seen_by(tracer.look):

@@ -17,6 +17,7 @@ from .._graphs import is_exporting
 from .._in_graphs import block_in_graph
 from .._tail_arguments import runs_kernels
 from .._tail_call import run_checked
+from .._tail_sum import run_with_sum
 from ..functional import (
     _DTYPES,
     _dispatch_modes,
@@ -114,7 +115,7 @@ def admits(block: Block, x: Tensor) -> bool:
     PyTorch takes some vectors of another dtype than x, and numbers that are none of Python's. A weight that a
     parametrization computes is not asked for its dtype: where that is not x's, PyTorch refuses, too.
     """
-    conv, _, _, norm, normalizer, activation, parameter, _ = block
+    conv, _, _, norm, normalizer, activation, parameter, *_ = block
     if not _returns_values(conv, x):
         return False
     weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
@@ -198,7 +199,7 @@ def run_block(block: Block, x: Tensor, options: Options, told: list[Decision] | 
 
     told: gets the decision, where calls that are alike can be computed by it.
     """
-    conv, _, order, norm, normalizer, activation, parameter, returns_conv = block
+    conv, _, order, norm, normalizer, activation, parameter, returns_conv, _ = block
     if _dynamo_compiling() or _tracing() or norm == "batch" or forward_ad._current_level >= 0:
         return _check_and_run(block, x, options, None)
     # None where a parametrization computes it, which it does once, when nothing else is to be decided.
@@ -315,6 +316,51 @@ def _records(chain: Sequence[nn.Module], x: Tensor) -> bool:
 def _has_backward(block: Block, x: Tensor) -> bool:
     """Whether our kernels have a backward for a block that returns the convolution."""
     return block.keeps_returned() and x.is_cuda and x.dtype is not torch.float64
+
+
+def add(operation: str, conv: Any, skip: Any) -> Any:
+    """What a forward that was traced does with a convolution and a skip: "add", "iadd" or "radd"."""
+    if operation == "iadd":
+        conv += skip
+        return conv
+    return conv + skip if operation == "add" else skip + conv
+
+
+def run_block_with_skip(block: Block, x: Tensor, skip: Tensor, options: Options) -> Any:
+    """run_block, of a block that adds a skip: the pair of the result and the sum, where others read it.
+
+    None where the modules and their addition are to be called themselves: on the CPU, in graphs, for a skip
+    that would be broadcast or promote the sum.
+    """
+    if _dynamo_compiling() or _tracing() or not runs_kernels(x) or not admits(block, x):
+        return None
+    conv = block.conv
+    weight = conv._parameters.get("weight")
+    # One that a parametrization computes is evaluated once in a forward, by who surely convolves with it.
+    if weight is None or "bias" not in conv._parameters:
+        return None
+    if options.precision is None and way_of(block, x, weight) is Way.MODULES:
+        return None
+    positional, named = call_of(block, x, options)
+    rest: Any = {"num_groups": None} | named | {"skip": skip, "return_conv": False}
+    return run_with_sum(*checked_arguments(*positional, **rest), named["norm"], block.returns_conv)
+
+
+def run_chain_with_skip(
+    chain: Sequence[nn.Module], x: Any, skip: Any, operation: str, options: Options, returns_sum: bool
+) -> tuple[Any, Any]:
+    """What run_chain returns where a skip is added to the transposed convolution chain[0], and the sum, for
+    others that read it."""
+    if takes(x) and isinstance(skip, Tensor):
+        block = find_block(chain, 0, returns_sum, adds_skip=True)
+        if isinstance(block, Block):
+            pair = run_block_with_skip(block, x, skip, options)
+            if pair is not None:
+                return run_chain(chain[block.length :], pair[0], options), pair[1]
+    y = total = add(operation, chain[0](x), skip)
+    for module in chain[1:]:
+        y = module(y)
+    return y, total
 
 
 def run_chain_and_conv(chain: Sequence[nn.Module], x: Any, options: Options) -> tuple[Any, Any]:

@@ -1,53 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards of other modules than nn.Sequential, rewritten where their source admits it (proof.py).
 
-torch.fx records the calls. A transposed convolution whose result goes to a norm or activation, and on from
-there, becomes one call; all else is called as before, in the same order. The rest of such a chain may stand
-in a module that is called with the convolution's result: that one is entered (entered.py). The module runs
-what was written only where it is as it was when it was recorded, and its own forward otherwise.
+torch.fx records the calls. A transposed convolution whose result goes to a norm or activation, maybe after a
+skip was added to it, and on from there, becomes one call (matched.py); all else is called as before, in the
+same order. The rest of such a chain may stand in a module that is called with the convolution's result: that
+one is entered (entered.py). The module runs what was written only where it is as it was when it was recorded,
+and its own forward otherwise.
 """
 
-import operator
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..functional import _dynamo_compiling, _tracing
-from .block import Block, Options
-from .chain import blocks_of
+from .block import Block
 from .entered import Entered, as_its_base, entered, may_be_entered
-from .functions import activation_of, works_in_place
-from .proof import Codes, Guards, UnprovableError, defaults_of, holds, prove, require_constants
-from .recorded import Recorded, compiled, record
-from .run import run_chain, run_chain_and_conv
+from .matched import PARTS, addition_of, chain_of, is_call_with, rewrite
+from .proof import (
+    Guards,
+    NeedsEntryError,
+    Proof,
+    UnprovableError,
+    defaults_of,
+    holds,
+    prove,
+    require_constants,
+)
+from .recorded import Recorded, RefusedError, compiled, record
 from .swap import _OPTIONS, MIXINS, Accelerated
 
 _TRACED = "_upconv3d_traced"
-_DROPOUTS = (nn.Dropout, nn.Dropout2d, nn.Dropout3d)
-_PARTS = (nn.GroupNorm, nn.InstanceNorm3d, nn.BatchNorm3d, nn.Identity, *_DROPOUTS)
-_PARTS += (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.GELU, nn.PReLU)  # type: ignore[assignment]
-# Activations that a forward calls as functions, by what they are: the module that computes the same.
-Function = tuple[str, Any, bool]  # name and parameter of conv_transpose3d_norm_act, whether in place
-_stateless: dict[Function, nn.Module] = {}
-
-
-def run_traced(modules: tuple[nn.Module, ...], functions: tuple[Any, ...], options: Options, x: Any) -> Any:
-    """run_chain of modules, and after them of activations that were functions."""
-    return run_chain([*modules, *(_stateless[function] for function in functions)], x, options)
-
-
-def run_traced_with_conv(
-    modules: tuple[nn.Module, ...], functions: tuple[Any, ...], options: Options, x: Any
-) -> tuple[Any, Any]:
-    """run_traced, and the convolution modules[0] of x for those that read it beside."""
-    return run_chain_and_conv([*modules, *(_stateless[function] for function in functions)], x, options)
-
-
 _Path = tuple[str, ...]
 
 
@@ -69,8 +56,8 @@ class Traced:
         opened: modules that are not called by themselves, by path.
         aliases: pairs of paths to what is called and was one module: torch.fx records the first of each.
         arguments: how many tensors forward takes; calls with others run the module's own.
-        unrecorded: where all blocks return their convolutions, as no call on the CPU does that autograd
-            records, the path of one of these; else None.
+        unrecorded: where all blocks return their convolutions or add a skip, as no call on the CPU does that
+            autograd records, the path of one of these; else None.
     """
 
     functions: dict[bool, Callable[..., Any]]
@@ -122,7 +109,10 @@ class AcceleratedForward(Accelerated):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         traced: Traced | None = self.__dict__.get(_TRACED)
         if traced is not None and not traced.is_idle(self, args) and traced.fits(self, args, kwargs):
-            return traced.functions[self.training](self, *args)
+            try:  # contextlib.suppress would cost every call
+                return traced.functions[self.training](self, *args)
+            except RefusedError:
+                pass
         base: Any = self._upconv3d_base
         return base.forward(self, *args, **kwargs)
 
@@ -146,128 +136,6 @@ class AcceleratedForward(Accelerated):
 MIXINS.append(AcceleratedForward)
 
 
-def _activation_function(node: fx.Node) -> Function | None:
-    """The activation that node applies, if it is one of ours with a plain number if any."""
-    found = activation_of(node)
-    if found is None or not isinstance(found[1], (int, float, type(None))):
-        return None
-    return *found, works_in_place(node)
-
-
-def _module_of(function: Function) -> nn.Module:
-    name, value, in_place = function
-    if name in ("gelu", "gelu_tanh"):
-        return nn.GELU("none" if name == "gelu" else "tanh")
-    if name == "leaky_relu":
-        return nn.LeakyReLU(value, in_place)
-    return nn.ELU(value, in_place) if name == "elu" else {"relu": nn.ReLU, "silu": nn.SiLU}[name](in_place)
-
-
-def _is_call_with(node: fx.Node, argument: fx.Node) -> bool:
-    return node.op == "call_module" and node.args == (argument,) and not node.kwargs
-
-
-def _adjacent(nodes: list[fx.Node], user: fx.Node) -> bool:
-    """Whether nothing is called between the chain's nodes, up to user: what else draws random numbers would
-    get others where one of the chain does."""
-    node = nodes[0].next
-    while node is not user:
-        if node not in nodes and node.op not in ("placeholder", "get_attr"):
-            return False
-        node = node.next
-    return True
-
-
-def _follow(conv: fx.Node, module: nn.Module, user: fx.Node) -> tuple[list[fx.Node], list[Any], str]:
-    """The nodes behind a convolution's from this user of it on, each the only user of the one before.
-
-    Returns: nodes, the convolution first; what each is, a module or a Function; why it ends there.
-    """
-    nodes, parts = [conv], [module.get_submodule(str(conv.target))]
-    while True:
-        name = getattr(user.target, "__name__", str(user.target))
-        why = f"{name} follows" if user.op != "output" else "forward returns it"
-        if user.args[:1] != (nodes[-1],):
-            return nodes, parts, why
-        if _is_call_with(user, nodes[-1]):
-            part = module.get_submodule(str(user.target))
-            if not isinstance(part, _PARTS) or any(not isinstance(p, nn.Module) for p in parts):
-                return nodes, parts, f"{type(part).__name__} follows"
-            if isinstance(part, _DROPOUTS) and not _adjacent(nodes, user):
-                return nodes, parts, f"{type(part).__name__} follows, after other calls"
-            parts.append(part)
-        elif (function := _activation_function(user)) is not None:
-            parts.append(function)  # type: ignore[arg-type]
-        else:
-            return nodes, parts, why
-        nodes.append(user)
-        users = list(user.users)
-        if len(users) != 1:
-            return nodes, parts, f"its result is used {len(users)} times"
-        user = users[0]
-
-
-class _Chain(NamedTuple):
-    """A convolution in a graph, and what follows it as far as one call may compute it.
-
-    Attributes:
-        nodes, parts: as _follow returns them.
-        modules: parts, with modules in the place of Functions.
-        returns_conv: whether the convolution is read by others, too; all of them come after the last node,
-            so that what they might do to it in place is done after the chain has read it.
-    """
-
-    nodes: list[fx.Node]
-    parts: list[Any]
-    modules: list[nn.Module]
-    returns_conv: bool
-
-
-def _chain_of(graph: fx.Graph, conv: fx.Node, module: nn.Module) -> _Chain | str:
-    """The chain behind a convolution that is a block in one mode at least, or why there is none."""
-    users = list(conv.users)
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    reason = f"its result is used {len(users)} times"
-    for user in users:
-        nodes, parts, why = _follow(conv, module, user)
-        modules = [part if isinstance(part, nn.Module) else _module_of(part) for part in parts]
-        chain = _Chain(nodes, parts, modules, len(users) > 1)
-        blocks = blocks_of(modules, returns_conv=chain.returns_conv)
-        if not any(isinstance(block, Block) for block in blocks.values()):
-            if len(users) == 1:
-                reason = why if len(nodes) == 1 else str(blocks[False])
-            continue
-        if all(place[other] > place[nodes[-1]] for other in users if other is not user):
-            return chain
-        reason = f"its result is used {len(users)} times, not only after the norm or activation of it"
-    return reason
-
-
-def _rewrite(graph: fx.Graph, chain: _Chain) -> None:
-    """One call_function in the place of all nodes."""
-    nodes = chain.nodes
-    first, last = nodes[0], nodes[-1]
-    with graph.inserting_before(first):
-        modules = [
-            graph.create_node("get_attr", str(node.target))
-            for node, part in zip(nodes, chain.parts, strict=True)
-            if isinstance(part, nn.Module)
-        ]
-        options = graph.create_node("get_attr", _OPTIONS)
-        functions = tuple(part for part in chain.parts if not isinstance(part, nn.Module))
-        for function in functions:
-            _stateless.setdefault(function, _module_of(function))
-        arguments = (tuple(modules), functions, options, first.args[0])
-        result = graph.call_function(run_traced_with_conv if chain.returns_conv else run_traced, arguments)
-        if chain.returns_conv:
-            pair, result = result, graph.call_function(operator.getitem, (result, 0))
-            conv = graph.call_function(operator.getitem, (pair, 1))
-            first.replace_all_uses_with(conv, delete_user_cb=lambda user: user is not nodes[1])
-    last.replace_all_uses_with(result)
-    for node in reversed(nodes):
-        graph.erase_node(node)
-
-
 def _path(name: str) -> _Path:
     return tuple(name.split("."))
 
@@ -283,12 +151,13 @@ def _aliases(module: nn.Module, called: set[str]) -> tuple[tuple[_Path, _Path], 
 class _Search:
     """Finds the modules behind convolutions that hold the rest of a block, and why others are not entered."""
 
-    def __init__(self, module: nn.Module, defaults: dict[str, Any], codes: Codes) -> None:
-        self.module, self.defaults, self.codes = module, defaults, codes
+    def __init__(self, module: nn.Module, defaults: dict[str, Any], proof: Proof) -> None:
+        self.module, self.defaults, self.proof = module, defaults, proof
         self.refused: dict[str, str] = {}  # why a module is not entered, by its path
         self.entered: dict[str, Entered] = {}
         self.asked: dict[str, list[str]] = {}  # paths by the convolution that they are called with
-        records = self._records(self.entered)
+        records = self._first_records()
+        needed = set(self.entered)
         while (found := self._next(records)) is not None:
             conv, path = found
             self.asked.setdefault(conv, []).append(path)
@@ -299,11 +168,25 @@ class _Search:
                 self.refused[path] = str(error)
                 continue
             self.entered = attempt
-        kept = {path for conv in self._blocks(records) for path in self.asked.get(conv, ())}
+        kept = needed | {path for conv in self._blocks(records) for path in self.asked.get(conv, ())}
         self.entered = {path: entry for path, entry in self.entered.items() if path in kept}
 
     def _records(self, to_enter: dict[str, Entered]) -> list[Recorded]:
-        return [record(self.module, self.codes, self.defaults, mode, to_enter) for mode in (True, False)]
+        return [record(self.module, self.proof, self.defaults, mode, to_enter) for mode in (True, False)]
+
+    def _first_records(self) -> list[Recorded]:
+        """With those modules entered without which there is no trace. Raises: UnprovableError."""
+        while True:
+            try:
+                return self._records(self.entered)
+            except NeedsEntryError as needs:
+                called = self.module.get_submodule(needs.path)
+                if needs.path in self.entered or not may_be_entered(called):
+                    raise
+                try:
+                    self.entered[needs.path] = entered(called)
+                except UnprovableError as error:
+                    raise UnprovableError(f"{needs}: {error}") from error
 
     def _next(self, records: list[Recorded]) -> tuple[str, str] | None:
         """A convolution without a block, and a module called with its result that may hold the rest."""
@@ -312,19 +195,21 @@ class _Search:
             for conv in recorded.convolutions(self.module):
                 if str(conv.target) in found:
                     continue
-                for user in conv.users:
+                addition = addition_of(conv)
+                value = conv if addition is None else addition.node
+                for user in value.users:
                     path = str(user.target)
-                    if not _is_call_with(user, conv) or path in self.entered or path in self.refused:
+                    if not is_call_with(user, value) or path in self.entered or path in self.refused:
                         continue
                     called = self.module.get_submodule(path)
-                    if not isinstance(called, _PARTS) and may_be_entered(called):
+                    if not isinstance(called, PARTS) and may_be_entered(called):
                         return str(conv.target), path
         return None
 
     def _blocks(self, records: list[Recorded]) -> Iterator[str]:
         for recorded in records:
             for conv in recorded.convolutions(self.module):
-                if not isinstance(_chain_of(recorded.graph, conv, self.module), str):
+                if not isinstance(chain_of(recorded.graph, conv, self.module), str):
                     yield str(conv.target)
 
     def why(self, conv: str, reason: str) -> str:
@@ -354,7 +239,7 @@ def trace(module: nn.Module) -> Tracing:
     proof = prove(module)
     needed, defaults = defaults_of(module)
     require_constants(defaults)
-    search = _Search(module, defaults, proof.codes)
+    search = _Search(module, defaults, proof)
     functions: dict[bool, Callable[..., Any]] = {}
     found: dict[str, dict[bool, Block | str]] = {}
     reasons: dict[str, str] = {}
@@ -362,17 +247,18 @@ def trace(module: nn.Module) -> Tracing:
     called: set[str] = set()
     returning: dict[str, bool] = {}
     for training in (True, False):
-        recorded = record(module, proof.codes, defaults, training, search.entered)
+        recorded = record(module, proof, defaults, training, search.entered)
         called |= {str(node.target) for node in recorded.graph.nodes if node.op == "call_module"}
         reasons |= recorded.otherwise_called(module)
         for conv in recorded.convolutions(module):
-            name, chain = str(conv.target), _chain_of(recorded.graph, conv, module)
+            name, chain = str(conv.target), chain_of(recorded.graph, conv, module)
             if isinstance(chain, str):
                 reasons[name] = search.why(name, chain)
                 continue
-            _rewrite(recorded.graph, chain)
-            found[name] = blocks_of(chain.modules, returns_conv=chain.returns_conv)
-            returning[name] = returning.get(name, True) and chain.returns_conv
+            rewrite(recorded.graph, chain)
+            found[name] = chain.blocks()
+            is_recorded = not chain.returns_conv and chain.addition is None
+            returning[name] = returning.get(name, True) and not is_recorded
         functions[training] = compiled(recorded.graph)
         opened |= recorded.opened
     reasons = {name: why for name, why in reasons.items() if name not in found}
