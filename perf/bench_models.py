@@ -9,6 +9,7 @@ One line per case:
 
 ms is the accelerated model's median, eager_ms that of the model as it was; compile_ms and compiled_ms are
 the two under torch.compile. Every x_ is after divided by before: below 1 is quicker, or less memory.
+replaced counts transposed convolutions, those of the model and, with --norms, what stands behind a plus: norms.
 x_copy and x_compiled_copy divide the time of an unchanged copy of the model by that of the model, in the same
 rounds: how far apart two equal models come out, which is what another ratio can be told from 1 by. Each is
 compiled with a cache of its own.
@@ -150,7 +151,8 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
     before = model.make(small).to(device, memory_format=memory_format).train(kind == "training")
     x = torch.randn(model.small if small else model.size, device=device).to(memory_format=memory_format)
     after = copy.deepcopy(before)
-    report = upconv3d.accelerate(after, bare=args.bare, sample=(x,))
+    report = upconv3d.accelerate(after, bare=args.bare, norms=args.norms, sample=(x,))
+    replaced = f"{len(report.replaced)}/{len(report.findings)}"
     models = {"eager": before, "ours": after, "copy": copy.deepcopy(before)}
     calls = {name: step(m, list(m.parameters()), x, kind, dtype) for name, m in models.items()}
     with without_dropout(before, after):
@@ -188,7 +190,7 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
         "pass": kind,
         "dtype": dtype,
         "layout": layout,
-        "replaced": f"{len(report.replaced)}/{len(report.findings)}",
+        "replaced": replaced + (f"+{len(report.norms)}" if report.norms else ""),
         "report": str(report).splitlines()[1:],
         "eager_ms": times["eager"],
         "ms": times["ours"],
@@ -272,6 +274,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="few channels and small volumes, as on a CPU")
     parser.add_argument("--bare", action="store_true", help="accelerate(bare=True)")
+    parser.add_argument("--norms", action="store_true", help="accelerate(norms=True)")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="no torch.compile peers")
     parser.add_argument(
         "--seconds", type=seconds, help="measuring time per row (default: 2; with --quick: 0.3)"

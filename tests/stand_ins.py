@@ -2,8 +2,8 @@
 """Stand-ins for the internal CUDA operators, which let what Python does around these run on the CPU too."""
 
 import torch
-from upconv3d import _tail, _tail_call, _tail_gradients, _tail_op, _tail_sum
-from upconv3d._accelerated import remembered, run
+from upconv3d import _norm_alone, _tail, _tail_call, _tail_gradients, _tail_op, _tail_sum
+from upconv3d._accelerated import norms, remembered, run
 from upconv3d._geometry import batched
 
 
@@ -44,6 +44,15 @@ class Kernels:
             y, conv = self.forward(*arguments)
             return y, batched(conv + skip)
         return self.forward(*arguments)[0], torch.ones(8, dtype=torch.uint8)
+
+    def norm_act(self, value, gamma, beta, slopes, number):
+        self.calls.append("norm_act")
+        settings = _tail.Settings(*_tail_op._settings[number])
+        assert settings.return_conv and settings.order == "norm_act" and settings.num_groups > 0
+        vectors = _tail.Tensors(value, value, None, gamma, beta, slopes, None)
+        assert all(v is None or v.dtype is value.dtype for v in vectors)
+        y = _tail._normalize(value, vectors, settings, instance=False)
+        return _tail._activate(y, settings, slopes, in_place=False).clone()  # no view, as of a kernel
 
     def backward(self, grad_y, *arguments):
         self.calls.append("backward")
@@ -93,13 +102,14 @@ class Kernels:
 
 def install(kernels, monkeypatch):
     """Lets calls on the CPU be treated as those on CUDA are."""
-    for module in (_tail_op, _tail_call, _tail_sum, remembered, run):
+    for module in (_tail_op, _tail_call, _tail_sum, norms, remembered, run):
         monkeypatch.setattr(module, "runs_kernels", lambda input: True)
     for module in (_tail_op, _tail_call, _tail_sum):
         monkeypatch.setattr(module, "numbered_tail", kernels.forward)
     for module in (_tail_op, _tail_sum):
         monkeypatch.setattr(module, "_numbered_tail_for_training", kernels.for_training)
-    for module in (_tail_gradients, _tail_sum):
+    monkeypatch.setattr(_norm_alone, "_numbered_norm_act", kernels.norm_act)
+    for module in (_tail_gradients, _norm_alone):
         monkeypatch.setattr(module, "_numbered_tail_backward", kernels.backward)
     numbers, settings, casting = {}, {}, set()
 

@@ -112,6 +112,15 @@ Tensor run_cpu(const PreparedCall& call, const BlockTensors& t, std::optional<Te
 }
 
 #if UPCONV3D_WITH_CUDA
+/// The call's plan for a convolution that lies in another layout than the plan expects.
+std::optional<Plan> plan_of_other_layout(const PreparedCall& call, Layout layout) {
+  if (layout == call.plan.conv_layout) return std::nullopt;
+  Plan plan = call.plan;
+  plan.conv_layout = layout;
+  cuda::complete_plan(call.problem, call.device, plan);
+  return plan;
+}
+
 cuda::ForwardTensors forward_tensors(const BlockTensors& t, const Tensor& y, const DeviceScratch& workspace) {
   cuda::ForwardTensors f;
   f.bias = data_or_null(t.bias);
@@ -229,12 +238,7 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
     conv = {contiguous_in(conv.tensor, call.plan.conv_layout), call.plan.conv_layout};
     extras.saved = conv.tensor;  // or the sum that takes its place
   }
-  std::optional<Plan> other_layout;
-  if (conv.layout != call.plan.conv_layout) {
-    other_layout = call.plan;
-    other_layout->conv_layout = conv.layout;
-    cuda::complete_plan(p, call.device, *other_layout);
-  }
+  const std::optional<Plan> other_layout = plan_of_other_layout(call, conv.layout);
   const Plan& plan = other_layout ? *other_layout : call.plan;
   const bool needed = returned || call.saved_bytes > 0;
   const Tensor y =
@@ -303,6 +307,36 @@ Tensor run_prepared(const PreparedCall& call, const OpArguments& a, CallExtras& 
   if (a.input.dim() == 5) return y;
   if (extras.conv) extras.conv = unbatched(*extras.conv);
   return unbatched(y);
+}
+
+Tensor run_tail_of(const OpArguments& a) {
+  const std::shared_ptr<const PreparedCall> call = prepare_call(a);
+  print_plan_if_asked(call->problem, call->plan);
+#if UPCONV3D_WITH_CUDA
+  if (call->plan.algorithm == Algorithm::kCudaLibrary) {
+    const std::int32_t index = a.input.get_device_index();
+    const OnDevice current(index);
+    const DenseResult conv = as_dense(a.input, call->plan.conv_layout);
+    const std::optional<Plan> other_layout = plan_of_other_layout(*call, conv.layout);
+    const Plan& plan = other_layout ? *other_layout : call->plan;
+    const BlockTensors tensors = {a.input,
+                                  a.weight,
+                                  std::nullopt,
+                                  contiguous_vector(a.norm_weight),
+                                  contiguous_vector(a.norm_bias),
+                                  contiguous_vector(a.slopes),
+                                  std::nullopt};
+    const Tensor y = empty_strided_like(a.input, call->y_sizes, call->y_strides);
+    const DeviceScratch workspace(y, plan.workspace_bytes);
+    cuda::ForwardTensors f = forward_tensors(tensors, y, workspace);
+    f.conv = conv.tensor.const_data_ptr();
+    cuda::run_forward(call->problem, plan, call->device, f,
+                      static_cast<cudaStream_t>(current_cuda_stream(index)));
+    return y;
+  }
+#endif
+  throw std::logic_error(concat("upconv3d: what follows a convolution by itself is the library plan's; got ",
+                                name(call->plan.algorithm), ". Call PyTorch's operators."));
 }
 
 BlockSettings settings_of(const std::vector<std::int64_t>& stride, const std::vector<std::int64_t>& padding,

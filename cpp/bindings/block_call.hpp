@@ -33,6 +33,11 @@ Tensor run_call(const OpArguments& arguments, CallExtras& extras);
 /// The same where prepare_call(arguments) is at hand: finding it again would cost host time.
 Tensor run_prepared(const PreparedCall& call, const OpArguments& arguments, CallExtras& extras);
 
+/// What follows the convolution, of one that is given: arguments.input [N,K,Z,P,Q], on CUDA; they are those
+/// of a training call that returns its convolution, of a kernel of one position and as many channels in as
+/// out.
+Tensor run_tail_of(const OpArguments& arguments);
+
 const void* data_or_null(const std::optional<Tensor>& tensor);
 
 }  // namespace upconv3d::bindings

@@ -4,6 +4,7 @@
 /// (block_settings.hpp), for calls that nothing but a CUDA kernel is to see. And _for_training, the same with
 /// what _numbered_tail_backward (torch_backward.cpp) reads. And _tail and _tail_for_training, these with the
 /// public operator's own arguments, which graphs of torch.compile call: a number holds for one process alone.
+/// And _numbered_norm_act, what follows the convolution of one that is given.
 /// The public operator is Python's; on the CPU it is PyTorch's operators.
 
 #include <torch/csrc/stable/library.h>
@@ -85,6 +86,20 @@ std::tuple<std::optional<Tensor>, std::optional<Tensor>> numbered_tail_for_train
   return {y, extras.saved};
 }
 
+/// y of what PyTorch, say, has computed.
+/// \param input [N,K,Z,P,Q] \param settings those of a call that returns its convolution, of a kernel of one
+/// position
+Tensor numbered_norm_act(const Tensor& input, const std::optional<Tensor>& norm_weight,
+                         const std::optional<Tensor>& norm_bias, const std::optional<Tensor>& slopes,
+                         std::int64_t settings) {
+  const BlockSettings& s = remembered_settings(settings);
+  const std::int64_t k = input.size(1);
+  // Nothing reads it: what it says is that there are as many channels out as in.
+  const Tensor weight = empty_strided_like(input, {k, k, 1, 1, 1}, {k, 1, 1, 1, 1});
+  return run_tail_of(
+      tail_arguments(input, weight, kNoTensor, norm_weight, norm_bias, slopes, kNoTensor, s, s.tail, true));
+}
+
 /// y, and the convolution, [0] where it is not returned. \param num_groups 0 where nothing is normalized
 std::tuple<Tensor, Tensor> tail(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                 const Ints& stride, const Ints& padding, const Ints& output_padding,
@@ -134,6 +149,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(upconv3d, library) {
       "Tensor? skip, int settings)";
   library.def(("_numbered_tail" + forward + " -> (Tensor y, Tensor? conv)").c_str());
   library.def(("_numbered_tail_for_training" + forward + " -> (Tensor? y, Tensor? saved)").c_str());
+  library.def(
+      "_numbered_norm_act(Tensor input, Tensor? norm_weight, Tensor? norm_bias, Tensor? slopes, int "
+      "settings) "
+      "-> Tensor");
   const std::string whole =
       "(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] output_padding, "
       "int groups, int[] dilation, str order, int num_groups, Tensor? norm_weight, Tensor? norm_bias, "
@@ -157,5 +176,6 @@ STABLE_TORCH_LIBRARY_IMPL(upconv3d, CUDA, library) {
   library.impl("_tail", TORCH_BOX(&upconv3d::bindings::tail));
   library.impl("_tail_for_training", TORCH_BOX(&upconv3d::bindings::tail_for_training));
   library.impl("_numbered_tail", TORCH_BOX(&upconv3d::bindings::numbered_tail));
+  library.impl("_numbered_norm_act", TORCH_BOX(&upconv3d::bindings::numbered_norm_act));
   library.impl("_numbered_tail_for_training", TORCH_BOX(&upconv3d::bindings::numbered_tail_for_training));
 }

@@ -9,36 +9,19 @@ what a model may change in place before its backward is what it may change witho
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ._autocast import autocast_dtype, cast_tensors
-from ._autograd import (
-    AUTOCAST_KEYS,
-    _aligned,
-    _convolution_backward,
-    _is_transformed,
-    without_autocast,
-)
+from ._autograd import AUTOCAST_KEYS, _aligned, _convolution_backward, _is_transformed, without_autocast
 from ._geometry import memory_format_of, output_extent
-from ._tail import Settings, Tensors, _activate, _normalize, autocast_result_dtype, differentiable_backward
+from ._norm_alone import is_watched, record_norm_act, settings_of_norm
+from ._tail import Settings, autocast_result_dtype, differentiable_backward
 from ._tail_arguments import runs_kernels
-from ._tail_gradients import _numbered_tail_backward
 from ._tail_op import _numbered_tail_for_training, numbered_tail, tail_number
-from .functional import (
-    _any_requires_grad,
-    _autocast_enabled,
-    _BelowAutograd,
-    _dispatch_modes,
-    _dynamo_compiling,
-    _grad_enabled,
-    _has_torch_function,
-    _tracing,
-    _transforms_active,
-)
+from .functional import _any_requires_grad, _autocast_enabled, _BelowAutograd, _grad_enabled
 
 
 def _convolution_alone(settings: Sequence[Any]) -> Settings:
@@ -77,66 +60,6 @@ class ConvTranspose3dPlusSkip(torch.autograd.Function):
         return (*gradients, grad_s if of_skip else None, None, None)
 
 
-class NormActOfSum(torch.autograd.Function):
-    """y, which was computed before, and its gradients, of s and the vectors."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """arguments: s, norm_weight, norm_bias, slopes; input, weight and bias, of which sizes alone are
-        read, a tuple of y, Settings, and the number that the kernels get."""
-        *tensors, (y,), settings, number = arguments
-        ctx.save_for_backward(*tensors)
-        ctx.settings, ctx.number = settings, number
-        return y  # type: ignore[no-any-return]
-
-    @staticmethod
-    @without_autocast
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        s, gamma, beta, slopes, x, weight, bias = ctx.saved_tensors
-        mask = ctx.needs_input_grad[:4]
-        vectors = (gamma, beta, slopes)
-        gradients: Sequence[Tensor | None]
-        if torch.is_grad_enabled() or _is_transformed(grad_y):
-            gradients = _differentiated(grad_y, (s, *vectors), ctx.settings, mask)
-        else:
-            # Hooks of saved tensors may have laid it out anew.
-            operand = s.contiguous(memory_format=memory_format_of(x, weight))
-            bits = mask[0] | mask[1] << 3 | mask[2] << 4 | mask[3] << 5
-            tensors = (grad_y, x, weight, bias, *vectors, operand)
-            found = _numbered_tail_backward(*tensors, ctx.number, bits, False)
-            gradients = (found[6], *found[3:6])
-        kept = (g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
-        return (*kept, *[None] * 6)
-
-
-def _differentiated(
-    grad_y: Tensor, tensors: Sequence[Any], settings: Sequence[Any], mask: Sequence[bool]
-) -> list[Tensor | None]:
-    """Gradients of s, norm_weight, norm_bias and slopes, in operators that autograd can differentiate."""
-    twice, numbers = torch.is_grad_enabled(), Settings(*settings)
-    with torch.enable_grad():
-        # Views cut off what else the tensors may depend on.
-        views: list[Any] = [None if t is None else t.view_as(t) for t in tensors]
-        s, gamma, beta, slopes = views
-        vectors = Tensors(s, s, None, gamma, beta, slopes, None)
-        y = _activate(_normalize(s, vectors, numbers, instance=False), numbers, slopes, in_place=False)
-        wanted_views = [view for view, wanted in zip(views, mask, strict=True) if wanted]
-        found = iter(torch.autograd.grad(y, wanted_views, grad_y, create_graph=twice))
-    return [next(found) if wanted else None for wanted in mask]
-
-
-def _is_watched(tensors: Sequence[Any]) -> bool:
-    """Whether others than autograd have to do with the call, to whom PyTorch's operators are known."""
-    return (
-        _dynamo_compiling()
-        or _tracing()
-        or _transforms_active()
-        or _dispatch_modes() > 0
-        or forward_ad._current_level >= 0
-        or _has_torch_function(tensors)
-    )
-
-
 def _fits(skip: Any, x: Tensor, weight: Tensor, settings: Sequence[Any], dtype: torch.dtype) -> bool:
     """Whether skip has the convolution's sizes, dtype and device: PyTorch broadcasts and promotes."""
     if skip.dtype is not dtype or skip.device != x.device:
@@ -144,6 +67,52 @@ def _fits(skip: Any, x: Tensor, weight: Tensor, settings: Sequence[Any], dtype: 
     s = Settings(*settings)
     extent = output_extent(x, weight, s.stride, s.padding, s.output_padding, s.dilation)
     return tuple(skip.shape) == (x.size(0), weight.size(1) * s.groups, *extent)
+
+
+class _Call(NamedTuple):
+    """What is decided about a call.
+
+    Attributes:
+        number: of its settings; where the sum is kept, of those that say that the convolution is returned.
+        keeps_sum: whether the kernels are to keep the sum.
+        recording: whether autograd records the call.
+        norm, norm_number: settings_of_norm, and their number, where it does.
+    """
+
+    settings: tuple[Any, ...]
+    number: int
+    keeps_sum: bool
+    recording: bool
+    norm: tuple[Any, ...]
+    norm_number: int
+
+    def run(self, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
+        """y and the sum, which is None where it is not kept; None where the kernels keep nothing."""
+        with _BelowAutograd():
+            if not self.keeps_sum:
+                return numbered_tail(*tensors, self.number)[0], None
+            y, s = _numbered_tail_for_training(*tensors, self.number)
+        if y is None or s is None:
+            return None
+        input, weight, bias, gamma, beta, slopes, skip = tensors
+        s = s.contiguous(memory_format=memory_format_of(input, weight))  # it lies as the convolution made it
+        if self.recording:
+            record: Any = ConvTranspose3dPlusSkip.apply
+            s = record(input, weight, bias, skip, (s,), self.settings)
+            y = record_norm_act(y, s, gamma, beta, slopes, self.norm, self.norm_number)
+        return y, s
+
+
+def _call_of(tensors: tuple[Any, ...], settings: tuple[Any, ...], returns_sum: bool) -> _Call | None:
+    """None where the compiled module remembers no more settings."""
+    recording = _grad_enabled() and _any_requires_grad(*tensors)
+    keeps_sum, s = recording or returns_sum, Settings(*settings)
+    of_norm = settings_of_norm(s.num_groups, s.eps, s.activation, s.parameter)
+    number = tail_number((*settings[:-1], True) if keeps_sum else settings)
+    norm_number = tail_number(of_norm)
+    if number is None or norm_number is None:
+        return None
+    return _Call(settings, number, keeps_sum, recording, of_norm, norm_number)
 
 
 def run_with_sum(
@@ -158,43 +127,22 @@ def run_with_sum(
         returns_sum: whether s is wanted; without, it is None where nothing keeps it.
     """
     x, weight, skip = tensors[0], tensors[1], tensors[6]
-    if not runs_kernels(x) or x.dtype is torch.float64 or _is_watched(tensors):
+    if not runs_kernels(x) or x.dtype is torch.float64 or is_watched(tensors):
         return None
     low = autocast_dtype(x) if _autocast_enabled() else None
     if not _fits(skip, x, weight, settings, x.dtype if low is None else low):
         return None
-    recording = _grad_enabled() and _any_requires_grad(*tensors)
-    keeps_sum = recording or returns_sum
-    # What is kept of a call with a skip is the sum where the number says that the convolution is returned.
-    number = tail_number((*settings[:-1], True) if keeps_sum else settings)
+    call = _call_of(tensors, settings, returns_sum)
     # Gradients in float16 under autocast: PyTorch's casts keep their range.
-    if number is None or (recording and low is torch.float16):
+    if call is None or (call.recording and low is torch.float16):
         return None
     if low is None:
-        return _run_kernels(tensors, settings, number, keeps_sum, recording)
-    tensors = cast_tensors(tensors, low, recording)
+        return call.run(tensors)
+    tensors = cast_tensors(tensors, low, call.recording)
     with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
-        pair = _run_kernels(tensors, settings, number, keeps_sum, recording)
+        pair = call.run(tensors)
     if pair is None:
         return None
     dtype = low if norm == "instance" else autocast_result_dtype(low, x.device.type, norm, settings)
     y, s = pair
     return (y if y.dtype is dtype else y.to(dtype)), s
-
-
-def _run_kernels(
-    tensors: tuple[Any, ...], settings: tuple[Any, ...], number: int, keeps_sum: bool, recording: bool
-) -> tuple[Tensor, Tensor | None] | None:
-    with _BelowAutograd():
-        if not keeps_sum:
-            return numbered_tail(*tensors, number)[0], None
-        y, s = _numbered_tail_for_training(*tensors, number)
-    if y is None or s is None:
-        return None
-    input, weight, bias, gamma, beta, slopes, skip = tensors
-    s = s.contiguous(memory_format=memory_format_of(input, weight))  # it lies as the convolution made it
-    if recording:
-        s = ConvTranspose3dPlusSkip.apply(input, weight, bias, skip, (s,), settings)  # type: ignore[no-untyped-call]
-        of_norm = (s, gamma, beta, slopes, input, weight, bias)
-        y = NormActOfSum.apply(*of_norm, (y,), settings, number)  # type: ignore[no-untyped-call]
-    return y, s

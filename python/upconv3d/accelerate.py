@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ._accelerated.block import Block, Options, Way, sized_weight, way_of
 from ._accelerated.call import call_of
 from ._accelerated.chain import blocks_of, find_block
+from ._accelerated.norms import AcceleratedNorm, norms_to_swap
 from ._accelerated.proof import UnprovableError
 from ._accelerated.recorded import is_open
 from ._accelerated.run import admits, takes
@@ -71,9 +72,13 @@ class Finding:
 
 @dataclass
 class Report:
-    """What accelerate() did to a model: one Finding per ConvTranspose3d; print() it."""
+    """What accelerate() did to a model: one Finding per ConvTranspose3d; print() it.
+
+    norms: names of the norms that were replaced by themselves, on request.
+    """
 
     findings: tuple[Finding, ...]
+    norms: tuple[str, ...] = ()
     # Weak: a report that is kept keeps no model's memory.
     _swapped: list["weakref.ref[nn.Module]"] = field(default_factory=list, repr=False, compare=False)
 
@@ -91,11 +96,12 @@ class Report:
 
     def __getstate__(self) -> dict[str, Any]:
         # Of copies and pickles, which are of findings alone: what was changed is not theirs to restore.
-        return {"findings": self.findings, "_swapped": []}
+        return {"findings": self.findings, "norms": self.norms, "_swapped": []}
 
     def __str__(self) -> str:
         head = f"upconv3d.accelerate: {len(self.replaced)} of {len(self.findings)} ConvTranspose3d replaced"
-        return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
+        norms = [f"  and {len(self.norms)} norms by themselves"] if self.norms else []
+        return "\n".join([head, *(f"  {finding}" for finding in self.findings), *norms])
 
 
 @dataclass
@@ -153,6 +159,7 @@ class _Planner:
         self.swaps: dict[int, tuple[nn.Module, type[Accelerated]]] = {}
         self.reasons: dict[int, str] = {}
         self.traces: dict[int, Any] = {}
+        self.norms: tuple[str, ...] = ()
 
     def sequentials(self, model: nn.Module) -> None:
         best: dict[int, _Place] = {}
@@ -204,6 +211,13 @@ class _Planner:
                 continue
             block = Block(alone.conv, 1, "norm_act", None, None, None, None)
             self._take(key, _Place(conv, name, {True: block, False: block}), AcceleratedConvTranspose)
+
+    def norms_alone(self, model: nn.Module) -> None:
+        blocks = (block for place in self.places.values() for block in place.blocks.values())
+        taken = {id(block.normalizer) for block in blocks if isinstance(block, Block)}
+        found = norms_to_swap(model, taken)
+        self.norms = tuple(name for name, _ in found)
+        self.swaps |= {id(norm): (norm, AcceleratedNorm) for _, norm in found}
 
 
 def _plan(block: Block | str, meta: Tensor | None, options: Options) -> str | None:
@@ -305,6 +319,7 @@ def accelerate(
     *,
     precision: str | None = None,
     bare: bool = False,
+    norms: bool = False,
     sample: tuple[Any, ...] | None = None,
 ) -> Report:
     """Replaces transposed convolutions and what follows them by calls of conv_transpose3d_norm_act, in place.
@@ -313,7 +328,8 @@ def accelerate(
     and activation, in either order, with Identity or inactive Dropout between them, in nn.Sequential however
     nested, and in forwards whose source shows that they always call the same (torch.fx traces them, and
     modules that these call with a convolution's result). Where others read the convolution too, later than
-    the chain does, the call returns it as well, and is made only where autograd records nothing.
+    the chain does, the call returns it as well. A skip that is added right behind the convolution, before a
+    group or instance norm, is part of the call on CUDA, which returns the sum where others read that.
     Only the class of the modules that call the chain changes, to a subclass: parameters, names, state
     dict, hooks and the modules of the chain stay. What is called is decided at each call: with hooks on a
     module of the chain, with an active Dropout in it or with batch norm in training, PyTorch's calls run.
@@ -322,6 +338,8 @@ def accelerate(
         model: any module; what is found depends on its submodules.
         precision: as in conv_transpose3d_relu_group_norm, of every block.
         bare: whether a transposed convolution that nothing known follows is replaced too, by itself.
+        norms: whether GroupNorm and InstanceNorm3d that are in no block run our kernels too, by themselves:
+            on CUDA, of volumes with 16384 values and more in a norm group of a sample.
         sample: arguments of a call of the model, a tuple; it is run once for the sizes in the report.
 
     Not beside a thread in which torch.compile traces: while forwards are traced here, nn.Module has a
@@ -350,6 +368,8 @@ def accelerate(
     planner.forwards(model)
     if bare:
         planner.bare()
+    if norms:
+        planner.norms_alone(model)
     options = Options(precision)
     findings = tuple(_finding(planner, key, sizes, options) for key in planner.convs)
     # A model is changed as a whole, or not at all.
@@ -361,4 +381,4 @@ def accelerate(
     except BaseException:
         restore(model)
         raise
-    return Report(findings, [weakref.ref(module) for module, _ in planner.swaps.values()])
+    return Report(findings, planner.norms, [weakref.ref(module) for module, _ in planner.swaps.values()])

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from .chain import in_mode, why_watched
@@ -38,6 +39,10 @@ def require(method: Callable[..., Any], expected: bool, *arguments: Any) -> None
     """Raises: RefusedError: the method, which a forward asks whether to raise, does not return this."""
     if bool(method(*arguments)) is not expected:
         raise RefusedError
+
+
+# What a trace may have called of a forward's arguments: torch.fx compares those with a default so.
+_OF_ARGUMENTS = (require, operator.eq, torch._assert, fx._symbolic_trace._assert_is_none)
 
 
 def _recorded(operation: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
@@ -126,7 +131,7 @@ class _Tracer(fx.Tracer):
         Raises: UnprovableError: others are called before, which would be called twice where it does raise.
         """
         for node in self.graph.nodes:
-            if node.op not in ("placeholder", "get_attr") and node.target is not require:
+            if node.op not in ("placeholder", "get_attr") and node.target not in _OF_ARGUMENTS:
                 raise UnprovableError(f"its forward asks {name}() whether to raise, after other calls")
         path = self.path_of_module(module)
         method = self.create_proxy("get_attr", f"{path}.{name}" if path else name, (), {})

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group and instance norms of volumes that stand by themselves in a model, by our kernels.
+
+PyTorch's run one CUDA block per norm group of a sample, of which a volume has few; ours run on the whole GPU.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._autocast import autocast_dtype
+from .._norm_alone import is_watched, norm_act, settings_of_norm
+from .._tail_arguments import runs_kernels
+from ..functional import _dynamo_compiling
+from .chain import kind_of
+from .swap import _OPTIONS, MIXINS, Accelerated, why_not_swapped
+
+# Values of a norm group of a sample from which on ours run: PyTorch's take 0.75 ns per value (perf/NOTES.md,
+# "Whole models"), so 12 us of so many, which is what a launch of ours takes of a small volume.
+LEAST_VALUES_OF_GROUP = 2**14
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class AcceleratedNorm(Accelerated):
+    """A GroupNorm or InstanceNorm3d; what ours do not compute, and on the CPU, its own forward does."""
+
+    def forward(self, input: Any) -> Any:
+        y = run_norm(self, input) if _OPTIONS in self.__dict__ else None
+        base: Any = self._upconv3d_base
+        return base.forward(self, input) if y is None else y
+
+
+MIXINS.append(AcceleratedNorm)
+
+
+def norms_to_swap(model: nn.Module, taken: set[int]) -> list[tuple[str, nn.Module]]:
+    """The norms of a model that ours may run, by name, without those that blocks have taken, by id."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if id(module) not in taken
+        and kind_of(module) in ("group", "instance")
+        and not _keeps_statistics(module)
+        and why_not_swapped(module, AcceleratedNorm) is None
+    ]
+
+
+def _keeps_statistics(norm: Any) -> bool:
+    """Whether norm is an InstanceNorm3d with running statistics, which each call updates or reads."""
+    tracks: bool = getattr(norm, "track_running_stats", False)
+    return tracks or norm._buffers.get("running_mean") is not None
+
+
+def _cast(x: Tensor, vectors: Sequence[Tensor | None], is_group: bool) -> tuple[Any, ...] | None:
+    """x, weight and bias in the dtype in which PyTorch computes; None where that is several.
+
+    Under autocast group norms run in float32, as what they return; instance norms take vectors of float32.
+    """
+    if autocast_dtype(x) is None:
+        same = all(vector is None or vector.dtype is x.dtype for vector in vectors)
+        return (x, *vectors) if same else None
+    dtype = torch.float32 if is_group else x.dtype
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in (x, *vectors))
+
+
+def run_norm(norm: Any, x: Any) -> Tensor | None:
+    """norm(x) by our kernels; None where its own forward is to run."""
+    if _dynamo_compiling() or not isinstance(x, Tensor) or not runs_kernels(x):
+        return None
+    if x.dim() != 5 or x.dtype not in _DTYPES or _keeps_statistics(norm):
+        return None
+    is_group = isinstance(norm, nn.GroupNorm)
+    channels, groups = x.size(1), norm.num_groups if is_group else x.size(1)
+    if x.numel() < LEAST_VALUES_OF_GROUP * x.size(0) * groups or x.size(0) == 0:
+        return None
+    if channels != (norm.num_channels if is_group else norm.num_features) or channels % groups != 0:
+        return None
+    if not isinstance(norm.eps, (int, float)) or not math.isfinite(norm.eps):
+        return None
+    if "weight" not in norm._parameters or "bias" not in norm._parameters:
+        return None  # a parametrization computes one, which its own forward does once
+    vectors = (norm._parameters["weight"], norm._parameters["bias"])
+    if is_watched((x, *vectors)):
+        return None
+    given = _cast(x, vectors, is_group)
+    if given is None:
+        return None
+    value, gamma, beta = given
+    return norm_act(value, gamma, beta, None, settings_of_norm(groups, float(norm.eps), "none", 0.0))

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""upconv3d.accelerate(norms=True): norms that stand by themselves."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import upconv3d
+from accelerated_skips import SegResNetDS
+from oracles import relative_error
+from torch import nn
+from torch.nn.utils import parametrize
+from upconv3d._accelerated import norms
+
+NORMS = {
+    "group": lambda: nn.GroupNorm(3, 12),
+    "one group": lambda: nn.GroupNorm(1, 12, eps=1e-3),
+    "as many groups as channels": lambda: nn.GroupNorm(12, 12, affine=False),
+    "instance": lambda: nn.InstanceNorm3d(12),
+    "affine instance": lambda: nn.InstanceNorm3d(12, affine=True),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Model(nn.Module):
+    """One norm behind a convolution, and a block."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv3d(4, 12, 3, padding=1), norm, nn.ReLU(inplace=True)
+        self.up = nn.Sequential(nn.ConvTranspose3d(12, 8, 2, 2), nn.GroupNorm(2, 8), nn.ReLU())
+
+    def forward(self, x):
+        return self.up(self.act(self.norm(self.conv(x))))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """A list that grows by the name of the class of each norm that our kernels run, however small."""
+    found, run_norm = [], norms.run_norm
+
+    def counted(norm, x):
+        y = run_norm(norm, x)
+        if y is not None:
+            found.append(type(norm).__name__)
+        return y
+
+    monkeypatch.setattr(norms, "run_norm", counted)
+    monkeypatch.setattr(norms, "LEAST_VALUES_OF_GROUP", 0)
+    return found
+
+
+def _made(norm, device="cpu"):
+    torch.manual_seed(3)
+    made = norm()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    plain = copy.deepcopy(made)
+    report = upconv3d.accelerate(made, norms=True)
+    return made.to(device), plain.to(device), report
+
+
+def _volume(dtype=torch.float32, device="cpu", extent=(5, 6, 7)):
+    x = torch.randn(2, 12, *extent, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 2 + 1
+    return x.to(device, dtype)
+
+
+def _gradients(norm, x, low=None):
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    with torch.autocast(x.device.type, low, enabled=low is not None):
+        y = norm(x)
+    seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    y.backward(seed.to(y.device, y.dtype))
+    return [y, x.grad, *(p.grad for p in norm.parameters())]
+
+
+def _check(norm, plain, x, low=None):
+    """Results and gradients at most as far from float64's as twice those of PyTorch's norm."""
+    wide = copy.deepcopy(plain).double()
+    right = _gradients(wide, x.double())
+    for value, ours, eager in zip(right, _gradients(norm, x, low), _gradients(plain, x, low), strict=True):
+        assert ours.dtype is eager.dtype and ours.shape == eager.shape
+        error, eager_error = (relative_error(g, value) for g in (ours, eager))
+        floor = 1e-6 if x.dtype is torch.float32 and low is None else 2.0**-8
+        assert error <= max(2 * eager_error, floor), f"{error:.2e}, eager {eager_error:.2e}"
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_by_stand_ins(name, kernels, calls):
+    made, plain, report = _made(NORMS[name])
+    assert report.norms == ("",) and report.findings == () and "1 norms" in str(report)
+    _check(made, plain, _volume())
+    assert len(calls) == 1 and kernels.calls == ["norm_act", "backward"]
+    assert list(made.state_dict()) == list(plain.state_dict()) and repr(made) == repr(plain)
+    report.restore()
+    assert type(made) is type(plain)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NORMS)
+def test_like_pytorch(cuda, name, dtype, layout, calls):
+    made, plain, _ = _made(NORMS[name], cuda)
+    for extent in ((5, 6, 7), (40, 41, 42)):
+        x = _volume(DTYPES[dtype], cuda, extent).contiguous(memory_format=layout)
+        _check(made.to(x.dtype), plain.to(x.dtype), x)
+        assert made(x).is_contiguous(memory_format=layout)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["group", "instance", "affine instance"])
+def test_under_autocast(cuda, name, low, dtype, calls):
+    made, plain, _ = _made(NORMS[name], cuda)
+    _check(made, plain, _volume(DTYPES[dtype], cuda), low)
+    assert len(calls) == 1
+
+
+def test_whole_models(cuda, calls):
+    """Activations that work in place behind the norms among them."""
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    torch.manual_seed(7)
+    model = SegResNetDS()
+    plain, wide = copy.deepcopy(model).to(cuda), copy.deepcopy(model).to(cuda).double()
+    upconv3d.accelerate(model, norms=True)
+    x, found = torch.randn(2, 2, 8, 12, 16, device=cuda), []
+    for each in (model.to(cuda), plain, wide):
+        ys = each(x.to(next(each.parameters()).dtype))
+        sum(y.square().mean() for y in ys).backward()
+        found.append([*ys, *(p.grad for p in each.parameters())])
+    assert len(calls) > 8
+    scale = max(float(right.abs().max()) for right in found[2])
+    for ours, eager, right in zip(*found, strict=True):
+        error, eager_error = (float((value.double() - right).norm()) for value in (ours, eager))
+        assert error <= max(2 * eager_error, 1e-5 * scale)
+
+
+def test_same_bits(cuda, calls):
+    made, _, _ = _made(NORMS["group"], cuda)
+    x = _volume(torch.float32, cuda, (40, 41, 42))
+    first = _gradients(made, x)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, _gradients(made, x)[: len(first)], strict=True))
+
+
+def test_norms_of_blocks_stay_theirs(kernels, calls):
+    model = Model(nn.GroupNorm(3, 12))
+    report = upconv3d.accelerate(model, norms=True)
+    assert report.norms == ("norm",) and len(report.replaced) == 1
+    assert type(model.up[1]) is nn.GroupNorm and type(model.norm) is not nn.GroupNorm
+    ds = SegResNetDS()
+    plain = copy.deepcopy(ds)
+    report = upconv3d.accelerate(ds, norms=True, precision="ieee")
+    instances = [name for name, m in plain.named_modules() if isinstance(m, nn.InstanceNorm3d)]
+    assert len(report.replaced) == 2 and len(report.norms) == len(instances) - 2
+    x = torch.randn(2, 2, 8, 8, 8)
+    for copied in (ds, copy.deepcopy(ds), pickle.loads(pickle.dumps(ds))):
+        del calls[:]
+        for ours, theirs in zip(copied(x), plain(x), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        assert len(calls) == len(report.norms)
+    assert upconv3d.accelerate(copy.deepcopy(plain)).norms == ()
+
+
+LEFT = {
+    "running statistics": lambda: nn.InstanceNorm3d(12, track_running_stats=True),
+    "batch norm": lambda: nn.BatchNorm3d(12),
+    "two axes": lambda: nn.InstanceNorm2d(12),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_left_alone(case):
+    assert upconv3d.accelerate(LEFT[case](), norms=True).norms == ()
+
+
+def test_decided_at_the_call(kernels, calls):
+    made, plain, _ = _made(NORMS["affine instance"])
+    x = _volume()
+    with pytest.raises(ValueError):
+        made(x[0, :, 0, 0])  # two axes: PyTorch says what is wrong
+    assert torch.equal(made(x[0]), plain(x[0])) and calls == []  # no batch
+    assert torch.equal(made.double()(x.double()), plain.double()(x.double())) and calls == []
+    made, plain = made.float(), plain.float()
+    torch.testing.assert_close(made(x), plain(x))
+    assert len(calls) == 1
+    _, ours = torch.func.jvp(made, (x,), (x,))
+    torch.testing.assert_close(ours, torch.func.jvp(plain, (x,), (x,))[1])
+    made.register_forward_hook(lambda module, args, y: y * 2)
+    torch.testing.assert_close(made(x), plain(x) * 2)
+    assert len(calls) == 2
+    made.track_running_stats = True
+    made.running_mean, made.running_var = torch.zeros(12), torch.ones(12)
+    made(x)
+    assert len(calls) == 2
+
+
+def test_small_groups_are_left(kernels, calls, monkeypatch):
+    made, plain, _ = _made(NORMS["group"])
+    x = _volume()
+    monkeypatch.setattr(norms, "LEAST_VALUES_OF_GROUP", 12 // 3 * 5 * 6 * 7 + 1)
+    assert torch.equal(made(x), plain(x)) and calls == []
+    monkeypatch.setattr(norms, "LEAST_VALUES_OF_GROUP", 12 // 3 * 5 * 6 * 7)
+    made(x)
+    assert calls == ["GroupNorm"]
+
+
+def test_parametrized_weights_are_evaluated_once(kernels, calls):
+    class Counted(nn.Module):
+        count = 0
+
+        def forward(self, weight):
+            type(self).count += 1
+            return weight * 2
+
+    made, _, _ = _made(NORMS["group"])
+    parametrize.register_parametrization(made, "weight", Counted())
+    before = Counted.count
+    made(_volume())
+    assert Counted.count == before + 1 and calls == []
+
+
+def test_twice_differentiable(kernels, calls):
+    made, plain, _ = _made(NORMS["group"])
+    found = []
+    for norm in (made, plain):
+        x = _volume().requires_grad_()
+        (first,) = torch.autograd.grad(norm(x).pow(3).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), [x, *norm.parameters()]))
+    assert len(calls) == 1
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_compiled(device):
+    made, plain, _ = _made(NORMS["group"], device)
+    x = _volume(device=device)
+    torch.testing.assert_close(torch.compile(made, backend="aot_eager")(x), plain(x))
