@@ -9,7 +9,7 @@ One line per case:
 
 ms is the accelerated model's median, eager_ms that of the model as it was; compile_ms and compiled_ms are
 the two under torch.compile. Every x_ is after divided by before: below 1 is quicker, or less memory.
-replaced counts transposed convolutions, those of the model and, with --norms, what stands behind a plus: norms.
+replaced counts transposed convolutions, of those that the model has; behind a plus, with --norms, norms.
 x_copy and x_compiled_copy divide the time of an unchanged copy of the model by that of the model, in the same
 rounds: how far apart two equal models come out, which is what another ratio can be told from 1 by. Each is
 compiled with a cache of its own.

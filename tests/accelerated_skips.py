@@ -225,6 +225,141 @@ class ValidLate(SegResNetDS):
         return super().forward(x)
 
 
+class Refusing(nn.Module):
+    """A forward that a method may refuse, and a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.act = nn.ConvTranspose3d(6, 8, 2, 2), nn.GroupNorm(2, 8), nn.ReLU()
+        self.gain, self.calls = 1.0, []
+
+    def is_valid(self, x):
+        return x.shape[2] % 2 == 1 or all(size > 1 for size in x.shape)
+
+    def forward(self, x):
+        if not self.is_valid(x):
+            raise ValueError("sizes")
+        return self.act(self.norm(self.up(x))) * self.gain
+
+
+class Setting(Refusing):
+    def is_valid(self, x):
+        self.gain = float(x.shape[2])
+        return all(size > 1 for size in x.shape)
+
+
+class Listing(Refusing):
+    def is_valid(self, x):
+        self.calls.append(1)
+        return all(size > 1 for size in x.shape)
+
+
+class Drawing(Refusing):
+    def is_valid(self, x):
+        return all(size > 1 for size in x.shape) and torch.rand(()).item() < 2
+
+
+class Overwriting(Refusing):
+    def is_valid(self, x):
+        return all(size > 1 for size in x.mul_(2).shape)
+
+
+class Counting(Refusing):
+    def is_valid(self, x):
+        x += 1
+        return all(size > 1 for size in x.shape)
+
+
+LEAST = 1
+
+
+class OfGlobal(Refusing):
+    def is_valid(self, x, least):
+        return all(size > least for size in x.shape)
+
+    def forward(self, x):
+        if not self.is_valid(x, LEAST):
+            raise ValueError("sizes")
+        return self.act(self.norm(self.up(x)))
+
+
+class OfSelf(OfGlobal):
+    @staticmethod
+    def is_valid(module, x):
+        return all(size > module.gain for size in x.shape)
+
+    def forward(self, x):
+        if not self.is_valid(self, x):
+            raise ValueError("sizes")
+        return self.act(self.norm(self.up(x)))
+
+
+class OfList(Refusing):
+    def is_valid(self, x, sizes):
+        return all(size > 1 for size in list(x.shape) + list(sizes))
+
+    def forward(self, x):
+        sizes = []
+        if not self.is_valid(x, sizes):
+            raise ValueError("sizes")
+        return self.act(self.norm(self.up(x)))
+
+
+class Sized(Refusing):
+    """It asks of a size, which is no call of anything."""
+
+    def is_valid(self, size):
+        return size % 2 == 1 and any(size > least for least in (0, 1))
+
+    def forward(self, x):
+        n = x.shape[2]
+        if not self.is_valid(n):
+            raise ValueError("sizes")
+        return self.act(self.norm(self.up(x)))
+
+
+class Traceable(Refusing):
+    """What it asks can be traced, after other calls and more than once."""
+
+    def is_valid(self):
+        return self.gain > 0
+
+    def forward(self, x):
+        x = x * 2
+        if not self.is_valid():
+            raise ValueError("gain")
+        return self.act(self.norm(self.up(x))) if self.is_valid() else x
+
+
+class ByZeros(Refusing):
+    """A branch that a tensor of its own decides."""
+
+    def forward(self, x):
+        y = self.act(self.norm(self.up(x)))
+        if F.dropout(torch.ones(1), 0.5, self.training).sum() == 0:
+            return y
+        return y * 2
+
+
+class Unpacking(Refusing):
+    def forward(self, x):
+        a, b = torch.chunk(x, 2, 1)
+        return self.act(self.norm(self.up(torch.cat([b, a], 1))))
+
+
+class SharedBatchNorm(Refusing):
+    """Its batch norm's statistics depend on the order of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm3d(8)
+
+    def forward(self, x):
+        y = self.norm(self.up(x))
+        z = self.bn(torch.cat([x, x[:, :2]], 1))
+        return self.act(self.bn(y)).mean() + z
+
+
 class CountedEncoder(Encoder):
     """What it returns is as long as it likes."""
 

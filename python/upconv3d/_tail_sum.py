@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block with a skip whose sum others read too, as two nodes of autograd's graph:
+"""A block with a skip, whose sum others may read too, as two nodes of autograd's graph:
 
     s = conv_transpose3d(input, weight, bias) + skip
     y = activation(norm(s))
 
-As with PyTorch's calls the first keeps no skip, which an addition does not read, and the second keeps s. So
-what a model may change in place before its backward is what it may change without upconv3d.
+As with PyTorch's calls the first keeps neither skip nor bias, and nothing where the convolution has no
+gradients; the second keeps s. So what a model may change in place before its backward is what it may change
+without upconv3d.
 """
 
 from collections.abc import Sequence
@@ -37,32 +38,36 @@ class ConvTranspose3dPlusSkip(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         """arguments: input, weight, bias and skip, a tuple of s, Settings."""
         input, weight, bias, _, (s,), settings = arguments
-        ctx.save_for_backward(input, weight, bias)
-        ctx.settings = settings
+        if any(ctx.needs_input_grad[:3]):
+            ctx.save_for_backward(input, weight)
+        ctx.settings, ctx.has_bias = settings, bias is not None
         return s  # type: ignore[no-any-return]
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, grad_s: Tensor) -> tuple[Any, ...]:
-        x, weight, bias = ctx.saved_tensors
         *mask, of_skip, _, _ = ctx.needs_input_grad
-        gradients: Sequence[Tensor | None]
-        if torch.is_grad_enabled():
-            alone, nothing = _convolution_alone(ctx.settings), [None] * 4
-            tensors = (x, weight, bias, *nothing)
-            wanted = [*mask, *[False] * 4]
-            gradients = differentiable_backward(grad_s, None, tensors, alone, wanted)[:3]
-        elif any(mask):
-            volumes = (grad_s, x) if _is_transformed(grad_s) else (_aligned(grad_s), _aligned(x))
-            gradients = _convolution_backward(volumes[0], volumes[1], weight, ctx.settings, mask)
-        else:
-            gradients = (None,) * 3
+        gradients: Sequence[Tensor | None] = (None,) * 3
+        if any(mask):
+            x, weight = ctx.saved_tensors
+            if torch.is_grad_enabled():
+                # The bias's value does not matter to its gradient.
+                bias = weight.new_zeros(grad_s.size(1), requires_grad=mask[2]) if ctx.has_bias else None
+                tensors, wanted = (x, weight, bias, *[None] * 4), [*mask, *[False] * 4]
+                alone = _convolution_alone(ctx.settings)
+                gradients = differentiable_backward(grad_s, None, tensors, alone, wanted)[:3]
+            else:
+                volumes = (grad_s, x) if _is_transformed(grad_s) else (_aligned(grad_s), _aligned(x))
+                gradients = _convolution_backward(volumes[0], volumes[1], weight, ctx.settings, mask)
         return (*gradients, grad_s if of_skip else None, None, None)
 
 
 def _fits(skip: Any, x: Tensor, weight: Tensor, settings: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Whether skip has the convolution's sizes, dtype and device: PyTorch broadcasts and promotes."""
+    """Whether skip has the convolution's sizes, dtype and device, and values as they are in memory: PyTorch
+    broadcasts, promotes, and adds what is sparse or marked as negated."""
     if skip.dtype is not dtype or skip.device != x.device:
+        return False
+    if skip.layout is not torch.strided or skip.is_neg():
         return False
     s = Settings(*settings)
     extent = output_extent(x, weight, s.stride, s.padding, s.output_padding, s.dilation)

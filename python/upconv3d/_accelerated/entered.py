@@ -62,10 +62,10 @@ def as_its_base(module: nn.Module) -> Any:
         set_class(module, cls)
 
 
-def entered(module: nn.Module) -> Entered:
+def entered(module: nn.Module, asks: bool) -> Entered:
     """What must stay so that a call of module with one tensor may be replaced by what its forward does.
 
-    Raises: UnprovableError.
+    asks: as of prove. Raises: UnprovableError.
     """
     watched = why_watched(module)
     if watched is not None:
@@ -77,14 +77,15 @@ def entered(module: nn.Module) -> Entered:
     if type(module).__call__ is not nn.Module.__call__:
         raise UnprovableError("it has a __call__ of its own")
     with as_its_base(module):
-        proof = prove(module)
+        proof = prove(module, asks)
         needed, defaults = defaults_of(module)
     if needed != 1:
         raise UnprovableError(f"its forward takes {needed} arguments")
     # A list, say, may be what a call leaves for the next.
     if not all(map(_is_simple, defaults.values())):
         raise UnprovableError("its forward has defaults that are no plain numbers")
-    return Entered(own_class(module), proof.guards, (), *proof[1:])
+    guards, reads_mode, codes, assumed = proof
+    return Entered(own_class(module), guards, (), reads_mode, codes, assumed)
 
 
 def may_be_entered(module: nn.Module) -> bool:

@@ -135,7 +135,9 @@ def _follow(
             part = module.get_submodule(str(user.target))
             if not isinstance(part, PARTS) or any(not isinstance(p, nn.Module) for p in parts):
                 return nodes, parts, f"{type(part).__name__} follows"
-            if isinstance(part, _DROPOUTS) and not _adjacent([*nodes, value], user):
+            # Of two that count their calls, or draw numbers, the order matters.
+            counts = isinstance(part, (*_DROPOUTS, nn.BatchNorm3d))
+            if counts and not _adjacent([*nodes, value], user):
                 return nodes, parts, f"{type(part).__name__} follows, after other calls"
             parts.append(part)
         elif (function := _activation_function(user)) is not None:

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .refusals import refusal_of, why_not_asked
+
 
 class UnprovableError(Exception):
     """What a forward does that a trace would not show."""
@@ -67,7 +69,7 @@ _FUNCTIONAL = (
 _FUNCTIONAL += " dropout dropout3d group_norm instance_norm batch_norm layer_norm conv3d conv_transpose3d"
 _FUNCTIONAL += " max_pool3d avg_pool3d adaptive_avg_pool3d linear"
 _FUNCTIONS = [getattr(torch, name) for name in _TORCH.split()]
-# These make tensors, which no trace takes (recorded.py); a branch that is not run may.
+# In a branch that is not run; a trace in which one is made is none (recorded.py).
 _FUNCTIONS += [torch.zeros, torch.ones]
 _FUNCTIONS += [getattr(F, name) for name in _FUNCTIONAL.split()]
 _MODULES = (torch, nn, F)
@@ -131,22 +133,6 @@ def _inside(node: ast.AST) -> Iterator[ast.AST]:
                 yield from _inside(child)
 
 
-def _refusal(node: ast.AST, this: str) -> tuple[str, bool] | None:
-    """Of `if self.method(...): raise` or `if not self.method(...): raise`, which a forward begins with to say
-    what is wrong with its arguments: the method's name, and what it returns of arguments that are right."""
-    if not isinstance(node, ast.If) or node.orelse or len(node.body) != 1:
-        return None
-    test, expected = node.test, False
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        test, expected = test.operand, True
-    if not isinstance(node.body[0], ast.Raise) or not isinstance(test, ast.Call) or test.keywords:
-        return None
-    method, plain = test.func, all(isinstance(a, (ast.Name, ast.Constant)) for a in test.args)
-    if not plain or not isinstance(method, ast.Attribute) or not isinstance(method.value, ast.Name):
-        return None
-    return (method.attr, expected) if this and method.value.id == this else None
-
-
 def _known_of_values(attribute: str) -> bool:
     """Whether an attribute of some value, a tensor, a list or a module, is no state of a module."""
     return hasattr(Tensor, attribute) or attribute in _LIST_METHODS | _CONTAINER_METHODS
@@ -170,8 +156,8 @@ Codes = dict[types.CodeType, frozenset[str]]
 class _Reader:
     """One pass over a forward and the methods that it calls."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, asks: bool) -> None:
+        self.module, self.asks = module, asks
         self.reads: set[str] = set()
         self.seen: set[types.FunctionType] = set()
         self.codes: Codes = {}
@@ -192,9 +178,10 @@ class _Reader:
         bound = not isinstance(inspect.getattr_static(owner, function.__name__, None), staticmethod)
         this = arguments.args[0].arg if bound and arguments.args else ""
         body = [node for statement in definition.body for node in (statement, *_inside(statement))]
-        for node in list(body):
-            refusal = _refusal(node, this)
-            if refusal is not None and self._assume(*refusal):
+        for node in list(body) if self.asks else ():
+            refusal = refusal_of(node, this)
+            if refusal is not None:
+                self._assume(*refusal)
                 asked = {id(node), *map(id, _inside(node))}
                 body = [node for node in body if id(node) not in asked]
         names |= {n.id for n in body if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
@@ -206,12 +193,16 @@ class _Reader:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 self._name(node, parents, function, owner, this, names)
 
-    def _assume(self, name: str, expected: bool) -> bool:
-        """Whether a trace may go on as if the method of that name returned this, which each call asks."""
-        static = inspect.getattr_static(type(self.module), name, None)
-        if not isinstance(static, (types.FunctionType, staticmethod)) or name in self.module.__dict__:
-            return False
-        return self.assumed.setdefault(name, expected) is expected
+    def _assume(self, name: str, expected: bool) -> None:
+        """Lets a trace go on as if the method of that name returned this, which each call asks.
+
+        Raises: UnprovableError.
+        """
+        why = why_not_asked(self.module, name, _source)
+        if why is None and self.assumed.setdefault(name, expected) is not expected:
+            why = f"{name}() is asked whether to raise, and whether not to"
+        if why is not None:
+            raise UnprovableError(f"its forward raises by what a method says: {why}")
 
     def _statement(self, node: ast.AST) -> None:
         for kind, word in _FORBIDDEN.items():
@@ -401,7 +392,8 @@ class Proof(NamedTuple):
             mode.
         reads_mode: whether it reads `training`.
         codes: of the forward and the methods that it calls.
-        assumed: names of methods that it asks whether to raise, and what they return where it does not.
+        assumed: names of methods that it asks whether to raise, and what they return where it does not; none
+            where these are traced themselves.
     """
 
     guards: Guards
@@ -410,11 +402,13 @@ class Proof(NamedTuple):
     assumed: dict[str, bool]
 
 
-def prove(module: nn.Module) -> Proof:
-    """Raises: UnprovableError."""
+def prove(module: nn.Module, asks: bool) -> Proof:
+    """asks: whether methods by which it decides to raise are to be asked at each call (refusals.py), of which
+    no trace shows anything then; else they are traced. Raises: UnprovableError.
+    """
     forward = type(module).forward
     owner = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
-    reader = _Reader(module)
+    reader = _Reader(module, asks)
     reader.read(forward, owner)
     for name in reader.assumed.keys() & reader.named:
         raise UnprovableError(f"its forward uses self.{name}() for more than to raise")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from .chain import in_mode, why_watched
 from .entered import Entered, entered
@@ -41,8 +42,10 @@ def require(method: Callable[..., Any], expected: bool, *arguments: Any) -> None
         raise RefusedError
 
 
-# What a trace may have called of a forward's arguments: torch.fx compares those with a default so.
-_OF_ARGUMENTS = (require, operator.eq, torch._assert, fx._symbolic_trace._assert_is_none)
+# What may have been called of a forward's arguments before it asks whether to raise: torch.fx compares those
+# with a default so, and sizes may be asked for.
+_OF_ARGUMENTS: tuple[Any, ...] = (require, operator.eq, torch._assert, fx._symbolic_trace._assert_is_none)
+_OF_ARGUMENTS += (getattr, operator.getitem, "size", "dim", "numel")
 
 
 def _recorded(operation: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
@@ -56,19 +59,14 @@ class _Proxy(fx.Proxy):
     """A value while it is recorded. torch.fx's own records x += y as x = x + y, and other names keep x."""
 
     def __len__(self) -> int:
-        self._enter("asks for the length of")
+        _needs_entry(self, "asks for the length of")
         return super().__len__()
 
-    def __iter__(self) -> Iterator[fx.Proxy]:
-        try:
-            return iter(super().__iter__())
-        except fx.proxy.TraceError:
-            self._enter("goes over")
-            raise
 
-    def _enter(self, asked: str) -> None:
-        if self.node.op == "call_module":
-            raise NeedsEntryError(str(self.node.target), asked)
+def _needs_entry(proxy: fx.Proxy, asked: str) -> None:
+    """Raises: NeedsEntryError: proxy is what a module returned, of which its forward knows more."""
+    if proxy.node.op == "call_module":
+        raise NeedsEntryError(str(proxy.node.target), asked)
 
 
 for _operation in (
@@ -102,6 +100,10 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
+    def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
+        _needs_entry(obj, "goes over")
+        return super().iter(obj)
+
     def create_arg(self, a: Any) -> Any:
         # torch.fx would give the module an attribute for it, which would stay there.
         if isinstance(a, Tensor):
@@ -118,7 +120,7 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         entry = self.to_enter.get(module_qualified_name)
         if entry is None and is_sequential(m) and why_watched(m) is None and is_open(m):
-            entry = entered(m)
+            entry = entered(m, asks=False)  # which has no forward of its own
         if entry is not None:
             self.opened[module_qualified_name] = entry
             self.codes[id(m)], self.assumed[id(m)] = entry.codes, entry.assumed
@@ -128,8 +130,11 @@ class _Tracer(fx.Tracer):
     def _assume(self, module: nn.Module, name: str, expected: bool, *arguments: Any) -> bool:
         """A method that a forward asks whether to raise: recorded, and answered so that it does not.
 
-        Raises: UnprovableError: others are called before, which would be called twice where it does raise.
+        Raises: UnprovableError: others are called before, which would be called twice where it does raise, or
+            an argument is none of the forward's.
         """
+        if not all(isinstance(argument, fx.Proxy) for argument in arguments):
+            raise UnprovableError(f"its forward asks {name}() whether to raise, of no argument of its own")
         for node in self.graph.nodes:
             if node.op not in ("placeholder", "get_attr") and node.target not in _OF_ARGUMENTS:
                 raise UnprovableError(f"its forward asks {name}() whether to raise, after other calls")
@@ -155,6 +160,15 @@ class _Tracer(fx.Tracer):
         if not allowed:
             raise UnprovableError(f"its forward reads {name} of a {type(module).__name__}")
         return None
+
+
+class _NothingMade(TorchFunctionMode):
+    """Refuses tensors that a forward makes while it is traced: what it decides by one, a trace would keep."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.zeros, torch.ones):
+            raise UnprovableError(f"its forward makes a tensor, by {func.__name__}")
+        return func(*args, **(kwargs or {}))
 
 
 _reading = threading.Lock()
@@ -231,7 +245,7 @@ def record(
     tracer = _Tracer(module, proof, to_enter)
     inner = [module, *(module.get_submodule(path) for path in to_enter)]
     try:
-        with in_mode(inner, training), _reads_seen_by(tracer.look):
+        with in_mode(inner, training), _reads_seen_by(tracer.look), _NothingMade():
             graph = tracer.trace(module, concrete_args=defaults or None)
     except UnprovableError:
         raise

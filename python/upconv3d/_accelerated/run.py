@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from .._geometry import surely
+from .._geometry import memory_format_of, surely
 from .._graphs import is_exporting
 from .._in_graphs import block_in_graph
 from .._tail_arguments import runs_kernels
@@ -326,11 +326,11 @@ def add(operation: str, conv: Any, skip: Any) -> Any:
     return conv + skip if operation == "add" else skip + conv
 
 
-def run_block_with_skip(block: Block, x: Tensor, skip: Tensor, options: Options) -> Any:
+def run_block_with_skip(block: Block, x: Tensor, skip: Tensor, operation: str, options: Options) -> Any:
     """run_block, of a block that adds a skip: the pair of the result and the sum, where others read it.
 
     None where the modules and their addition are to be called themselves: on the CPU, in graphs, for a skip
-    that would be broadcast or promote the sum.
+    that would be broadcast, promote the sum, or have it lie otherwise.
     """
     if _dynamo_compiling() or _tracing() or not runs_kernels(x) or not admits(block, x):
         return None
@@ -341,9 +341,22 @@ def run_block_with_skip(block: Block, x: Tensor, skip: Tensor, options: Options)
         return None
     if options.precision is None and way_of(block, x, weight) is Way.MODULES:
         return None
+    # PyTorch's sum lies as its first summand does.
+    if operation == "radd" and not skip.is_contiguous(memory_format=memory_format_of(x, weight)):
+        return None
     positional, named = call_of(block, x, options)
     rest: Any = {"num_groups": None} | named | {"skip": skip, "return_conv": False}
     return run_with_sum(*checked_arguments(*positional, **rest), named["norm"], block.returns_conv)
+
+
+def _convolve(conv: Any, x: Any, options: Options) -> Any:
+    """conv(x), in the precision that options say."""
+    block = find_block([conv, nn.ReLU()], 0)
+    if takes(x) and isinstance(block, Block):
+        y = run_block(block._replace(length=1, activation=None), x, options)
+        if y is not None:
+            return y
+    return conv(x)
 
 
 def run_chain_with_skip(
@@ -354,10 +367,11 @@ def run_chain_with_skip(
     if takes(x) and isinstance(skip, Tensor):
         block = find_block(chain, 0, returns_sum, adds_skip=True)
         if isinstance(block, Block):
-            pair = run_block_with_skip(block, x, skip, options)
+            pair = run_block_with_skip(block, x, skip, operation, options)
             if pair is not None:
                 return run_chain(chain[block.length :], pair[0], options), pair[1]
-    y = total = add(operation, chain[0](x), skip)
+    c = chain[0](x) if options.precision is None else _convolve(chain[0], x, options)
+    y = total = add(operation, c, skip)
     for module in chain[1:]:
         y = module(y)
     return y, total

@@ -151,8 +151,8 @@ def _aliases(module: nn.Module, called: set[str]) -> tuple[tuple[_Path, _Path], 
 class _Search:
     """Finds the modules behind convolutions that hold the rest of a block, and why others are not entered."""
 
-    def __init__(self, module: nn.Module, defaults: dict[str, Any], proof: Proof) -> None:
-        self.module, self.defaults, self.proof = module, defaults, proof
+    def __init__(self, module: nn.Module, defaults: dict[str, Any], proof: Proof, asks: bool) -> None:
+        self.module, self.defaults, self.proof, self.asks = module, defaults, proof, asks
         self.refused: dict[str, str] = {}  # why a module is not entered, by its path
         self.entered: dict[str, Entered] = {}
         self.asked: dict[str, list[str]] = {}  # paths by the convolution that they are called with
@@ -162,7 +162,7 @@ class _Search:
             conv, path = found
             self.asked.setdefault(conv, []).append(path)
             try:
-                attempt = self.entered | {path: entered(module.get_submodule(path))}
+                attempt = self.entered | {path: entered(module.get_submodule(path), asks)}
                 records = self._records(attempt)
             except UnprovableError as error:
                 self.refused[path] = str(error)
@@ -184,7 +184,7 @@ class _Search:
                 if needs.path in self.entered or not may_be_entered(called):
                     raise
                 try:
-                    self.entered[needs.path] = entered(called)
+                    self.entered[needs.path] = entered(called, self.asks)
                 except UnprovableError as error:
                     raise UnprovableError(f"{needs}: {error}") from error
 
@@ -236,16 +236,24 @@ def trace(module: nn.Module) -> Tracing:
 
     Raises: UnprovableError, where its forward might do what a trace does not show.
     """
-    proof = prove(module)
+    try:
+        return _trace(module, asks=False)
+    except UnprovableError:
+        # What a forward says of its arguments may not be traceable; it can be asked at each call.
+        return _trace(module, asks=True)
+
+
+def _trace(module: nn.Module, asks: bool) -> Tracing:
+    proof = prove(module, asks)
     needed, defaults = defaults_of(module)
     require_constants(defaults)
-    search = _Search(module, defaults, proof)
+    search = _Search(module, defaults, proof, asks)
     functions: dict[bool, Callable[..., Any]] = {}
     found: dict[str, dict[bool, Block | str]] = {}
     reasons: dict[str, str] = {}
     opened: dict[str, Entered] = {}
     called: set[str] = set()
-    returning: dict[str, bool] = {}
+    idle: dict[str, bool] = {}  # whether autograd records no call of it on the CPU
     for training in (True, False):
         recorded = record(module, proof, defaults, training, search.entered)
         called |= {str(node.target) for node in recorded.graph.nodes if node.op == "call_module"}
@@ -257,13 +265,13 @@ def trace(module: nn.Module) -> Tracing:
                 continue
             rewrite(recorded.graph, chain)
             found[name] = chain.blocks()
-            is_recorded = not chain.returns_conv and chain.addition is None
-            returning[name] = returning.get(name, True) and not is_recorded
+            unrecorded = chain.returns_conv or chain.addition is not None
+            idle[name] = idle.get(name, True) and unrecorded
         functions[training] = compiled(recorded.graph)
         opened |= recorded.opened
     reasons = {name: why for name, why in reasons.items() if name not in found}
     entries = tuple((_path(name), entry) for name, entry in opened.items())
     aliases = _aliases(module, called | set(opened))
-    unrecorded = _path(next(iter(found))) if found and all(returning.values()) else None
-    traced = Traced(functions, proof.guards, entries, aliases, needed, unrecorded)
+    first = _path(next(iter(found))) if found and all(idle.values()) else None
+    traced = Traced(functions, proof.guards, entries, aliases, needed, first)
     return Tracing(traced, found, reasons)
