@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norm and activation by our kernels, of values that something else has computed: a node for autograd."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,10 @@ class NormAct(torch.autograd.Function):
         return (*kept, None, None, None)
 
 
+# Function.apply without what it does for torch.func's transforms, under which this node is not used.
+_record: Callable[..., Any] = super(torch.autograd.Function, NormAct).apply
+
+
 def _differentiated(
     grad_y: Tensor, tensors: Sequence[Any], settings: Sequence[Any], mask: Sequence[bool]
 ) -> list[Tensor | None]:
@@ -129,5 +133,5 @@ def record_norm_act(
     """y, which was computed of the others below autograd, as autograd knows it."""
     if not (_grad_enabled() and _any_requires_grad(value, gamma, beta, slopes)):
         return y
-    recorded: Tensor = NormAct.apply(value, gamma, beta, slopes, (y,), settings, number)  # type: ignore[no-untyped-call]
+    recorded: Tensor = _record(value, gamma, beta, slopes, (y,), settings, number)
     return recorded

@@ -9,7 +9,7 @@ gradients; the second keeps s. So what a model may change in place before its ba
 without upconv3d.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +74,10 @@ def _fits(skip: Any, x: Tensor, weight: Tensor, settings: Sequence[Any], dtype: 
     return tuple(skip.shape) == (x.size(0), weight.size(1) * s.groups, *extent)
 
 
+# As _norm_alone's.
+_record: Callable[..., Any] = super(torch.autograd.Function, ConvTranspose3dPlusSkip).apply
+
+
 class _Call(NamedTuple):
     """What is decided about a call.
 
@@ -102,8 +106,7 @@ class _Call(NamedTuple):
         input, weight, bias, gamma, beta, slopes, skip = tensors
         s = s.contiguous(memory_format=memory_format_of(input, weight))  # it lies as the convolution made it
         if self.recording:
-            record: Any = ConvTranspose3dPlusSkip.apply
-            s = record(input, weight, bias, skip, (s,), self.settings)
+            s = _record(input, weight, bias, skip, (s,), self.settings)
             y = record_norm_act(y, s, gamma, beta, slopes, self.norm, self.norm_number)
         return y, s
 

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from .._autocast import autocast_dtype
 from .._norm_alone import is_watched, norm_act, settings_of_norm
 from .._tail_arguments import runs_kernels
-from ..functional import _dynamo_compiling
+from ..functional import _any_requires_grad, _dynamo_compiling
 from .chain import kind_of
 from .swap import _OPTIONS, MIXINS, Accelerated, why_not_swapped
 
-# Values of a norm group of a sample from which on ours run: PyTorch's take 0.75 ns per value (perf/NOTES.md,
-# "Whole models"), so 12 us of so many, which is what a launch of ours takes of a small volume.
-LEAST_VALUES_OF_GROUP = 2**14
+# Values of a norm group of a sample from which on ours run, as they are computed and as autograd records them.
+# PyTorch's take 0.75 ns per value, and 1.25 backward (block.py): so many are 12 us, what a launch of ours takes
+# of a small volume, and 130 us, of which a step's host takes some 50 for ours (perf/NOTES.md, "Norms").
+LEAST_VALUES_OF_GROUP = {False: 2**14, True: 2**16}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -74,7 +75,9 @@ def run_norm(norm: Any, x: Any) -> Tensor | None:
         return None
     is_group = isinstance(norm, nn.GroupNorm)
     channels, groups = x.size(1), norm.num_groups if is_group else x.size(1)
-    if x.numel() < LEAST_VALUES_OF_GROUP * x.size(0) * groups or x.size(0) == 0:
+    vectors = (norm._parameters.get("weight"), norm._parameters.get("bias"))
+    recording = torch.is_grad_enabled() and _any_requires_grad(x, *vectors)
+    if x.numel() < LEAST_VALUES_OF_GROUP[recording] * x.size(0) * groups or x.size(0) == 0:
         return None
     if channels != (norm.num_channels if is_group else norm.num_features) or channels % groups != 0:
         return None
@@ -82,7 +85,6 @@ def run_norm(norm: Any, x: Any) -> Tensor | None:
         return None
     if "weight" not in norm._parameters or "bias" not in norm._parameters:
         return None  # a parametrization computes one, which its own forward does once
-    vectors = (norm._parameters["weight"], norm._parameters["bias"])
     if is_watched((x, *vectors)):
         return None
     given = _cast(x, vectors, is_group)
