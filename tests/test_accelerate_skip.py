@@ -375,6 +375,25 @@ def test_nothing_of_the_skip_is_kept(kernels):
         y.sum().backward()
 
 
+def test_the_sum_is_the_models_own(cuda):
+    """It may be changed in place, which its norm's backward refuses as PyTorch's does, and a backward leaves it
+    alone."""
+    model = skips.Up().to(cuda)
+    x = _volume(extent=(9, 8, 10), device=cuda).requires_grad_()
+    conv, norm = model.up, model.norm
+    triple = (2, 2, 2)
+    settings = (triple, (0, 0, 0), (0, 0, 0), 1, (1, 1, 1), 2, 1e-5, "ieee", "norm_act", "relu", 0.0, False)
+    tensors = (x, conv.weight, conv.bias, norm.weight, norm.bias, None, skip_like(x))
+    y, s = _tail_sum.run_with_sum(tensors, settings, "group", True)
+    before = s.clone()
+    (y.sum() + s.sum()).backward(retain_graph=True)
+    assert torch.equal(s, before)
+    s.mul_(2)
+    s.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_nothing_is_kept_of_what_is_frozen(kernels):
     """Where the convolution has no gradients, its input and weight may change before the backward."""
     if not kernels.keeps:

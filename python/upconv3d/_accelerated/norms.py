@@ -18,9 +18,9 @@ from ..functional import _any_requires_grad, _dynamo_compiling
 from .chain import kind_of
 from .swap import _OPTIONS, MIXINS, Accelerated, why_not_swapped
 
-# Values of a norm group of a sample from which on ours run, as they are computed and as autograd records them.
-# PyTorch's take 0.75 ns per value, and 1.25 backward (block.py): so many are 12 us, what a launch of ours takes
-# of a small volume, and 130 us, of which a step's host takes some 50 for ours (perf/NOTES.md, "Norms").
+# Values of a norm group of a sample from which on ours run, where autograd records nothing and where it does.
+# PyTorch's take 0.75 ns per value, and 1.25 backward (block.py): so many are 12 us, what a launch of ours
+# takes of a small volume, and 130 us, of which a step's host takes some 50 for ours (perf/NOTES.md, "Norms").
 LEAST_VALUES_OF_GROUP = {False: 2**14, True: 2**16}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
