@@ -52,6 +52,17 @@ class Alone(Up):
         return self.act(self.norm(self.up(x) + skip))
 
 
+class Dropping(Up):
+    """MONAI's ADN behind a skip, its dropout inactive."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout3d(0.0)
+
+    def forward(self, x, skip):
+        return self.act(self.drop(self.norm(self.up(x) + skip)))
+
+
 class WithoutActivation(Up):
     def forward(self, x, skip):
         x = self.up(x).add(skip)

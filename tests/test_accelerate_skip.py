@@ -23,6 +23,7 @@ MODELS = {
     "by method": (lambda: skips.ByMethod(act=nn.ELU(0.5)), True),
     "skip first": (lambda: skips.SkipFirst(bias=False), True),
     "alone": (lambda: skips.Alone(act=nn.LeakyReLU(0.2)), False),
+    "dropout": (skips.Dropping, False),
     "without activation": (lambda: skips.WithoutActivation(nn.GroupNorm(4, 8)), True),
     "changing": (skips.Changing, False),
 }
@@ -99,6 +100,7 @@ def test_found_and_equal_on_the_cpu(name):
     model, plain, report = _pair(make, precision="ieee")  # else its own forward runs on the CPU
     (finding,) = report.findings
     assert finding.replaced and "conv + skip + " in finding.evaluation, str(report)
+    assert (" + relu" in finding.training) == (name in ("segresnet", "in place", "dropout", "changing"))
     assert ("sum returned" in finding.evaluation) == returned and "on the CPU" in finding.evaluation
     x = _volume()
     for training in (True, False):
@@ -376,8 +378,7 @@ def test_nothing_of_the_skip_is_kept(kernels):
 
 
 def test_the_sum_is_the_models_own(cuda):
-    """It may be changed in place, which its norm's backward refuses as PyTorch's does, and a backward leaves it
-    alone."""
+    """A backward leaves it alone; changed in place, its norm's backward refuses it as PyTorch's does."""
     model = skips.Up().to(cuda)
     x = _volume(extent=(9, 8, 10), device=cuda).requires_grad_()
     conv, norm = model.up, model.norm

@@ -126,6 +126,7 @@ def _follow(
     Returns: nodes, the convolution first; what each is, a module or a Function; why it ends there.
     """
     nodes, parts = [conv], [module.get_submodule(str(conv.target))]
+    passed = [conv, value]
     while True:
         name = getattr(user.target, "__name__", str(user.target))
         why = f"{name} follows" if user.op != "output" else "forward returns it"
@@ -137,7 +138,7 @@ def _follow(
                 return nodes, parts, f"{type(part).__name__} follows"
             # Of two that count their calls, or draw numbers, the order matters.
             counts = isinstance(part, (*_DROPOUTS, nn.BatchNorm3d))
-            if counts and not _adjacent([*nodes, value], user):
+            if counts and not _adjacent(passed, user):
                 return nodes, parts, f"{type(part).__name__} follows, after other calls"
             parts.append(part)
         elif (function := _activation_function(user)) is not None:
@@ -145,6 +146,7 @@ def _follow(
         else:
             return nodes, parts, why
         nodes.append(user)
+        passed.append(user)
         value = user
         users = list(user.users)
         if len(users) != 1:
