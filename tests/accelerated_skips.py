@@ -281,7 +281,34 @@ class Counting(Refusing):
         return all(size > 1 for size in x.shape)
 
 
-LEAST = 1
+LEAST, VOLUMES = 1, iter([1, 2, 3])
+
+
+class Iterating(Refusing):
+    def is_valid(self, x):
+        return all(size > 1 for size in x.shape) and next(iter([*VOLUMES, 1])) > 0
+
+
+class Keyed(Refusing):
+    def is_valid(self, x, key=lambda size: -size):
+        return min(sorted(x.shape, key=key)) > 1
+
+
+class OfProperty(Refusing):
+    @property
+    def least(self):
+        self.calls.append(1)
+        return 1
+
+    def is_valid(self, x):
+        return all(size > self.least for size in x.shape)
+
+
+class Joined(Refusing):
+    """Reads a global number at each call, as PyTorch's call does."""
+
+    def is_valid(self, x):
+        return x.shape[2] % 2 == 1 or all(size > LEAST for size in x.shape)
 
 
 class OfGlobal(Refusing):

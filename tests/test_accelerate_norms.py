@@ -68,7 +68,7 @@ def _volume(dtype=torch.float32, device="cpu", extent=(5, 6, 7)):
 
 
 def _gradients(norm, x, low=None):
-    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    x = x.detach().requires_grad_()
     with torch.autocast(x.device.type, low, enabled=low is not None):
         y = norm(x)
     seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
@@ -90,7 +90,7 @@ def _check(norm, plain, x, low=None):
 @pytest.mark.parametrize("name", NORMS)
 def test_by_stand_ins(name, kernels, calls):
     made, plain, report = _made(NORMS[name])
-    assert report.norms == ("",) and report.findings == () and "1 norms" in str(report)
+    assert report.norms == ("",) and report.findings == () and "1 norm by itself" in str(report)
     _check(made, plain, _volume())
     assert len(calls) == 1 and kernels.calls == ["norm_act", "backward"]
     assert list(made.state_dict()) == list(plain.state_dict()) and repr(made) == repr(plain)
@@ -107,6 +107,19 @@ def test_like_pytorch(cuda, name, dtype, layout, calls):
         x = _volume(DTYPES[dtype], cuda, extent).contiguous(memory_format=layout)
         _check(made.to(x.dtype), plain.to(x.dtype), x)
         assert made(x).is_contiguous(memory_format=layout)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inputs_that_lie_otherwise(cuda, dtype, calls):
+    """Slices, expanded ones, and such as begin amid 16 bytes."""
+    made, plain, _ = _made(NORMS["group"], cuda)
+    whole = _volume(DTYPES[dtype], cuda, (9, 10, 11))
+    flat = whole.new_empty(whole.numel() + 1)
+    flat[1:] = whole.flatten()
+    others = [whole[:, :, 1:, ::2], whole[:1].expand(2, -1, -1, -1, -1), flat[1:].view(whole.shape)]
+    for x in (*others, whole.transpose(2, 4)):
+        _check(made.to(x.dtype), plain.to(x.dtype), x)
     assert len(calls) == 4
 
 
@@ -141,9 +154,11 @@ def test_whole_models(cuda, calls):
 def test_same_bits(cuda, calls):
     made, _, _ = _made(NORMS["group"], cuda)
     x = _volume(torch.float32, cuda, (40, 41, 42))
-    first = _gradients(made, x)
+    first = [tensor.clone() for tensor in _gradients(made, x)]
     for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(first, _gradients(made, x)[: len(first)], strict=True))
+        for parameter in made.parameters():
+            parameter.grad = None
+        assert all(torch.equal(a, b) for a, b in zip(first, _gradients(made, x), strict=True))
 
 
 def test_norms_of_blocks_stay_theirs(kernels, calls):
@@ -238,7 +253,86 @@ def test_twice_differentiable(kernels, calls):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_compiled(device):
+@pytest.mark.parametrize("name", ["group", "affine instance"])
+def test_a_bias_may_change_before_the_backward(kernels, calls, name):
+    made, plain, _ = _made(NORMS[name])
+    for norm in (made, plain):
+        y = norm(_volume())
+        with torch.no_grad():
+            norm.bias.zero_()
+        y.square().sum().backward()
+    assert len(calls) == 1
+    torch.testing.assert_close(made.weight.grad, plain.weight.grad, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(made.bias.grad, plain.bias.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_gradients_beyond_float16(kernels, calls):
+    """An instance norm's vectors have theirs in float32 under autocast."""
+    made, plain, _ = _made(NORMS["affine instance"])
+    x = _volume(torch.float16)
+    for norm in (made, plain):
+        with torch.autocast("cpu", torch.float16):
+            y = norm(x)
+        y.backward(torch.full_like(y, 6e4))
+    assert torch.isfinite(made.bias.grad).all() and torch.equal(made.bias.grad, plain.bias.grad)
+    assert calls == []
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        made(x)
+    assert len(calls) == 1
+
+
+class _Doubled(nn.InstanceNorm3d):
+    def _apply_instance_norm(self, input):
+        return super()._apply_instance_norm(input) * 2
+
+
+class _OffsetWeight(nn.GroupNorm):
+    @property
+    def weight(self):
+        return self._parameters["weight"] + 1
+
+
+def _offset():
+    norm = nn.GroupNorm(2, 12)
+    norm.__class__ = _OffsetWeight  # its constructor would find the name taken
+    return norm
+
+
+@pytest.mark.parametrize("make", [lambda: _Doubled(12), _offset], ids=["helper", "property"])
+def test_subclasses_with_ways_of_their_own(make, kernels, calls):
+    """By themselves, and in a block."""
+    made, plain, report = _made(make)
+    assert report.norms == ()
+    torch.testing.assert_close(made(_volume()), plain(_volume()))
+    torch.manual_seed(3)
+    block = nn.Sequential(nn.ConvTranspose3d(12, 12, 2), make(), nn.ReLU())
+    plain = copy.deepcopy(block)
+    assert not upconv3d.accelerate(block, precision="ieee").replaced
+    torch.testing.assert_close(block(_volume()), plain(_volume()))
+
+
+def test_others_forwards(kernels, calls, monkeypatch):
+    made, _, _ = _made(NORMS["group"])
+    monkeypatch.setattr(nn.GroupNorm, "forward", lambda self, x: x * 3)
+    assert torch.equal(made(_volume()), _volume() * 3) and calls == []
+
+
+def test_sizes_that_are_not_known(kernels, calls):
+    """A program is for small and large volumes: nothing compares their sizes."""
+    model = nn.Sequential(nn.Conv3d(12, 12, 1), nn.GroupNorm(3, 12)).eval()
+    plain = copy.deepcopy(model)
+    upconv3d.accelerate(model, norms=True)
+    sizes = dict.fromkeys((2, 3, 4), torch.export.Dim.DYNAMIC)
+    program = torch.export.export(
+        model, (_volume(extent=(40, 30, 20)),), dynamic_shapes=(sizes,), strict=False
+    )
+    torch.testing.assert_close(program.module()(_volume()), plain(_volume()))
+    assert calls == []
+
+
+def test_compiled(device, calls):
     made, plain, _ = _made(NORMS["group"], device)
     x = _volume(device=device)
-    torch.testing.assert_close(torch.compile(made, backend="aot_eager")(x), plain(x))
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), plain(x))
+    assert calls == []

@@ -241,6 +241,9 @@ ASKED = {
     "draws": (skips.Drawing, "is_valid() calls torch.rand"),
     "overwrites": (skips.Overwriting, "is_valid() calls x.mul_()"),
     "adds": (skips.Counting, "is_valid() has a statement that may do more than compute, x += 1"),
+    "consumes": (skips.Iterating, "is_valid() calls next()"),
+    "calls a default": (skips.Keyed, "is_valid() has defaults that are no plain numbers"),
+    "property": (skips.OfProperty, "is_valid() reads self.least"),
     "global": (skips.OfGlobal, "of no argument of its own"),
     "self": (skips.OfSelf, "reads module.gain"),
     "list": (skips.OfList, "of no argument of its own"),
@@ -257,7 +260,9 @@ def test_what_is_asked_must_only_compute(case):
 
 
 @pytest.mark.parametrize(
-    "make", [skips.Refusing, skips.Sized, skips.Traceable, skips.Unpacking], ids=lambda make: make.__name__
+    "make",
+    [skips.Refusing, skips.Sized, skips.Joined, skips.Traceable, skips.Unpacking],
+    ids=lambda make: make.__name__,
 )
 def test_asked_at_each_call(make, monkeypatch):
     model, plain, report = _pair(make, precision="ieee")

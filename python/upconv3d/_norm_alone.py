@@ -19,7 +19,6 @@ from .functional import (
     _dispatch_modes,
     _dynamo_compiling,
     _grad_enabled,
-    _has_torch_function,
     _tracing,
     _transforms_active,
 )
@@ -42,16 +41,21 @@ class NormAct(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         """arguments: what is normalized, norm_weight, norm_bias, slopes, a tuple of y, settings_of_norm, and
         their number."""
-        *tensors, (y,), settings, number = arguments
-        ctx.save_for_backward(*tensors)
+        value, gamma, beta, slopes, (y,), settings, number = arguments
+        # Without an activation behind it, a norm's gradients do not depend on its bias, which may be changed.
+        ctx.keeps_beta, ctx.has_beta = Settings(*settings).activation != "none", beta is not None
+        ctx.save_for_backward(value, gamma, beta if ctx.keeps_beta else None, slopes)
         ctx.settings, ctx.number = settings, number
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        value, *vectors = ctx.saved_tensors
+        value, gamma, beta, slopes = ctx.saved_tensors
         mask = ctx.needs_input_grad[:4]
+        if ctx.has_beta and not ctx.keeps_beta:
+            beta = value.new_zeros(value.size(1), requires_grad=mask[2])
+        vectors = (gamma, beta, slopes)
         gradients: Sequence[Tensor | None]
         if torch.is_grad_enabled() or _is_transformed(grad_y):
             gradients = _differentiated(grad_y, (value, *vectors), ctx.settings, mask)
@@ -89,15 +93,19 @@ def _differentiated(
     return [next(found) if wanted else None for wanted in mask]
 
 
+_PLAIN = frozenset({type(None), Tensor, torch.nn.Parameter})
+
+
 def is_watched(tensors: Sequence[Any]) -> bool:
-    """Whether others than autograd have to do with the call, to whom PyTorch's operators are known."""
+    """Whether others than autograd have to do with the call, to whom PyTorch's operators are known: modes,
+    transforms, graphs, and tensors of classes of their own."""
     return (
-        _dynamo_compiling()
+        not _PLAIN.issuperset(map(type, tensors))
+        or _dynamo_compiling()
         or _tracing()
         or _transforms_active()
         or _dispatch_modes() > 0
         or forward_ad._current_level >= 0
-        or _has_torch_function(tensors)
     )
 
 

@@ -6,7 +6,7 @@
 
 As with PyTorch's calls the first keeps neither skip nor bias, and nothing where the convolution has no
 gradients; the second keeps s. So what a model may change in place before its backward is what it may change
-without upconv3d.
+without upconv3d, but for the norm's own vectors.
 """
 
 from collections.abc import Callable, Sequence

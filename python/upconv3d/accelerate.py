@@ -100,7 +100,8 @@ class Report:
 
     def __str__(self) -> str:
         head = f"upconv3d.accelerate: {len(self.replaced)} of {len(self.findings)} ConvTranspose3d replaced"
-        norms = [f"  and {len(self.norms)} norms by themselves"] if self.norms else []
+        named = "1 norm by itself" if len(self.norms) == 1 else f"{len(self.norms)} norms by themselves"
+        norms = [f"  and {named}"] if self.norms else []
         return "\n".join([head, *(f"  {finding}" for finding in self.findings), *norms])
 
 

@@ -14,15 +14,20 @@ from torch import nn
 from ..functional import _dynamo_compiling
 from .block import Block
 
+# What forwards of torch.nn's modules call and read of their classes, which a subclass may have of its own.
+_READ_BY_FORWARDS = ("weight", "bias", "_check_input_dim", "_apply_instance_norm", "_handle_no_batch_input")
+_READ_BY_FORWARDS += ("_get_no_batch_dim", "_output_padding")  # type: ignore[assignment]
+
 
 def runs_forward_of(module: nn.Module, cls: type[nn.Module]) -> bool:
     """Whether module is a cls, or of a subclass, that computes what cls computes, by cls's code."""
-    return (
-        isinstance(module, cls)
-        and type(module).forward is cls.forward
-        and type(module).__call__ is nn.Module.__call__
-        and "forward" not in module.__dict__
-    )
+    kind = type(module)
+    if not isinstance(module, cls) or kind.forward is not cls.forward or "forward" in module.__dict__:
+        return False
+    for name in _READ_BY_FORWARDS:
+        if getattr(kind, name, None) is not getattr(cls, name, None):
+            return False
+    return kind.__call__ is nn.Module.__call__
 
 
 def why_watched(module: nn.Module) -> str | None:

@@ -15,13 +15,15 @@ from .._autocast import autocast_dtype
 from .._norm_alone import is_watched, norm_act, settings_of_norm
 from .._tail_arguments import runs_kernels
 from ..functional import _any_requires_grad, _dynamo_compiling
-from .chain import kind_of
+from .chain import is_of_known_class, kind_of
 from .swap import _OPTIONS, MIXINS, Accelerated, why_not_swapped
 
 # Values of a norm group of a sample from which on ours run, where autograd records nothing and where it does.
 # PyTorch's take 0.75 ns per value, and 1.25 backward (block.py): so many are 12 us, what a launch of ours
 # takes of a small volume, and 130 us, of which a step's host takes some 50 for ours (perf/NOTES.md, "Norms").
 LEAST_VALUES_OF_GROUP = {False: 2**14, True: 2**16}
+# What ours compute: somebody may give the classes other forwards.
+_FORWARDS = {cls: cls.forward for cls in (nn.GroupNorm, nn.InstanceNorm3d)}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,6 +45,7 @@ def norms_to_swap(model: nn.Module, taken: set[int]) -> list[tuple[str, nn.Modul
         (name, module)
         for name, module in model.named_modules()
         if id(module) not in taken
+        and is_of_known_class(module)
         and kind_of(module) in ("group", "instance")
         and not _keeps_statistics(module)
         and why_not_swapped(module, AcceleratedNorm) is None
@@ -58,12 +61,18 @@ def _keeps_statistics(norm: Any) -> bool:
 def _cast(x: Tensor, vectors: Sequence[Tensor | None], is_group: bool) -> tuple[Any, ...] | None:
     """x, weight and bias in the dtype in which PyTorch computes; None where that is several.
 
-    Under autocast group norms run in float32, as what they return; instance norms take vectors of float32.
+    Under autocast group norms run in float32, as what they return; instance norms take vectors of float32,
+    whose gradients would leave float16's range.
     """
-    if autocast_dtype(x) is None:
-        same = all(vector is None or vector.dtype is x.dtype for vector in vectors)
-        return (x, *vectors) if same else None
-    dtype = torch.float32 if is_group else x.dtype
+    low = autocast_dtype(x) is not None
+    dtype = torch.float32 if low and is_group else x.dtype
+    taken = {dtype}
+    if low and is_group:
+        taken = set(_DTYPES)
+    elif low and not (dtype is torch.float16 and torch.is_grad_enabled()):
+        taken |= {torch.float32}
+    if any(vector is not None and vector.dtype not in taken for vector in vectors):
+        return None
     return tuple(None if tensor is None else tensor.to(dtype) for tensor in (x, *vectors))
 
 
@@ -71,11 +80,15 @@ def run_norm(norm: Any, x: Any) -> Tensor | None:
     """norm(x) by our kernels; None where its own forward is to run."""
     if _dynamo_compiling() or not isinstance(x, Tensor) or not runs_kernels(x):
         return None
-    if x.dim() != 5 or x.dtype not in _DTYPES or _keeps_statistics(norm):
-        return None
-    is_group = isinstance(norm, nn.GroupNorm)
-    channels, groups = x.size(1), norm.num_groups if is_group else x.size(1)
     vectors = (norm._parameters.get("weight"), norm._parameters.get("bias"))
+    # First of all: where sizes are symbols, to compare one would be a guard.
+    if is_watched((x, *vectors)) or x.dim() != 5 or x.dtype not in _DTYPES or _keeps_statistics(norm):
+        return None
+    base = norm._upconv3d_base
+    is_group = base is nn.GroupNorm
+    channels, groups = x.size(1), norm.num_groups if is_group else x.size(1)
+    if base.forward is not _FORWARDS[base] or type(groups) is not int:
+        return None
     recording = torch.is_grad_enabled() and _any_requires_grad(x, *vectors)
     if x.numel() < LEAST_VALUES_OF_GROUP[recording] * x.size(0) * groups or x.size(0) == 0:
         return None
@@ -85,8 +98,6 @@ def run_norm(norm: Any, x: Any) -> Tensor | None:
         return None
     if "weight" not in norm._parameters or "bias" not in norm._parameters:
         return None  # a parametrization computes one, which its own forward does once
-    if is_watched((x, *vectors)):
-        return None
     given = _cast(x, vectors, is_group)
     if given is None:
         return None

@@ -2,7 +2,8 @@
 """`if not self.method(x): raise` in a forward: which methods a trace may leave to be asked at each call.
 
 A method that computes with sizes, say, cannot be traced, but it can be called: what it says decides whether
-the forward that was written raises. It may then be called twice, so it must do nothing but compute.
+the forward that was written raises. It may then be called twice, so it must do nothing but compute, as far as
+its source shows: with sizes, plain numbers, builtins that do nothing else, and functions of math and NumPy.
 """
 
 import ast
@@ -34,6 +35,7 @@ _BUILTINS |= {"int", "float", "bool", "abs", "round", "divmod", "isinstance", "s
 _OF_NUMPY = "prod array asarray all any min max sum mod remainder"
 _OF_TENSORS = {"size", "dim", "numel", "ndimension"}  # called
 _READ_OF_TENSORS = {"shape", "ndim", "dtype", "device"}
+_KEYWORDS = {"strict", "start", "default", "reverse", "axis"}
 _STATEMENTS = (ast.Return, ast.Assign, ast.AnnAssign, ast.If, ast.For, ast.Expr, ast.Pass, ast.Raise)
 _STATEMENTS += (ast.Break, ast.Continue, ast.Assert)  # type: ignore[assignment]
 _SIMPLE = (bool, int, float, str, type(None))
@@ -82,8 +84,14 @@ class _Pure:
         function = static.__func__ if isinstance(static, staticmethod) else static
         if not isinstance(function, types.FunctionType):
             return f"self.{name} is no method"
+        if function.__closure__ is not None:
+            return f"{name}() has names of the function around it"
         definition = self.source(function)
         arguments = definition.args
+        if not all(
+            map(_is_plain, (function.__defaults__ or ()) + tuple((function.__kwdefaults__ or {}).values()))
+        ):
+            return f"{name}() has defaults that are no plain numbers"
         names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
         this = "" if isinstance(static, staticmethod) or not arguments.args else arguments.args[0].arg
         nodes = [node for statement in definition.body for node in ast.walk(statement)]
@@ -117,23 +125,39 @@ class _Pure:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             if node.id == this:
                 return None if isinstance(parent, ast.Attribute) else "hands self to something"
-            if called and (node.id in names or not _is_builtin(node.id, function)):
-                return f"calls {node.id}()"
+            return self._named(node.id, parent, called, function, names)
         elif isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Name) and node.value.id == this:
                 return self._own(node.attr, called)
-            if called and not self._is_known_function(node, function, names):
-                return f"calls {ast.unparse(node)}()"
-            if not called and isinstance(node.value, ast.Name) and node.value.id in names:
-                return None if node.attr in _READ_OF_TENSORS else f"reads {ast.unparse(node)}"
-        elif isinstance(node, ast.Call) and not isinstance(node.func, (ast.Name, ast.Attribute)):
-            return f"calls {ast.unparse(node.func)}()"
+            if called:
+                one = isinstance(parent, ast.Call) and len(parent.args) <= 1  # others may be written to
+                known = one and self._is_known_function(node, function, names)
+                return None if known else f"calls {ast.unparse(node)}()"
+            if isinstance(node.value, ast.Name):
+                known = node.value.id in names and node.attr in _READ_OF_TENSORS
+                return None if known else f"reads {ast.unparse(node)}"
+        elif isinstance(node, ast.Call):
+            if not isinstance(node.func, (ast.Name, ast.Attribute)):
+                return f"calls {ast.unparse(node.func)}()"
+            if any(keyword.arg not in _KEYWORDS for keyword in node.keywords):
+                return f"calls {ast.unparse(node.func)}() with {node.keywords[0].arg}"
         return None
+
+    @staticmethod
+    def _named(
+        name: str, parent: ast.AST | None, called: bool, function: types.FunctionType, names: set[str]
+    ) -> str | None:
+        if called:
+            return None if name not in names and _is_builtin(name, function) else f"calls {name}()"
+        if name in names or isinstance(parent, ast.Attribute) or _is_builtin(name, function):
+            return None
+        return None if _is_plain(function.__globals__.get(name, function)) else f"reads {name}"
 
     def _own(self, name: str, called: bool) -> str | None:
         if called:
             return self.why(name)
-        if not _is_plain(self.module.__dict__.get(name, self)) and name != "training":
+        described = inspect.getattr_static(type(self.module), name, None) is not None
+        if name != "training" and (described or not _is_plain(self.module.__dict__.get(name, self))):
             return f"reads self.{name}, which is no plain number, nor a list of such"
         return None
 
@@ -160,6 +184,8 @@ def _is_builtin(name: str, function: types.FunctionType) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether value is a number, a string or None, of NumPy too, or a list or tuple of such."""
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
-    return type(value) in _SIMPLE
+    numpy = sys.modules.get("numpy")
+    return type(value) in _SIMPLE or (numpy is not None and isinstance(value, numpy.generic))
