@@ -14,9 +14,11 @@ from torch import nn
 from ..functional import _dynamo_compiling
 from .block import Block
 
-# What forwards of torch.nn's modules call and read of their classes, which a subclass may have of its own.
-_READ_BY_FORWARDS = ("weight", "bias", "_check_input_dim", "_apply_instance_norm", "_handle_no_batch_input")
-_READ_BY_FORWARDS += ("_get_no_batch_dim", "_output_padding")  # type: ignore[assignment]
+# What forwards of torch.nn's modules call of their classes, which a subclass may have of its own.
+_CALLED_BY_FORWARDS = (
+    *("_check_input_dim", "_apply_instance_norm", "_handle_no_batch_input", "_get_no_batch_dim"),
+    "_output_padding",
+)
 
 
 def runs_forward_of(module: nn.Module, cls: type[nn.Module]) -> bool:
@@ -24,7 +26,7 @@ def runs_forward_of(module: nn.Module, cls: type[nn.Module]) -> bool:
     kind = type(module)
     if not isinstance(module, cls) or kind.forward is not cls.forward or "forward" in module.__dict__:
         return False
-    for name in _READ_BY_FORWARDS:
+    for name in _CALLED_BY_FORWARDS:
         if getattr(kind, name, None) is not getattr(cls, name, None):
             return False
     return kind.__call__ is nn.Module.__call__
@@ -67,13 +69,14 @@ _VECTORED = frozenset({"group", "instance", "batch", "prelu"})
 
 
 def _computes_vectors(module: nn.Module) -> bool:
-    """Whether a parametrization computes what a norm or PReLU multiplies with or adds.
+    """Whether a parametrization, or a subclass, computes what a norm or PReLU multiplies with or adds.
 
     Whether a block takes these depends on their dtype, and asking would be an evaluation of its own.
     """
     names = ("weight",) if isinstance(module, nn.PReLU) else ("weight", "bias")
     # DataParallel and FSDP keep some in __dict__.
-    return any(name not in module._parameters and name not in module.__dict__ for name in names)
+    kept = all(name in module._parameters or name in module.__dict__ for name in names)
+    return not kept or any(getattr(type(module), name, None) is not None for name in names)
 
 
 def kind_of(module: nn.Module) -> str | None:
