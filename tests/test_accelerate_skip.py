@@ -135,7 +135,7 @@ def test_like_eager(cuda, name, layout, dtype, calls):
     model, plain, _ = _pair(MODELS[name][0])
     model.to(cuda), plain.to(cuda)
     x = _volume(extent=(7, 8, 9), device=cuda).contiguous(memory_format=layout)
-    skip = skip_like(x).to(dtype or torch.float32)
+    skip = skip_like(x).to(dtype or torch.float32).contiguous(memory_format=layout)
     _check(model, plain, [x, skip], dtype)
     assert calls == [True]
     del calls[:]
