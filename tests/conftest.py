@@ -80,10 +80,11 @@ def small_blocks_left(monkeypatch):
 
     Else nothing small would be computed as the blocks of large models are.
     """
-    from upconv3d._accelerated import block
+    from upconv3d._accelerated import block, norms
 
     limit = block.SMALL_BLOCK_VALUES
-    monkeypatch.setattr(block, "SMALL_BLOCK_VALUES", 0)
+    for module in (block, norms):
+        monkeypatch.setattr(module, "SMALL_BLOCK_VALUES", 0)
     return limit
 
 

@@ -226,6 +226,21 @@ def test_small_groups_are_left(kernels, calls, monkeypatch):
     assert len(calls) == 1
 
 
+def test_small_volumes_are_left(kernels, calls, monkeypatch):
+    """Their models wait for the host."""
+    made, plain, _ = _made(NORMS["one group"])
+    x, values = _volume(), 12 * 5 * 6 * 7
+    monkeypatch.setattr(norms, "SMALL_BLOCK_VALUES", x.numel())
+    monkeypatch.setattr(norms, "LEAST_OF_SMALL", {False: values, True: values + 1})
+    assert torch.equal(made(x), plain(x)) and calls == []
+    with torch.no_grad():
+        made(x)
+    assert len(calls) == 1
+    monkeypatch.setattr(norms, "SMALL_BLOCK_VALUES", x.numel() - 1)
+    made(x)
+    assert len(calls) == 2
+
+
 def test_parametrized_weights_are_evaluated_once(kernels, calls):
     class Counted(nn.Module):
         count = 0

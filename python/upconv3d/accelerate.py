@@ -340,8 +340,8 @@ def accelerate(
         precision: as in conv_transpose3d_relu_group_norm, of every block.
         bare: whether a transposed convolution that nothing known follows is replaced too, by itself.
         norms: whether GroupNorm and InstanceNorm3d that are in no block run our kernels too, by themselves:
-            on CUDA, of volumes with 16384 values and more in a norm group of a sample, 65536 where gradients
-            are recorded.
+            on CUDA, with 16384 values and more in a norm group of a sample, 65536 where gradients are
+            recorded; of volumes of up to 4 million values 16 times as many.
         sample: arguments of a call of the model, a tuple; it is run once for the sizes in the report.
 
     Not beside a thread in which torch.compile traces: while forwards are traced here, nn.Module has a

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .._autocast import autocast_dtype
 from .._norm_alone import is_watched, norm_act, settings_of_norm
+from .._plan_questions import SMALL_BLOCK_VALUES
 from .._tail_arguments import runs_kernels
 from ..functional import _any_requires_grad, _dynamo_compiling
 from .chain import is_of_known_class, kind_of
@@ -20,8 +21,11 @@ from .swap import _OPTIONS, MIXINS, Accelerated, why_not_swapped
 
 # Values of a norm group of a sample from which on ours run, where autograd records nothing and where it does.
 # PyTorch's take 0.75 ns per value, and 1.25 backward (block.py): so many are 12 us, what a launch of ours
-# takes of a small volume, and 130 us, of which a step's host takes some 50 for ours (perf/NOTES.md, "Norms").
+# takes of a small volume, and 130 us.
 LEAST_VALUES_OF_GROUP = {False: 2**14, True: 2**16}
+# The same of volumes up to SMALL_BLOCK_VALUES, whose models wait for their host: there a norm of ours
+# was seen to cost a step 0.2 ms more than PyTorch's (perf/NOTES.md, "norms by themselves"). 200 us, and 2 ms.
+LEAST_OF_SMALL = {False: 2**18, True: 2**20}
 # What ours compute: somebody may give the classes other forwards.
 _FORWARDS = {cls: cls.forward for cls in (nn.GroupNorm, nn.InstanceNorm3d)}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -90,7 +94,9 @@ def run_norm(norm: Any, x: Any) -> Tensor | None:
     if base.forward is not _FORWARDS[base] or type(groups) is not int:
         return None
     recording = torch.is_grad_enabled() and _any_requires_grad(x, *vectors)
-    if x.numel() < LEAST_VALUES_OF_GROUP[recording] * x.size(0) * groups or x.size(0) == 0:
+    is_small = x.numel() <= SMALL_BLOCK_VALUES
+    least = (LEAST_OF_SMALL if is_small else LEAST_VALUES_OF_GROUP)[recording]
+    if x.numel() < least * x.size(0) * groups or x.size(0) == 0:
         return None
     if channels != (norm.num_channels if is_group else norm.num_features) or channels % groups != 0:
         return None
