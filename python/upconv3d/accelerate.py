@@ -242,6 +242,7 @@ def _plan(block: Block | str, meta: Tensor | None, options: Options) -> str | No
         extent = output_extent(x, weight, stride, padding, output_padding, dilation)
         skip = x.new_empty(x.size(0), weight.size(1) * groups, *extent)
         named |= {"skip": skip, "return_conv": False}
+        # A sum that is returned is what the forward for training keeps.
         return explain_norm_act(*positional, **named, training=block.returns_conv).algorithm
     return explain_norm_act(*positional, **named, spares_host=way is Way.SPARING).algorithm
 
@@ -328,9 +329,11 @@ def accelerate(
     Found are chains of ConvTranspose3d, norm (GroupNorm, InstanceNorm3d; on CUDA BatchNorm3d in eval mode)
     and activation, in either order, with Identity or inactive Dropout between them, in nn.Sequential however
     nested, and in forwards whose source shows that they always call the same (torch.fx traces them, and
-    modules that these call with a convolution's result). Where others read the convolution too, later than
-    the chain does, the call returns it as well. A skip that is added right behind the convolution, before a
-    group or instance norm, is part of the call on CUDA, which returns the sum where others read that.
+    modules that these call with a convolution's result, or whose list of results they take apart; a method by
+    which a forward refuses its arguments is asked at each call). Where others read the convolution too, later
+    than the chain does, the call returns it as well. A skip that is added right behind the convolution,
+    before a group or instance norm, is part of the call on CUDA, which returns the sum where others read
+    that.
     Only the class of the modules that call the chain changes, to a subclass: parameters, names, state
     dict, hooks and the modules of the chain stay. What is called is decided at each call: with hooks on a
     module of the chain, with an active Dropout in it or with batch norm in training, PyTorch's calls run.
