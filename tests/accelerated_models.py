@@ -228,3 +228,16 @@ class Pair:
         self.calls.clear()
         torch.testing.assert_close(self.model(self.x), self.plain(self.x), rtol=1e-4, atol=1e-5)
         assert len(self.calls) == blocks
+
+
+def accelerated_pair(make, **options):
+    """An accelerated model, what it was, and the report.
+
+    options: accelerate's.
+    """
+    torch.manual_seed(7)
+    model = make()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.rand_like(parameter) * 0.2)
+    plain = copy.deepcopy(model)
+    return model, plain, upconv3d.accelerate(model, **options)

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-import upconv3d
+from accelerated_models import accelerated_pair
 from accelerated_residuals import (
     MODELS,
     Before,
@@ -34,16 +34,6 @@ from upconv3d._accelerated import run
 def _volume(dtype=torch.float32, device="cpu"):
     x = torch.randn(2, 6, 3, 4, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     return x.to(device, dtype)
-
-
-def _pair(make, **options):
-    """An accelerated model, what it was, and the report."""
-    torch.manual_seed(7)
-    model = make()
-    for parameter in model.parameters():
-        parameter.data.add_(torch.rand_like(parameter) * 0.2)
-    plain = copy.deepcopy(model)
-    return model, plain, upconv3d.accelerate(model, **options)
 
 
 @pytest.fixture
@@ -77,7 +67,7 @@ def _check(model, plain, x=None, tolerance=1e-5):
 def test_values_gradients_and_calls(name, training, device, calls):
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     make, returning = MODELS[name]
-    model, plain, report = _pair(make)
+    model, plain, report = accelerated_pair(make)
     model.to(device).train(training)
     plain.to(device).train(training)
     found = report.replaced
@@ -118,7 +108,7 @@ def test_values_gradients_and_calls(name, training, device, calls):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("name", ["autoencoder", "cat", "sequential"])
 def test_copies_are_accelerated(name, copied, calls):
-    model, plain, report = _pair(MODELS[name][0])
+    model, plain, report = accelerated_pair(MODELS[name][0])
     twin = copied(model)
     report.restore()
     with torch.no_grad():
@@ -133,14 +123,14 @@ def test_compiles_without_graph_breaks(name, grad):
     torch._dynamo.reset()
     if name == "changed afterwards" and grad:  # group norm's backward reads it
         return
-    model, plain, _ = _pair(MODELS[name][0])
+    model, plain, _ = accelerated_pair(MODELS[name][0])
     with torch.set_grad_enabled(grad):
         _check(torch.compile(model, fullgraph=True, backend="aot_eager"), plain, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_autocast(name, calls):
-    model, plain, report = _pair(MODELS[name][0])
+    model, plain, report = accelerated_pair(MODELS[name][0])
     for grad in (False, True):
         with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
             _check(model, plain, tolerance=0.1)
@@ -148,7 +138,7 @@ def test_autocast(name, calls):
 
 
 def test_scripts_and_traces():
-    model, plain, _ = _pair(Decoder)
+    model, plain, _ = accelerated_pair(Decoder)
     x = _volume()
     with torch.no_grad():
         for other in (
@@ -167,7 +157,7 @@ def test_traces_do_not_depend_on_the_gradient_mode(name, grad, precision):
     """torch.jit.trace repeats the call without gradients, and compares the graphs."""
     if name == "changed afterwards" and grad:  # group norm's backward reads it
         return
-    model, plain, _ = _pair(MODELS[name][0], precision=precision)
+    model, plain, _ = accelerated_pair(MODELS[name][0], precision=precision)
     with torch.set_grad_enabled(grad):
         traced = torch.jit.trace(model, (_volume(),))
     with torch.no_grad():
@@ -175,7 +165,7 @@ def test_traces_do_not_depend_on_the_gradient_mode(name, grad, precision):
 
 
 def test_transforms(calls):
-    model, plain, _ = _pair(Decoder)
+    model, plain, _ = accelerated_pair(Decoder)
     x, tangent = _volume(), _volume() + 1
     for ours, theirs in zip(*(torch.func.jvp(m, (x,), (tangent,)) for m in (model, plain)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
@@ -186,13 +176,13 @@ def test_transforms(calls):
 
 
 def test_a_precision_that_was_asked_for_holds_in_training_too(calls):
-    model, plain, _ = _pair(Decoder, precision="ieee")
+    model, plain, _ = accelerated_pair(Decoder, precision="ieee")
     _check(model, plain)
     assert len(calls) == 2
 
 
 def test_frozen_models_and_inputs_that_need_gradients(calls):
-    model, plain, _ = _pair(Decoder)
+    model, plain, _ = accelerated_pair(Decoder)
     _check(model.requires_grad_(False), plain)
     assert len(calls) == 2
     _check(model, plain, _volume().requires_grad_())
@@ -250,7 +240,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_are_followed(name):
-    model, plain, _ = _pair(Decoder)
+    model, plain, _ = accelerated_pair(Decoder)
     x = _volume()
     with torch.no_grad():
         before = model(x)
@@ -263,7 +253,7 @@ def test_changes_are_followed(name):
 
 
 def test_numbers_that_an_inner_forward_reads():
-    model, plain, _ = _pair(MODELS["two in a module"][0])
+    model, plain, _ = accelerated_pair(MODELS["two in a module"][0])
     for part in (model, plain):
         part.blocks[3].scale = 2.0
     with torch.no_grad():
@@ -271,7 +261,7 @@ def test_numbers_that_an_inner_forward_reads():
 
 
 def test_modes_of_an_inner_module(calls):
-    model, plain, _ = _pair(lambda: Decoder(Modal))
+    model, plain, _ = accelerated_pair(lambda: Decoder(Modal))
     with torch.no_grad():
         for outer, inner, run in ((True, True, 2), (False, False, 2), (True, False, 0), (False, True, 0)):
             del calls[:]
@@ -279,7 +269,7 @@ def test_modes_of_an_inner_module(calls):
                 part.train(outer).blocks[3].train(inner)
             _check(model, plain)
             assert len(calls) == run
-        model, plain, report = _pair(lambda: Decoder(Dropping))
+        model, plain, report = accelerated_pair(lambda: Decoder(Dropping))
         assert "in training" in report.findings[0].training
         for inner, run in ((True, 1), (False, 2)):
             del calls[:]
@@ -293,7 +283,7 @@ def test_modes_of_an_inner_module(calls):
 
 
 def test_a_module_that_is_reused(calls):
-    model, plain, report = _pair(Reused)
+    model, plain, report = accelerated_pair(Reused)
     assert len(report.replaced) == 2
     with torch.no_grad():
         _check(model, plain)
@@ -305,7 +295,7 @@ def test_a_module_that_is_reused(calls):
 
 
 def test_global_hooks_see_the_inner_module():
-    model, _, _ = _pair(Decoder)
+    model, _, _ = accelerated_pair(Decoder)
     seen = []
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
     try:
@@ -348,7 +338,7 @@ LEFT_ALONE = {
 @pytest.mark.parametrize("case", LEFT_ALONE)
 def test_left_alone_with_the_reason(case):
     make, reason = LEFT_ALONE[case]
-    model, plain, report = _pair(lambda: make().eval())
+    model, plain, report = accelerated_pair(lambda: make().eval())
     left = report.findings[0]
     assert not left.replaced and reason in left.evaluation, str(report)
     # The other block of a decoder is none the worse, unless there is no trace at all.
@@ -361,7 +351,7 @@ def test_left_alone_with_the_reason(case):
 
 @pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy])
 def test_an_inner_module_that_is_accelerated_itself(copied, calls):
-    model, plain, report = _pair(lambda: Decoder(OwnUp))
+    model, plain, report = accelerated_pair(lambda: Decoder(OwnUp))
     assert len(report.replaced) == 3 and type(model.blocks[3]).__mro__[1:] != OwnUp.__mro__
     model = copied(model)
     with torch.no_grad():

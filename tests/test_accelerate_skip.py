@@ -8,6 +8,7 @@ import accelerated_skips as skips
 import pytest
 import torch
 import upconv3d
+from accelerated_models import accelerated_pair
 from accelerated_skips import skip_like
 from oracles import relative_error
 from torch import nn
@@ -32,16 +33,6 @@ MODELS = {
 def _volume(c=6, extent=(3, 4, 3), dtype=torch.float32, device="cpu"):
     x = torch.randn(2, c, *extent, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     return x.to(device, dtype)
-
-
-def _pair(make, **options):
-    """An accelerated model, what it was, and the report."""
-    torch.manual_seed(7)
-    model = make()
-    for parameter in model.parameters():
-        parameter.data.add_(torch.rand_like(parameter) * 0.2)
-    plain = copy.deepcopy(model)
-    return model, plain, upconv3d.accelerate(model, **options)
 
 
 @pytest.fixture
@@ -97,7 +88,7 @@ def _check(model, plain, inputs, dtype=None, factor=2.0):
 @pytest.mark.parametrize("name", MODELS)
 def test_found_and_equal_on_the_cpu(name):
     make, returned = MODELS[name]
-    model, plain, report = _pair(make, precision="ieee")  # else its own forward runs on the CPU
+    model, plain, report = accelerated_pair(make, precision="ieee")  # else its own forward runs on the CPU
     (finding,) = report.findings
     assert finding.replaced and "conv + skip + " in finding.evaluation, str(report)
     assert (" + relu" in finding.training) == (name in ("segresnet", "in place", "dropout", "changing"))
@@ -116,7 +107,7 @@ def test_found_and_equal_on_the_cpu(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_by_stand_ins(name, kernels, calls):
     """All that is not a kernel: what is kept, what is differentiated, what is asked for."""
-    model, plain, _ = _pair(MODELS[name][0], precision="ieee")
+    model, plain, _ = accelerated_pair(MODELS[name][0], precision="ieee")
     x = _volume()
     with torch.no_grad():
         for ours, theirs in zip(*(_flat(m(x, skip_like(x))) for m in (model, plain)), strict=True):
@@ -132,7 +123,7 @@ def test_by_stand_ins(name, kernels, calls):
 @pytest.mark.parametrize("name", MODELS)
 def test_like_eager(cuda, name, layout, dtype, calls):
     torch.backends.cudnn.conv.fp32_precision = "ieee"
-    model, plain, _ = _pair(MODELS[name][0])
+    model, plain, _ = accelerated_pair(MODELS[name][0])
     model.to(cuda), plain.to(cuda)
     x = _volume(extent=(7, 8, 9), device=cuda).contiguous(memory_format=layout)
     skip = skip_like(x).to(dtype or torch.float32).contiguous(memory_format=layout)
@@ -149,7 +140,7 @@ def test_like_eager(cuda, name, layout, dtype, calls):
 @pytest.mark.parametrize("training", [True, False])
 def test_segresnet_ds(device, training, calls):
     torch.backends.cudnn.conv.fp32_precision = "ieee"
-    model, plain, report = _pair(skips.SegResNetDS)
+    model, plain, report = accelerated_pair(skips.SegResNetDS)
     assert len(report.replaced) == len(report.findings) == 2, str(report)
     assert all("sum returned" in finding.training for finding in report.findings)
     for each in (model, plain):
@@ -163,7 +154,7 @@ def test_segresnet_ds(device, training, calls):
 
 
 def test_segresnet_ds_by_stand_ins(kernels, calls):
-    model, plain, _ = _pair(skips.SegResNetDS, precision="ieee")
+    model, plain, _ = accelerated_pair(skips.SegResNetDS, precision="ieee")
     _check(model, plain, [_volume(c=2, extent=(8, 12, 4))])
     assert calls == ([True, True] if kernels.keeps else [])
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -191,7 +182,7 @@ LEFT = {
 @pytest.mark.parametrize("case", LEFT)
 def test_left_alone_with_the_reason(case):
     make, reason = LEFT[case]
-    model, plain, report = _pair(make)
+    model, plain, report = accelerated_pair(make)
     (finding,) = report.findings
     assert not finding.replaced and reason in finding.evaluation, str(report)
     x = _volume()
@@ -230,7 +221,7 @@ UNTRACED = {
 @pytest.mark.parametrize("case", UNTRACED)
 def test_not_traced_with_the_reason(case):
     make, reason = UNTRACED[case]
-    model, _, report = _pair(make)
+    model, _, report = accelerated_pair(make)
     assert not report.replaced and all(reason in f.evaluation for f in report.findings), str(report)
     model(_volume(c=2, extent=(8, 8, 8)))
 
@@ -254,7 +245,7 @@ ASKED = {
 @pytest.mark.parametrize("case", ASKED)
 def test_what_is_asked_must_only_compute(case):
     make, reason = ASKED[case]
-    model, _, report = _pair(make)
+    model, _, report = accelerated_pair(make)
     assert not report.replaced and reason in report.findings[0].evaluation, str(report)
     model(_volume())
 
@@ -265,7 +256,7 @@ def test_what_is_asked_must_only_compute(case):
     ids=lambda make: make.__name__,
 )
 def test_asked_at_each_call(make, monkeypatch):
-    model, plain, report = _pair(make, precision="ieee")
+    model, plain, report = accelerated_pair(make, precision="ieee")
     assert report.replaced, str(report)
     found, run_block = [], run.run_block
     monkeypatch.setattr(run, "run_block", lambda *a: found.append(a) or run_block(*a))
@@ -281,7 +272,7 @@ def test_asked_at_each_call(make, monkeypatch):
 
 
 def test_batch_norms_are_called_in_their_order():
-    model, plain, _ = _pair(skips.SharedBatchNorm)
+    model, plain, _ = accelerated_pair(skips.SharedBatchNorm)
     x = _volume()
     torch.testing.assert_close(model(x), plain(x))
     ours, theirs = (list(each.state_dict().values()) for each in (model, plain))
@@ -291,7 +282,7 @@ def test_batch_norms_are_called_in_their_order():
 def test_an_encoder_that_changed_is_followed(kernels, calls):
     if not kernels.keeps:
         return
-    model, plain, _ = _pair(skips.SegResNetDS, precision="ieee")
+    model, plain, _ = accelerated_pair(skips.SegResNetDS, precision="ieee")
     x = _volume(c=2, extent=(8, 8, 8))
     model(x)
     assert len(calls) == 2
@@ -307,7 +298,7 @@ def test_an_encoder_that_changed_is_followed(kernels, calls):
 
 def test_skips_that_pytorch_adds(kernels, calls):
     """Where it is broadcast, promotes the sum or is no tensor, the addition is PyTorch's."""
-    model, plain, _ = _pair(skips.Up)
+    model, plain, _ = accelerated_pair(skips.Up)
     x = _volume()
     skip = skip_like(x)
     with torch.no_grad():
@@ -319,14 +310,14 @@ def test_skips_that_pytorch_adds(kernels, calls):
 
 
 def test_in_place_additions_keep_the_dtype(kernels, calls):
-    model, plain, _ = _pair(skips.InPlace, precision="ieee")
+    model, plain, _ = accelerated_pair(skips.InPlace, precision="ieee")
     x = _volume()
     ours, theirs = (m.bfloat16()(x.bfloat16(), skip_like(x)) for m in (model, plain))
     assert ours.dtype is theirs.dtype is torch.bfloat16 and torch.equal(ours, theirs) and calls == []
 
 
 def test_precision_is_kept_on_the_cpu():
-    model, plain, _ = _pair(skips.Up, precision="ieee")
+    model, plain, _ = accelerated_pair(skips.Up, precision="ieee")
     x = _volume()
     assert torch.equal(model(x, skip_like(x)), plain(x, skip_like(x)))
 
@@ -335,7 +326,7 @@ def test_precision_is_kept_on_the_cpu():
 def test_twice_differentiable(name, device, kernels, calls):
     if not kernels.keeps:
         return
-    model, plain, _ = _pair(MODELS[name][0], precision="ieee")
+    model, plain, _ = accelerated_pair(MODELS[name][0], precision="ieee")
     found = []
     for each in (model, plain):
         x = _volume().requires_grad_()
@@ -351,7 +342,7 @@ def test_twice_differentiable(name, device, kernels, calls):
 
 def test_twice_differentiable_by_kernels(cuda, calls):
     torch.backends.cudnn.conv.fp32_precision = "ieee"
-    model, plain, _ = _pair(lambda: skips.Up(act=nn.SiLU()))
+    model, plain, _ = accelerated_pair(lambda: skips.Up(act=nn.SiLU()))
     found = []
     for each in (model.to(cuda), plain.to(cuda)):
         x = _volume(device=cuda).requires_grad_()
@@ -405,7 +396,7 @@ def test_nothing_is_kept_of_what_is_frozen(kernels):
     if not kernels.keeps:
         return
     for skip_is_trained in (True, False):
-        model, plain, _ = _pair(skips.Up, precision="ieee")
+        model, plain, _ = accelerated_pair(skips.Up, precision="ieee")
         for each in (model, plain):
             each.up.requires_grad_(False)
             x = _volume()
@@ -422,7 +413,7 @@ def test_nothing_is_kept_of_what_is_frozen(kernels):
 def test_a_bias_may_change_before_the_backward(kernels):
     if not kernels.keeps:  # the family's function keeps one
         return
-    model, plain, _ = _pair(skips.Up, precision="ieee")
+    model, plain, _ = accelerated_pair(skips.Up, precision="ieee")
     for each in (model, plain):
         y = each(_volume(), skip_like(_volume()))
         with torch.no_grad():
@@ -436,7 +427,7 @@ def test_the_sum_lies_as_pytorchs(kernels, calls):
     x = _volume().contiguous(memory_format=torch.channels_last_3d)
     skip = skip_like(_volume())
     for make, ours in ((skips.SkipFirst, 0), (skips.Up, 1)):
-        model, plain, _ = _pair(make, precision="ieee")
+        model, plain, _ = accelerated_pair(make, precision="ieee")
         del calls[:]
         with torch.no_grad():
             torch.testing.assert_close(model(x, skip), plain(x, skip), rtol=1e-4, atol=1e-4)
@@ -445,7 +436,7 @@ def test_the_sum_lies_as_pytorchs(kernels, calls):
 
 def test_where_others_watch(kernels, calls):
     """Forward-mode AD and torch.func get PyTorch's calls; checkpoints run ours twice."""
-    model, plain, _ = _pair(skips.Up, precision="ieee")
+    model, plain, _ = accelerated_pair(skips.Up, precision="ieee")
     x = _volume()
     skip = skip_like(x)
     _, ours = torch.func.jvp(lambda x: model(x, skip), (x,), (x,))
@@ -465,12 +456,12 @@ def test_where_others_watch(kernels, calls):
 
 
 def test_compiled(device):
-    model, plain, _ = _pair(skips.Up)
+    model, plain, _ = accelerated_pair(skips.Up)
     model.to(device).eval(), plain.to(device).eval()
     x = _volume(device=device)
     compiled = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(compiled(x, skip_like(x)), plain(x, skip_like(x)), rtol=1e-3, atol=1e-3)
-    ds, plain_ds, _ = _pair(skips.SegResNetDS)
+    ds, plain_ds, _ = accelerated_pair(skips.SegResNetDS)
     y = torch.compile(ds.to(device), backend="aot_eager")(_volume(c=2, extent=(8, 8, 8), device=device))
     expected = plain_ds.to(device)(_volume(c=2, extent=(8, 8, 8), device=device))
     torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
