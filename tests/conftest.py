@@ -88,11 +88,21 @@ def small_blocks_left(monkeypatch):
     return limit
 
 
+def _stand_in(keeps, monkeypatch):
+    from stand_ins import Kernels, install
+
+    stand_in = Kernels(keeps)
+    install(stand_in, monkeypatch)
+    return stand_in
+
+
 @pytest.fixture(params=[True, False], ids=["kept", "nothing-kept"])
 def kernels(request, monkeypatch):
     """Calls on the CPU treated as those on CUDA are, by kernels that keep something for a backward or not."""
-    from stand_ins import Kernels, install
+    return _stand_in(request.param, monkeypatch)
 
-    stand_in = Kernels(request.param)
-    install(stand_in, monkeypatch)
-    return stand_in
+
+@pytest.fixture
+def keeping_kernels(monkeypatch):
+    """The same by kernels that keep something."""
+    return _stand_in(True, monkeypatch)

@@ -88,11 +88,11 @@ def _check(norm, plain, x, low=None):
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_by_stand_ins(name, kernels, calls):
+def test_by_stand_ins(name, keeping_kernels, calls):
     made, plain, report = _made(NORMS[name])
     assert report.norms == ("",) and report.findings == () and "1 norm by itself" in str(report)
     _check(made, plain, _volume())
-    assert len(calls) == 1 and kernels.calls == ["norm_act", "backward"]
+    assert len(calls) == 1 and keeping_kernels.calls == ["norm_act", "backward"]
     assert list(made.state_dict()) == list(plain.state_dict()) and repr(made) == repr(plain)
     report.restore()
     assert type(made) is type(plain)
@@ -161,7 +161,7 @@ def test_same_bits(cuda, calls):
         assert all(torch.equal(a, b) for a, b in zip(first, _gradients(made, x), strict=True))
 
 
-def test_norms_of_blocks_stay_theirs(kernels, calls):
+def test_norms_of_blocks_stay_theirs(keeping_kernels, calls):
     model = Model(nn.GroupNorm(3, 12))
     report = upconv3d.accelerate(model, norms=True)
     assert report.norms == ("norm",) and len(report.replaced) == 1
@@ -192,7 +192,7 @@ def test_left_alone(case):
     assert upconv3d.accelerate(LEFT[case](), norms=True).norms == ()
 
 
-def test_decided_at_the_call(kernels, calls):
+def test_decided_at_the_call(keeping_kernels, calls):
     made, plain, _ = _made(NORMS["affine instance"])
     x = _volume()
     with pytest.raises(ValueError):
@@ -213,7 +213,7 @@ def test_decided_at_the_call(kernels, calls):
     assert len(calls) == 2
 
 
-def test_small_groups_are_left(kernels, calls, monkeypatch):
+def test_small_groups_are_left(keeping_kernels, calls, monkeypatch):
     """And larger ones where autograd records, which takes the host longer."""
     made, plain, _ = _made(NORMS["group"])
     x, values = _volume(), 12 // 3 * 5 * 6 * 7
@@ -226,7 +226,7 @@ def test_small_groups_are_left(kernels, calls, monkeypatch):
     assert len(calls) == 1
 
 
-def test_small_volumes_are_left(kernels, calls, monkeypatch):
+def test_small_volumes_are_left(keeping_kernels, calls, monkeypatch):
     """Their models wait for the host."""
     made, plain, _ = _made(NORMS["one group"])
     x, values = _volume(), 12 * 5 * 6 * 7
@@ -241,7 +241,7 @@ def test_small_volumes_are_left(kernels, calls, monkeypatch):
     assert len(calls) == 2
 
 
-def test_parametrized_weights_are_evaluated_once(kernels, calls):
+def test_parametrized_weights_are_evaluated_once(keeping_kernels, calls):
     class Counted(nn.Module):
         count = 0
 
@@ -256,7 +256,7 @@ def test_parametrized_weights_are_evaluated_once(kernels, calls):
     assert Counted.count == before + 1 and calls == []
 
 
-def test_twice_differentiable(kernels, calls):
+def test_twice_differentiable(keeping_kernels, calls):
     made, plain, _ = _made(NORMS["group"])
     found = []
     for norm in (made, plain):
@@ -269,7 +269,7 @@ def test_twice_differentiable(kernels, calls):
 
 
 @pytest.mark.parametrize("name", ["group", "affine instance"])
-def test_a_bias_may_change_before_the_backward(kernels, calls, name):
+def test_a_bias_may_change_before_the_backward(keeping_kernels, calls, name):
     made, plain, _ = _made(NORMS[name])
     for norm in (made, plain):
         y = norm(_volume())
@@ -281,7 +281,7 @@ def test_a_bias_may_change_before_the_backward(kernels, calls, name):
     torch.testing.assert_close(made.bias.grad, plain.bias.grad, rtol=1e-4, atol=1e-3)
 
 
-def test_gradients_beyond_float16(kernels, calls):
+def test_gradients_beyond_float16(keeping_kernels, calls):
     """An instance norm's vectors have theirs in float32 under autocast."""
     made, plain, _ = _made(NORMS["affine instance"])
     x = _volume(torch.float16)
@@ -314,7 +314,7 @@ def _offset():
 
 
 @pytest.mark.parametrize("make", [lambda: _Doubled(12), _offset], ids=["helper", "property"])
-def test_subclasses_with_ways_of_their_own(make, kernels, calls):
+def test_subclasses_with_ways_of_their_own(make, keeping_kernels, calls):
     """By themselves, and in a block."""
     made, plain, report = _made(make)
     assert report.norms == ()
@@ -326,13 +326,13 @@ def test_subclasses_with_ways_of_their_own(make, kernels, calls):
     torch.testing.assert_close(block(_volume()), plain(_volume()))
 
 
-def test_others_forwards(kernels, calls, monkeypatch):
+def test_others_forwards(keeping_kernels, calls, monkeypatch):
     made, _, _ = _made(NORMS["group"])
     monkeypatch.setattr(nn.GroupNorm, "forward", lambda self, x: x * 3)
     assert torch.equal(made(_volume()), _volume() * 3) and calls == []
 
 
-def test_sizes_that_are_not_known(kernels, calls):
+def test_sizes_that_are_not_known(keeping_kernels, calls):
     """A program is for small and large volumes: nothing compares their sizes."""
     model = nn.Sequential(nn.Conv3d(12, 12, 1), nn.GroupNorm(3, 12)).eval()
     plain = copy.deepcopy(model)

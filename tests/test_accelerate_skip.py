@@ -279,9 +279,7 @@ def test_batch_norms_are_called_in_their_order():
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_an_encoder_that_changed_is_followed(kernels, calls):
-    if not kernels.keeps:
-        return
+def test_an_encoder_that_changed_is_followed(keeping_kernels, calls):
     model, plain, _ = accelerated_pair(skips.SegResNetDS, precision="ieee")
     x = _volume(c=2, extent=(8, 8, 8))
     model(x)
@@ -323,9 +321,7 @@ def test_precision_is_kept_on_the_cpu():
 
 
 @pytest.mark.parametrize("name", ["segresnet", "instance", "alone"])
-def test_twice_differentiable(name, device, kernels, calls):
-    if not kernels.keeps:
-        return
+def test_twice_differentiable(name, keeping_kernels, calls):
     model, plain, _ = accelerated_pair(MODELS[name][0], precision="ieee")
     found = []
     for each in (model, plain):
@@ -355,10 +351,8 @@ def test_twice_differentiable_by_kernels(cuda, calls):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
 
 
-def test_nothing_of_the_skip_is_kept(kernels):
+def test_nothing_of_the_skip_is_kept(keeping_kernels):
     """It may be changed before the backward, as with PyTorch's addition; the sum may not be."""
-    if not kernels.keeps:
-        return
     tensors = [torch.randn(2, 6, 3, 4, 3), torch.randn(6, 8, 2, 2, 2), None, None, None, None]
     skip = torch.randn(2, 8, 6, 8, 6)
     tensors[0].requires_grad_()
@@ -391,10 +385,8 @@ def test_the_sum_is_the_models_own(cuda):
         y.sum().backward()
 
 
-def test_nothing_is_kept_of_what_is_frozen(kernels):
+def test_nothing_is_kept_of_what_is_frozen(keeping_kernels):
     """Where the convolution has no gradients, its input and weight may change before the backward."""
-    if not kernels.keeps:
-        return
     for skip_is_trained in (True, False):
         model, plain, _ = accelerated_pair(skips.Up, precision="ieee")
         for each in (model, plain):
@@ -410,9 +402,7 @@ def test_nothing_is_kept_of_what_is_frozen(kernels):
         torch.testing.assert_close(model.norm.weight.grad, plain.norm.weight.grad, rtol=1e-3, atol=1e-3)
 
 
-def test_a_bias_may_change_before_the_backward(kernels):
-    if not kernels.keeps:  # the family's function keeps one
-        return
+def test_a_bias_may_change_before_the_backward(keeping_kernels):
     model, plain, _ = accelerated_pair(skips.Up, precision="ieee")
     for each in (model, plain):
         y = each(_volume(), skip_like(_volume()))

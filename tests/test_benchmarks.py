@@ -53,17 +53,25 @@ def test_a_pattern_that_matches_nothing_is_an_error(script):
     assert done.returncode == 2 and "no such shape" in done.stderr
 
 
-@pytest.mark.parametrize("model", ["occupancy_head", "monai_unet_an"])
-def test_models(tmp_path, model):
+@pytest.mark.parametrize(
+    ("model", "option", "replaced"),
+    [
+        ("occupancy_head", (), "3/3"),
+        ("occupancy_head", ("--norms",), "3/3+3"),
+        ("monai_unet_an", (), "2/2"),
+    ],
+)
+def test_models(tmp_path, model, option, replaced):
     if model.startswith("monai"):
         pytest.importorskip("monai")
     result, table, picture = (tmp_path / name for name in ("r.json", "r.md", "r.png"))
     options = ("--models", model, "--device", "cpu", "--dtype", "float32", "--quick", "--seconds", "0.01")
-    done = run("bench_models.py", *options, *("--json", result, "--markdown", table, "--png", picture))
+    done = run(
+        "bench_models.py", *options, *option, *("--json", result, "--markdown", table, "--png", picture)
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads(result.read_text())["rows"]
     assert [row["pass"] for row in rows] == ["inference", "training"]
-    replaced = {"occupancy_head": "3/3", "monai_unet_an": "2/2"}[model]
     assert all(row["check"] == "ok" and row["replaced"] == replaced for row in rows)
     assert table.read_text().count(f"| `{model}`") == 2 and picture.stat().st_size > 0
 

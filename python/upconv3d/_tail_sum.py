@@ -85,7 +85,7 @@ class _Call(NamedTuple):
         number: of its settings; where the sum is kept, of those that say that the convolution is returned.
         keeps_sum: whether the kernels are to keep the sum.
         recording: whether autograd records the call.
-        norm, norm_number: settings_of_norm, and their number, where it does.
+        norm, norm_number: settings_of_norm, and their number; read where it does.
     """
 
     settings: tuple[Any, ...]

@@ -112,7 +112,7 @@ class AcceleratedForward(Accelerated):
             try:  # contextlib.suppress would cost every call
                 return traced.functions[self.training](self, *args)
             except RefusedError:
-                pass
+                pass  # as it was written, it says what is wrong with the arguments
         base: Any = self._upconv3d_base
         return base.forward(self, *args, **kwargs)
 
