@@ -108,7 +108,7 @@ def floor_factor(block: Block) -> float:
     """Among hundreds, some eager result is right by luck.
 
     And where every tap reads padding, the bias is all there is: 1/sqrt(eps) magnifies the rounding of its 16
-    bits under "tf32" (README, Limitations), where PyTorch may return norm_bias exactly.
+    bits under "tf32" (cpp/README.md, Numbers at the edges), where PyTorch may return norm_bias exactly.
     """
     only_bias = not replace(block, bias=None).conv().any()
     return 16 if only_bias and block.input.dtype is torch.float32 and block.precision == "tf32" else 2
