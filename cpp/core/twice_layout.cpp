@@ -397,17 +397,21 @@ std::int64_t twice_moments(const TwiceLayout& layout) {
   return slab_tiles(layout.phases, kTwicePositions);
 }
 
-std::int64_t twice_table_floats(const Problem& problem, std::int64_t moments) {
-  constexpr std::int64_t kFloats = 4;
-  const std::int64_t granules = problem.k / problem.num_groups >> twice_granule_shift(problem);
-  const std::int64_t partials = moments * granules;
-  return kFloats * problem.n * problem.num_groups * ceil_div(partials, twice_segment_length(partials));
+TwiceMerging twice_merging(const Problem& problem, std::int64_t moments) {
+  const std::int64_t groups = problem.n * problem.num_groups;
+  const std::int64_t partials = moments * (problem.k / problem.num_groups >> twice_granule_shift(problem));
+  // A block takes 0.4 us for 1024 partials, most of it conversions to double; that segments are merged once
+  // more, by whoever is the last, takes 2 us.
+  constexpr std::int64_t kWorthSegments = 8192, kSegmentPartials = 1024, kBlocks = 128;
+  const std::int64_t segments =
+      partials <= kWorthSegments ? 1 : std::min(kBlocks / groups, ceil_div(partials, kSegmentPartials));
+  return {groups, partials, std::max<std::int64_t>(segments, 1)};
 }
 
-std::int64_t twice_segment_length(std::int64_t partials) {
-  constexpr std::int64_t kWarp = 32;
-  const std::int64_t length = std::max(kTwiceSegmentPartials, ceil_div(partials, kMaxTwiceSegments));
-  return ceil_div(length, kWarp) * kWarp;
+std::int64_t twice_table_floats(const Problem& problem, std::int64_t moments) {
+  constexpr std::int64_t kFloats = 4;
+  const TwiceMerging merging = twice_merging(problem, moments);
+  return merging.groups * (merging.segments > 1 ? kFloats * (1 + merging.segments) + 1 : kFloats);
 }
 
 }  // namespace upconv3d

@@ -183,14 +183,16 @@ int twice_granule_shift(const Problem& problem);
 /// Partial moments of a sample along its positions.
 std::int64_t twice_moments(const TwiceLayout& layout);
 
-/// Floats of scratch that partials of a problem's groups are merged into.
+/// How partial moments are merged, which the problem alone decides.
+struct TwiceMerging {
+  std::int64_t groups;    // of all samples
+  std::int64_t partials;  // of a group
+  std::int64_t segments;  // of these, each of which a block merges
+};
+TwiceMerging twice_merging(const Problem& problem, std::int64_t moments);
+
+/// Floats of scratch that moments of a problem's groups are merged into: four of each group and, if there are
+/// several, of each segment, and a counter for each group.
 std::int64_t twice_table_floats(const Problem& problem, std::int64_t moments);
-
-/// The smallest partial merge worth a warp, and the most of them per group, see twice_segment_length.
-inline constexpr std::int64_t kTwiceSegmentPartials = 256;
-inline constexpr std::int64_t kMaxTwiceSegments = 32;
-
-/// Partial moments that one warp merges, of a group's `partials`; the problem alone decides it.
-std::int64_t twice_segment_length(std::int64_t partials);
 
 }  // namespace upconv3d

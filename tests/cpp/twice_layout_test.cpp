@@ -395,6 +395,29 @@ void test_shared() {
   expect(sharing >= 20, concat("layouts that share loads are among the cases: ", sharing));
 }
 
+/// Segments of partial moments: of many partials and few groups several, none of them empty.
+void test_merging() {
+  Problem p = kernel_is_stride();
+  for (const std::int64_t groups : {1, 2, 8, 32, 64, 128}) {
+    for (const std::int64_t samples : {1, 2, 5}) {
+      for (const std::int64_t moments : {1, 255, 3456, 4097, 70000}) {
+        p.num_groups = groups, p.n = samples;
+        const TwiceMerging merging = twice_merging(p, moments);
+        const std::int64_t length = ceil_div(merging.partials, merging.segments);
+        expect(merging.groups == samples * groups && merging.partials >= moments, "all partials");
+        expect((merging.segments - 1) * length < merging.partials, "no segment is empty");
+        expect(merging.segments == 1 || merging.groups * merging.segments <= 128,
+               "a segment per block, and room for its sums in a warp's loop");
+        expect(twice_table_floats(p, moments) >= 4 * merging.groups, "a row of the table for each group");
+      }
+    }
+  }
+  p.n = 1, p.num_groups = 1;
+  expect(twice_merging(p, 4096).segments > 1, "one group of 128 channels has 8 partials per tile");
+  p.num_groups = 32;
+  expect(twice_merging(p, twice_moments(twice_layout(p))).segments == 1, "a block for each of 32 groups");
+}
+
 void test_twice() {
   Problem p = kernel_is_stride();
   test_twice_layout_of(p);
@@ -408,6 +431,7 @@ void test_twice() {
   test_half_blocks();
   test_piles();
   test_shared();
+  test_merging();
   p = headline();
   p.n = 2, p.k = 32, p.in = {64, 64, 64}, p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};
   test_twice_layout_of(p);

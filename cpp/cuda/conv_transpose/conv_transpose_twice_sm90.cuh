@@ -4,8 +4,9 @@
 ///   x     [N,D,H,W,C]                 operand  read through TMA im2col
 ///   w     [T*R*S,K,C]                 operand  packed by layout/pack; or, where a warpgroup's rows are one
 ///         [C,T*R*S,K]                          phase's, of that dtype, channels_last_3d as PyTorch keeps it
-///   part  [N,moments,K/granule,2]     float    (mean, M2) of before(conv + bias), unrounded
-///   table [N,G,segments,4]            float    mean, rest of the mean, M2, count
+///   part  [N,K/granule,moments,2]     float    (mean, M2) of before(conv + bias), unrounded
+///   merged [N,G,segments,4]           float    mean, rest of the mean, M2, count; of several segments
+///   table [N,G,4]                     float    mean, rest of the mean, 1 / deviation, unused
 ///   y     [N,Z,P,Q,K] or [N,K,Z,P,Q]  output   written once
 ///
 /// y = after(normalized before(conv + bias)): before() ReLU or nothing, after() any activation
@@ -51,7 +52,7 @@
 namespace upconv3d::cuda {
 
 /// Named barriers of a block, see cutlass::arch::NamedBarrier.
-enum TwiceBarrier : std::uint32_t { kTurn0, kTurn1, kGroup0, kGroup1, kConsumers, kHelpers };
+enum TwiceBarrier : std::uint32_t { kTurn0, kTurn1, kConsumers, kHelpers };
 
 /// One of the two warpgroups that multiply.
 ///
@@ -192,62 +193,119 @@ CUTLASS_DEVICE auto make_twice_multiplier(TwiceParams<Traits> const& params,
 /// Of the two warps that help.
 inline constexpr int kHelperThreads = 64;
 
-/// Tells all blocks, by one thread: what the block's threads that it has waited for wrote, others may read.
+/// Tells all blocks, by one thread: what it and the threads that it has waited for wrote, others may read.
 CUTLASS_DEVICE void arrive_for_all_blocks(int* arrivals) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(arrivals) : "memory");
 }
 
-/// Consumers wait until all blocks have arrived.
-CUTLASS_DEVICE void wait_for_all_blocks(int* arrivals) {
+/// Consumers wait for so many arrivals.
+CUTLASS_DEVICE void wait_for_arrivals(int const* arrivals, int count) {
   if (threadIdx.x == 128) {
-    while (load_acquire(arrivals) < int(gridDim.x)) {
+    while (load_acquire(arrivals) < count) {
     }
   }
   cutlass::arch::NamedBarrier::sync(256, kConsumers);
 }
 
-/// Merges part into table, a segment per warp of any block.
+/// Values that a partial of a group covers whose tile is cut by the end of its phase.
 template <class Traits>
-CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceControl<Traits> const& control) {
-  int const per_moment = params.group_granules.divisor;
-  int const row = params.k.divisor >> params.granule_shift;
-  int const total = params.moments * per_moment;
-  int const jobs = params.samples * params.groups * params.segments.divisor;
-  for (int job = blockIdx.x + (threadIdx.x / 32 - 4) * gridDim.x; job < jobs; job += 8 * gridDim.x) {
-    int segment;
-    int const group_of_all = params.segments.divmod(segment, job);
-    int const sample = group_of_all / params.groups, group = group_of_all - sample * params.groups;
-    GroupPartials const partials{
-        params.part + std::int64_t(sample) * params.moments * row + group * per_moment, row,
-        params.group_granules, float(1 << params.granule_shift)};
-    int const begin = segment * params.segment_length;
-    int phase = 0;
-    auto const positions = [&](int moment) {
-      while (phase + 1 < params.num_phases && moment >= control.first_moment[phase + 1]) ++phase;
-      int const end = phase + 1 < params.num_phases ? control.first_moment[phase + 1] : params.moments;
-      return moment + 1 < end ? Traits::BLK_POS : control.last_count[phase];
-    };
-    MomentSums const sums =
-        sum_partials(partials, begin, min(begin + params.segment_length, total), positions);
-    double const mean_shift = sums.mean_shift();
-    double const mean = sums.pivot + mean_shift;
-    float const rounded = float(mean);
-    if (threadIdx.x % 32 == 0) {
-      params.table[job] =
-          make_float4(rounded, float(mean - rounded), float(sums.m2(mean_shift)), float(sums.count));
+CUTLASS_DEVICE float short_count(TwiceParams<Traits> const& params, TwiceControl<Traits> const& control,
+                                 int index) {
+  int const moment = index % params.moments;
+  int phase = params.num_phases - 1;
+  while (phase > 0 && moment < control.first_moment[phase]) --phase;
+  return float(control.last_count[phase] << params.granule_shift);
+}
+
+/// A mean in two floats and M2 or, for the normalization, 1 / deviation: what is kept of merged moments.
+struct MergedMoments {
+  float mean, rest;
+  double m2, count;
+  CUTLASS_DEVICE explicit MergedMoments(MomentSums const& sums) : count(sums.count) {
+    double const shift = sums.mean_shift(), exact = sums.pivot + shift;
+    mean = float(exact);
+    rest = float(exact - mean);
+    m2 = sums.m2(shift);
+  }
+  CUTLASS_DEVICE float4 segment() const { return make_float4(mean, rest, float(m2), float(count)); }
+  CUTLASS_DEVICE float4 row(double eps) const {
+    return make_float4(mean, rest, rsqrtf(float(m2 / count + eps)), 0.f);
+  }
+};
+
+/// By one warp: writes the moments of a group's segment and, if all others are written, the group's row of
+/// the table.
+template <class Traits>
+CUTLASS_DEVICE void write_segment(TwiceParams<Traits> const& params, int group, int segment,
+                                  MomentSums sums) {
+  bool const writes = threadIdx.x % 32 == 0;
+  int const segments = params.segments.divisor;
+  if (segments > 1) {
+    float4* const of_group = params.merged + std::int64_t(group) * segments;
+    int others = 0;
+    if (writes) {
+      of_group[segment] = MergedMoments(sums).segment();
+      __threadfence();
+      others = atomicAdd(params.merged_segments + group, 1);
     }
+    if (__shfl_sync(0xffffffffu, others, 0) + 1 < segments) return;
+    __threadfence();
+    sums = sum_segments(of_group, segments);
+  }
+  if (writes) {
+    params.table[group] = MergedMoments(sums).row(params.eps);
+    arrive_for_all_blocks(params.arrivals + 1);
+  }
+}
+
+/// Merges part into table: a segment by the consumers of a block, or by one of their warps, where its
+/// partials are on their way to that all at once.
+template <class Traits>
+CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceControl<Traits>& control) {
+  constexpr int kWarps = 8;
+  constexpr int kLoads = Traits::CHANNELS_FIRST ? 4 : 8;  // as registers last beside the accumulators
+  int const warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+  int const segments = params.segments.divisor;
+  int const length = (params.group_partials + segments - 1) / segments;
+  bool const alone = length <= 32 * kLoads;
+  int const threads = alone ? 32 : 32 * kWarps, thread = (alone ? 0 : 32 * warp) + lane;
+  int const first = blockIdx.x + (alone ? warp * gridDim.x : 0), step = (alone ? kWarps : 1) * gridDim.x;
+  float const full_count = float(Traits::BLK_POS << params.granule_shift);
+  // [warps] count, sum, sum of squares. The helpers, who arrived, have read what lay there.
+  auto const warp_sums = reinterpret_cast<double (*)[3]>(control.rows);
+  static_assert(sizeof(control.rows) >= kWarps * sizeof(*warp_sums));
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int job = first; job < params.groups_of_all * segments; job += step) {
+    int segment;
+    int const group = params.segments.divmod(segment, job);
+    float2 const* const part = params.part + std::int64_t(group) * params.group_partials;
+    int const begin = segment * length, end = min(begin + length, params.group_partials);
+    MomentSums sums = sum_partials<kLoads>(part, begin, end, thread, threads, full_count,
+                                           [&](int index) { return short_count(params, control, index); });
+    if (!alone) {
+      double (&own)[3] = warp_sums[warp];
+      cutlass::arch::NamedBarrier::sync(256, kConsumers);  // the last segment's sums have been read
+      if (lane == 0) own[0] = sums.count, own[1] = sums.sum, own[2] = sums.sum_squares;
+      cutlass::arch::NamedBarrier::sync(256, kConsumers);
+      if (warp != 0) continue;
+      sums = {sums.pivot};
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int i = 0; i < kWarps; ++i) {
+        sums.count += warp_sums[i][0];
+        sums.sum += warp_sums[i][1];
+        sums.sum_squares += warp_sums[i][2];
+      }
+    }
+    write_segment(params, group, segment, sums);
   }
 }
 
 /// From all blocks' partial moments to the table that all of them read.
 template <class Traits>
-CUTLASS_DEVICE void merge_moments(TwiceParams<Traits> const& params, TwiceControl<Traits> const& control) {
-  wait_for_all_blocks(params.arrivals);
+CUTLASS_DEVICE void merge_moments(TwiceParams<Traits> const& params, TwiceControl<Traits>& control) {
+  wait_for_arrivals(params.arrivals, gridDim.x);
   merge_segments(params, control);
-  __threadfence();
-  cutlass::arch::NamedBarrier::sync(256, kConsumers);
-  if (threadIdx.x == 128) arrive_for_all_blocks(params.arrivals + 1);
-  wait_for_all_blocks(params.arrivals + 1);
+  wait_for_arrivals(params.arrivals + 1, params.groups_of_all);
 }
 
 template <class Traits>
@@ -256,7 +314,7 @@ CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShare
   int const group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
   TwiceTileReader<Traits> tiles(*shared.control);
   auto multiplier = make_twice_multiplier(params, shared, group);
-  TwiceEpilogue<Traits> epilogue(params, shared, group, kGroup0 + group);
+  TwiceEpilogue<Traits> epilogue(params, shared, group);
   Tensor acc =
       partition_fragment_C(typename Traits::TiledMma{},
                            Shape<Int<Traits::ROWS>, Int<Traits::BLK_POS>>{});  // ((2,2,BLK_POS/8),1,1)
@@ -307,6 +365,16 @@ CUTLASS_DEVICE void clear_counters(TwiceParams<Traits> const& params) {
   for (int i = threadIdx.x; i < params.num_counters; i += Traits::THREADS) params.arrivals[i] = 0;
 }
 
+/// By all threads of all blocks, before the block's partials are said to be written: no segment is merged.
+template <class Traits>
+CUTLASS_DEVICE void clear_merged_segments(TwiceParams<Traits> const& params) {
+  if (params.segments.divisor == 1) return;
+  for (int i = blockIdx.x * Traits::THREADS + threadIdx.x; i < params.groups_of_all;
+       i += gridDim.x * Traits::THREADS) {
+    params.merged_segments[i] = 0;
+  }
+}
+
 /// By all threads: descriptors come from memory, and the first loads would wait for them.
 template <class Traits>
 CUTLASS_DEVICE void prefetch_descriptors(TwiceParams<Traits> const& params) {
@@ -345,6 +413,7 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     control.last_count[threadIdx.x] = (positions - 1) % Traits::BLK_POS + 1;
   }
   prefetch_descriptors(params);
+  clear_merged_segments(params);
   cooperative_groups::grid_group const grid = cooperative_groups::this_grid();
   cooperative_groups::grid_group::arrival_token cleared{};
   if (params.num_counters > 0) {

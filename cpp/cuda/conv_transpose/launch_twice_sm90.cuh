@@ -223,12 +223,11 @@ void fill_twice_params(const ConvTransposeParams& params, DType operand, DType o
   to.granule_shift = twice_granule_shift(problem);
   to.groups = static_cast<int>(problem.num_groups);
   const std::int64_t group_channels = problem.k / problem.num_groups;
-  const std::int64_t group_granules = group_channels >> to.granule_shift;
   to.group_channels = cutlass::FastDivmod(static_cast<int>(group_channels));
-  to.group_granules = cutlass::FastDivmod(static_cast<int>(group_granules));
-  const std::int64_t partials = to.moments * group_granules;
-  to.segment_length = static_cast<int>(twice_segment_length(partials));
-  to.segments = cutlass::FastDivmod(static_cast<int>(ceil_div(partials, to.segment_length)));
+  const TwiceMerging merging = twice_merging(problem, to.moments);
+  to.group_partials = static_cast<int>(merging.partials);
+  to.groups_of_all = static_cast<int>(merging.groups);
+  to.segments = cutlass::FastDivmod(static_cast<int>(merging.segments));
 }
 
 /// Every address of a launch but those in descriptors.
@@ -244,6 +243,9 @@ void point_to(const ConvTransposeParams& params, TwiceParams<Traits>& to) {
   to.after = checked_after(params);
   to.part = reinterpret_cast<float2*>(params.part);
   to.table = reinterpret_cast<float4*>(params.table);
+  to.merged = to.table + to.groups_of_all;
+  to.merged_segments =
+      reinterpret_cast<int*>(to.merged + std::int64_t{to.groups_of_all} * to.segments.divisor);
   to.arrivals = params.counters;
   to.dealt = params.counters + kTwiceDealt;
 }

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Partial moments of a group, part [N,moments,K/granule,2], merged by one warp in an order that the problem
-/// alone decides. (conv_transpose_relu_group_norm_sm90 has its own copy of the sum: sharing it made ptxas
+/// Partial moments of a group, which follow one another in memory, merged in an order that the problem alone
+/// decides. (conv_transpose_relu_group_norm_sm90 has its own copy of the sum: sharing it made ptxas
 /// spill there.)
 #pragma once
 
 #include <cstdint>
 
 #include "cutlass/cutlass.h"
-#include "cutlass/fast_math.h"
 
 namespace upconv3d::cuda {
 
@@ -41,43 +40,54 @@ struct MomentSums {
   }
 };
 
-/// A group's partials: index i is granule i % granules of moment i / granules.
-struct GroupPartials {
-  float2 const* part;                   // of the sample, from the group's first granule on
-  int row;                              // K/granule
-  cutlass::FastDivmod const& granules;  // of a group; stays in the kernel's parameters
-  float granule;                        // channels
-};
-
-/// Sums of the partials from `begin` to `end`, the same in all lanes of the warp.
+/// Sums of a group's partials `begin` to `end` - 1 by one of some threads, the same in all lanes of a warp.
 ///
-/// \param positions (moment) -> positions that it covers; called with rising moments by each lane
-template <class Positions>
-CUTLASS_DEVICE MomentSums sum_partials(GroupPartials const& of, int begin, int end, Positions positions) {
-  constexpr int kLoads = 8;  // in flight per lane
+/// \param part (mean, M2) of full_count values each, or, where M2's sign is set, of short_count(index)
+/// \param thread,threads its number, and how many there are
+/// \tparam kLoads partials on their way to a thread at a time
+template <int kLoads, class ShortCount>
+CUTLASS_DEVICE MomentSums sum_partials(float2 const* part, int begin, int end, int thread, int threads,
+                                       float full_count, ShortCount const& short_count) {
   MomentSums sums;
-  sums.pivot = __ldcg(of.part).x;
-  for (int first = begin + threadIdx.x % 32; first < end; first += 32 * kLoads) {
+  sums.pivot = __ldcg(part).x;
+  // Of those of full_count, which is multiplied once: a multiprocessor's rate for doubles is what counts.
+  int full = 0;
+  double shifts = 0, squares = 0, m2 = 0;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int first = begin + thread; first < end; first += threads * kLoads) {
     float2 pair[kLoads];
-    float pair_count[kLoads];
-    int moment[kLoads];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kLoads; ++i) pair[i] = __ldcg(part + min(first + threads * i, end - 1));
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kLoads; ++i) {
-      int const index = min(first + 32 * i, end - 1);
-      int sub;
-      moment[i] = of.granules.divmod(sub, index);
-      pair[i] = __ldcg(of.part + std::int64_t(moment[i]) * of.row + sub);
+      int const index = first + threads * i;
+      if (index >= end) continue;
+      double const shift = pair[i].x - sums.pivot;
+      if (signbit(pair[i].y)) {
+        sums.add(short_count(index), shift, -pair[i].y);
+        continue;
+      }
+      ++full;
+      shifts += shift;
+      squares += shift * shift;
+      m2 += pair[i].y;
     }
-    // Not beside each load: it may take as long as several.
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kLoads; ++i) {
-      pair_count[i] = first + 32 * i < end ? of.granule * float(positions(moment[i])) : 0.f;
-    }
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kLoads; ++i) {
-      if (pair_count[i] == 0.f) continue;
-      sums.add(pair_count[i], pair[i].x - sums.pivot, pair[i].y);
-    }
+  }
+  sums.count += double(full) * full_count;
+  sums.sum += shifts * full_count;
+  sums.sum_squares += m2 + squares * full_count;
+  sums.add_lanes<16>();
+  return sums;
+}
+
+/// Sums of a group's segments (mean, rest of the mean, M2, count), the same in all lanes of the warp.
+CUTLASS_DEVICE MomentSums sum_segments(float4 const* from, int segments) {
+  MomentSums sums;
+  sums.pivot = __ldcg(from).x;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int i = threadIdx.x % 32; i < segments; i += 32) {
+    float4 const segment = __ldcg(from + i);
+    sums.add(segment.w, segment.x - sums.pivot + segment.y, segment.z);
   }
   sums.add_lanes<16>();
   return sums;

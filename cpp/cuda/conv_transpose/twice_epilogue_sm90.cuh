@@ -36,14 +36,12 @@ class TwiceEpilogue {
   static constexpr int kFoldedExponent = 60;
   static constexpr float kFoldedMagnitude = 0x1p60f;
 
-  /// \param barrier named barrier of the warpgroup's 128 threads
   CUTLASS_DEVICE TwiceEpilogue(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared,
-                               int group, std::uint32_t barrier)
+                               int group)
       : params_(params),
         control_(*shared.control),
         staging_(shared.staging + group * params.staging_buffers * kStageBytes),
-        group_(group),
-        barrier_(barrier) {}
+        group_(group) {}
 
   /// Consumes acc: adds up the tile's values, which hand_over_sums hands to the helper.
   template <class Accumulator>
@@ -280,27 +278,29 @@ class TwiceEpilogue {
     }
   }
 
-  /// The maps of the thread's rows: as a rule the same as for the last tile. Two threads merge a row's group.
+  /// The maps of the thread's rows, y = (max(v, low) + bias - mean) * scale + shift: as a rule the same as
+  /// for the last tile.
   CUTLASS_DEVICE void load_maps(int sample) {
     maps_sample_ = sample;
-    int const row = threadIdx.x % 128 / 2;
-    int channel;
-    twice_phase_of(params_, channel, min(row_ + row, params_.view_k - 1));
-    float4 const map = merge_row(sample, channel);
-    cutlass::arch::NamedBarrier::sync(128, barrier_);  // the last maps have been read
-    // The helper has read the sums that lay here: it arrived before moments were merged.
-    if (threadIdx.x % 2 == 0) control_.rows[group_][row] = map;
-    cutlass::arch::NamedBarrier::sync(128, barrier_);
+    float4 merged[2];
+    float gamma[2], beta[2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      int unused;
+      int const group = params_.group_channels.divmod(unused, channel_[j]);
+      merged[j] = __ldcg(params_.table + std::int64_t(sample) * params_.groups + group);
+      gamma[j] = params_.gamma ? float(params_.gamma[channel_[j]]) : 1.f;
+      beta[j] = params_.beta ? float(params_.beta[channel_[j]]) : 0.f;
+    }
     bool folds = true;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
-      float4 const own = control_.rows[group_][accumulator_row() + 8 * j];
-      // (max(v, low) + bias - mean) * scale + shift
-      scale_[j] = own.y;
-      shift_[j] = (bias_[j] - own.x) * own.y + own.z;
-      float const magnitude = fabsf(own.y);
-      folds =
-          folds && ((magnitude >= 1.f / kFoldedMagnitude && magnitude <= kFoldedMagnitude) || own.y == 0.f);
+      scale_[j] = gamma[j] * merged[j].z;
+      float const shift = beta[j] - merged[j].y * scale_[j];
+      shift_[j] = (bias_[j] - merged[j].x) * scale_[j] + shift;
+      float const magnitude = fabsf(scale_[j]);
+      folds = folds &&
+              ((magnitude >= 1.f / kFoldedMagnitude && magnitude <= kFoldedMagnitude) || scale_[j] == 0.f);
     }
     if (Traits::SCALED && folded_ && !__all_sync(0xffffffffu, folds)) {
       folded_ = false;
@@ -308,38 +308,6 @@ class TwiceEpilogue {
     }
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) scale_[j] *= unit(j);
-  }
-
-  /// mean, scale and shift of a channel, y = (v - mean)*scale + shift, by two neighbouring threads.
-  CUTLASS_DEVICE float4 merge_row(int sample, int channel) const {
-    int unused;
-    int const group = params_.group_channels.divmod(unused, channel);
-    int const segments = params_.segments.divisor;
-    float4 const* const from = params_.table + (std::int64_t(sample) * params_.groups + group) * segments;
-    float const gamma = params_.gamma ? float(params_.gamma[channel]) : 1.f;
-    float const beta = params_.beta ? float(params_.beta[channel]) : 0.f;
-    constexpr int kLoads = Traits::SCALED ? 4 : 8;  // in flight beside the accumulators, as registers last
-    float const pivot = __ldcg(from).x;
-    MomentSums sums;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int first = threadIdx.x % 2; first < segments; first += 2 * kLoads) {
-      float4 segment[kLoads];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kLoads; ++i) segment[i] = __ldcg(from + min(first + 2 * i, segments - 1));
-      sums.pivot = pivot;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kLoads; ++i) {
-        if (first + 2 * i >= segments) continue;
-        sums.add(segment[i].w, segment[i].x - sums.pivot + segment[i].y, segment[i].z);
-      }
-    }
-    sums.pivot = pivot;
-    sums.add_lanes<1>();
-    double const mean_shift = sums.mean_shift();
-    double const mean = sums.pivot + mean_shift;
-    float const rounded = float(mean);
-    float const scale = gamma * rsqrtf(float(sums.m2(mean_shift) / sums.count + params_.eps));
-    return make_float4(rounded, scale, beta - float(mean - rounded) * scale, 0.f);
   }
 
   /// acc to y [N,K,Z,P,Q].
@@ -404,7 +372,6 @@ class TwiceEpilogue {
   TwiceControl<Traits>& control_;
   char* const staging_;  // [staging_buffers] of 8 KB
   int const group_;
-  std::uint32_t const barrier_;
   // Of the set whose tile was last.
   int rows_set_ = -1;
   TwiceRowsParams rows_;

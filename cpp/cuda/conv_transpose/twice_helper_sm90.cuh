@@ -70,9 +70,8 @@ class TwiceHelper {
       __syncwarp();
       if (lane == 0) control_.sums[group_].arrive_empty(0);
       if (tile.x != set_) enter(tile.x);
-      std::int64_t const first = std::int64_t(tile.y) * params_.moments + tile.z;
       CUTLASS_PRAGMA_UNROLL
-      for (int half = 0; half < kHalves; ++half) write_row_moments(first, half * kLanes + lane, sums[half]);
+      for (int half = 0; half < kHalves; ++half) write_row_moments(tile, half * kLanes + lane, sums[half]);
     }
   }
 
@@ -103,9 +102,9 @@ class TwiceHelper {
     height_ = view.height;
   }
 
-  /// \param first the tile's moment, did its sample's begin with the phase's
+  /// \param tile set, sample, position tile
   /// \param sums sum, pivot, sum of squares and count of a row's values, sums around the pivot
-  CUTLASS_DEVICE void write_row_moments(std::int64_t first, int row, float4 const& sums) {
+  CUTLASS_DEVICE void write_row_moments(int4 const& tile, int row, float4 const& sums) {
     int const shift = params_.granule_shift;
     float count = sums.w;
     RunningMoments const own = shifted_moments(count, sums.y, sums.x, sums.z);
@@ -123,8 +122,10 @@ class TwiceHelper {
     if ((row & ((1 << shift) - 1)) != 0 || at.row >= params_.view_k) return;
     int channel;
     int const phase = at.view * params_.fold + twice_phase_of(params_, channel, at.row);
-    std::int64_t const moment = first + control_.first_moment[phase];
-    params_.part[moment * (params_.k.divisor >> shift) + (channel >> shift)] = make_float2(mean, m2);
+    std::int64_t const granule = std::int64_t(tile.y) * (params_.k.divisor >> shift) + (channel >> shift);
+    // Who merges partials knows by the sign which have fewer positions than others.
+    m2 = copysignf(m2, sums.w < float(Traits::BLK_POS) ? -1.f : 1.f);
+    params_.part[granule * params_.moments + control_.first_moment[phase] + tile.z] = make_float2(mean, m2);
   }
 
   /// TMA stores of all whole buffers of a set; one that ends beyond the slab would reach the next sample, so

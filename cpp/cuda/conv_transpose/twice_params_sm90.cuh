@@ -167,17 +167,20 @@ struct TwiceParams {
   float eps_float;                     // the same
   float floor;                         // of conv + bias: 0 for ReLU, -infinity for none
   ActivationParams after;              // the normalization
-  float2* part;                        // [N,moments,K/granule] (mean, M2)
+  float2* part;                        // [N,K/granule,moments] (mean, M2)
   int moments;                         // partial moments of a sample along its positions
   int granule_shift;
   int groups;                          // G
   cutlass::FastDivmod group_channels;  // K/G
-  cutlass::FastDivmod group_granules;  // K/G/granule
-  int segment_length;                  // partials of a group that a warp merges
-  cutlass::FastDivmod segments;        // per group
-  float4* table;                       // [N,G,segments] (mean, rest of the mean, M2, count)
+  int group_partials;                  // K/G/granule*moments
+  int groups_of_all;                   // N*G
+  cutlass::FastDivmod segments;        // of a group's partials, each merged by a block
+  float4* table;                       // [N,G] (mean, rest of the mean, 1 / deviation, -)
+  // Of several segments:
+  float4* merged;        // [N,G,segments] (mean, rest of the mean, M2, count)
+  int* merged_segments;  // [N,G] how many are merged, cleared by the launch
   // Counters, zero before the launch or cleared by it.
-  int* arrivals;  // [2] blocks that have arrived at either wait
+  int* arrivals;  // [2] blocks whose partial moments are written, and groups that are merged
   int* dealt;     // [2,kMaxTwiceSets] tiles handed out in either pass
 };
 
@@ -226,7 +229,7 @@ struct TwiceControl {
   int4 staged_of[2][kStagingSets];       // set, or -1 at the end, sample, first position
   int4 tiles[kTwiceTileSlots];           // set, sample, position tile, class
   int2 w_wanted;                         // set and class whose weights are to be loaded, or -1 at the end
-  // Of a warpgroup's rows: a tile's sum, pivot, sum of squares and count, later mean, scale, shift.
+  // Of a warpgroup's rows: a tile's sum, pivot, sum of squares and count; later moments of a norm group.
   float4 rows[2][kTwiceRows];
   int first_moment[kMaxTwicePhases];
   int last_count[kMaxTwicePhases];  // positions behind a phase's last partial moment
