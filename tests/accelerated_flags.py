@@ -166,6 +166,19 @@ class Normed(nn.Module):
         return F.relu(self.norm(x)) * self.gain
 
 
+class Turned(Elsewhere):
+    """What it enters, and what it calls by a second name, differ by its flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = Normed()
+        self.head = self.again = nn.Conv3d(8, 4, 1)
+
+    def forward(self, x, turned=False):
+        y = self.up(x)
+        return self.again(self.after(y)) if turned else self.before(y)
+
+
 class Either(Up):
     """Which norm its block has is a flag's."""
 
