@@ -341,13 +341,13 @@ def _joined(
     functions = {values: made.functions for values, made in rewritten.items() if made.found}
     idle = all(each for made in rewritten.values() for each in made.idle.values())
     traced = Traced(
-        functions,
-        functions.get(arguments.flags_of(arguments.defaults)),
-        arguments.needed,
-        arguments,
-        guards,
-        tuple((_path(name), entry) for name, entry in opened.items()),
-        _aliases(module, called | set(opened)),
-        _path(next(iter(found))) if found and idle else None,
+        functions=functions,
+        usual=functions.get(arguments.flags_of(arguments.defaults)),
+        needed=arguments.needed,
+        arguments=arguments,
+        guards=guards,
+        opened=tuple((_path(name), entry) for name, entry in opened.items()),
+        aliases=_aliases(module, called | set(opened)),
+        unrecorded=_path(next(iter(found))) if found and idle else None,
     )
     return Tracing(traced, found, flags, reasons, normalizers)
