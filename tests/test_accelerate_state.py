@@ -308,6 +308,21 @@ def test_numpys_numbers_are_no_numbers():
     _same(plain, model, _volume())
 
 
+def test_numpys_integers_in_a_convolution(monkeypatch):
+    """As MONAI computes them for kernels that differ by axis."""
+    numpy = pytest.importorskip("numpy")
+
+    def make():
+        padding = tuple(numpy.array([1, 1, 0]))
+        conv = nn.ConvTranspose3d(6, 8, (3, 3, 1), (2, 2, 1), padding, padding)
+        return nn.Sequential(conv, nn.GroupNorm(2, 8), nn.ReLU())
+
+    plain, model, finding = _accelerated(make)
+    calls = count_blocks_run(monkeypatch.setattr)
+    _same(plain, model, _volume())
+    assert finding.replaced and len(calls) == 1
+
+
 class _OfSize(_Up):
     def __init__(self):
         super().__init__()

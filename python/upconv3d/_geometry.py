@@ -12,9 +12,9 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 def surely(condition: Any) -> bool:
     """Whether a comparison of sizes holds; of sizes that only data says, whether it does for all of them.
 
-    While torch.jit.trace runs, sizes are tensors.
+    While torch.jit.trace runs, sizes are tensors; of NumPy's integers, comparisons are NumPy's.
     """
-    return bool(condition) if isinstance(condition, Tensor) else guard_or_false(condition)
+    return guard_or_false(condition) if isinstance(condition, (bool, torch.SymBool)) else bool(condition)
 
 
 def batched(input: Tensor) -> Tensor:

@@ -40,9 +40,10 @@ class Finding:
 
     Attributes:
         name: as in model.named_modules().
-        replaced: whether calls of it are now calls of conv_transpose3d_norm_act, in one mode at least.
+        replaced: whether calls of it are now calls of conv_transpose3d_norm_act, in one mode and with one
+            combination of its container's flags at least.
         training, evaluation: what runs after model.train() and after model.eval(): the block, or why
-            PyTorch's calls do.
+            PyTorch's calls do; with the container's flags at their defaults, or as named.
         container: name of the module whose forward runs the block; None where there is none.
         input_size: of its input in the sample call; None without one, or if it was not called.
         plan: the plan that the block would run on that input in eval mode, as explain_norm_act names it, or
@@ -107,11 +108,12 @@ class Report:
 
 @dataclass
 class _Place:
-    """A container and what it makes of a convolution."""
+    """A container and what it makes of a convolution, in calls that give its forward these flags."""
 
     container: nn.Module
     name: str
     blocks: dict[bool, Block | str]
+    flags: dict[str, bool] = field(default_factory=dict)
 
     def length(self) -> int:
         return max((b.length for b in self.blocks.values() if isinstance(b, Block)), default=0)
@@ -160,6 +162,7 @@ class _Planner:
         self.swaps: dict[int, tuple[nn.Module, type[Accelerated]]] = {}
         self.reasons: dict[int, str] = {}
         self.traces: dict[int, Any] = {}
+        self.normalizers: set[int] = set()  # of blocks in forwards, by id
         self.norms: tuple[str, ...] = ()
 
     def sequentials(self, model: nn.Module) -> None:
@@ -198,8 +201,10 @@ class _Planner:
                 continue
             for path, why in traced.reasons.items():
                 self.reasons[id(module.get_submodule(path))] = why
+            self.normalizers |= traced.normalizers
             for path, blocks in traced.found.items():
-                self._take(id(module.get_submodule(path)), _Place(module, name, blocks), AcceleratedForward)
+                place = _Place(module, name, blocks, traced.flags[path])
+                self._take(id(module.get_submodule(path)), place, AcceleratedForward)
                 self.traces[id(module)] = traced.traced
 
     def bare(self) -> None:
@@ -215,7 +220,7 @@ class _Planner:
 
     def norms_alone(self, model: nn.Module) -> None:
         blocks = (block for place in self.places.values() for block in place.blocks.values())
-        taken = {id(block.normalizer) for block in blocks if isinstance(block, Block)}
+        taken = self.normalizers | {id(block.normalizer) for block in blocks if isinstance(block, Block)}
         found = norms_to_swap(model, taken)
         self.norms = tuple(name for name, _ in found)
         self.swaps |= {id(norm): (norm, AcceleratedNorm) for _, norm in found}
@@ -254,8 +259,11 @@ def _finding(planner: _Planner, key: int, sizes: dict[int, Tensor], options: Opt
     if place is None:
         why = planner.reasons.get(key, "nothing that calls it was found")
         return Finding(name, False, why, why, input_size=size)
+    given = ", ".join(f"{flag}={value}" for flag, value in place.flags.items())
     said = {
-        mode: block.describe() if isinstance(block, Block) else f"PyTorch's calls, {block}"
+        mode: block.describe() + (f", called with {given}" if given else "")
+        if isinstance(block, Block)
+        else f"PyTorch's calls, {block}"
         for mode, block in place.blocks.items()
     }
     plan = _plan(place.blocks[False], sizes.get(key), options)
@@ -330,7 +338,9 @@ def accelerate(
     and activation, in either order, with Identity or inactive Dropout between them, in nn.Sequential however
     nested, and in forwards whose source shows that they always call the same (torch.fx traces them, and
     modules that these call with a convolution's result, or whose list of results they take apart; a method by
-    which a forward refuses its arguments is asked at each call). Where others read the convolution too, later
+    which a forward refuses its arguments is asked at each call). There is a trace for either value of each
+    flag, an argument whose default is a bool, where these are at most three; calls that give other arguments
+    with a default another value run the forward as it was. Where others read the convolution too, later
     than the chain does, the call returns it as well. A skip that is added right behind the convolution,
     before a group or instance norm, is part of the call on CUDA, which returns the sum where others read
     that.

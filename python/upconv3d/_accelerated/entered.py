@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .arguments import arguments_of
 from .chain import why_watched
-from .proof import Codes, Guards, UnprovableError, _is_simple, defaults_of, holds, prove
+from .proof import Codes, Guards, UnprovableError, _is_simple, holds, prove
 from .swap import is_sequential, set_class
 
 
@@ -78,11 +79,11 @@ def entered(module: nn.Module, asks: bool) -> Entered:
         raise UnprovableError("it has a __call__ of its own")
     with as_its_base(module):
         proof = prove(module, asks)
-        needed, defaults = defaults_of(module)
-    if needed != 1:
-        raise UnprovableError(f"its forward takes {needed} arguments")
+        arguments = arguments_of(module)
+    if arguments.needed != 1:
+        raise UnprovableError(f"its forward takes {arguments.needed} arguments")
     # A list, say, may be what a call leaves for the next.
-    if not all(map(_is_simple, defaults.values())):
+    if not all(map(_is_simple, arguments.defaults.values())):
         raise UnprovableError("its forward has defaults that are no plain numbers")
     guards, reads_mode, codes, assumed = proof
     return Entered(own_class(module), guards, (), reads_mode, codes, assumed)

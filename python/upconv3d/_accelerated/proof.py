@@ -58,8 +58,6 @@ _BUILTINS |= {"True", "False", "None", "ValueError", "RuntimeError", "TypeError"
 _LIST_METHODS = {"append", "extend", "insert", "pop", "reverse"}
 _CONTAINER_METHODS = {"values", "items", "keys"}
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
-# What torch.fx writes into the code of a trace as it is, and compares.
-_CONSTANTS = _SIMPLE | {complex, torch.dtype, torch.device, torch.memory_format}
 # Functions of tensors that do nothing but return one, and that torch.fx records.
 _TORCH = "cat concat stack chunk split flatten add sub mul div relu sigmoid tanh softmax transpose permute"
 _TORCH += " squeeze unsqueeze reshape norm mean sum amax abs exp sqrt pow"
@@ -424,31 +422,6 @@ def may_read(module: nn.Module, name: str, values: frozenset[str]) -> bool:
     children = object.__getattribute__(module, "__dict__").get("_modules", ())
     contained = name in _CONTAINER_METHODS and issubclass(type(module), _CONTAINERS)
     return name not in values and (name in children or contained)
-
-
-def defaults_of(module: nn.Module) -> tuple[int, dict[str, Any]]:
-    """How many arguments module's forward needs, and the values of the others.
-
-    Raises: UnprovableError.
-    """
-    needed, defaults = 0, {}
-    static = isinstance(inspect.getattr_static(type(module), "forward"), staticmethod)
-    for parameter in list(inspect.signature(type(module).forward).parameters.values())[0 if static else 1 :]:
-        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            raise UnprovableError("its forward takes arguments of an unusual kind")
-        if parameter.default is inspect.Parameter.empty:
-            needed += 1
-        else:
-            defaults[parameter.name] = parameter.default
-    return needed, defaults
-
-
-def require_constants(defaults: dict[str, Any]) -> None:
-    """Raises: UnprovableError: the code of a trace would not say of one what it is, or compare it with it."""
-    for name, value in defaults.items():
-        if type(value) not in _CONSTANTS or value != value:
-            kind = "nan" if type(value) is float else f"a {type(value).__name__}"
-            raise UnprovableError(f"its forward has a default that is no plain number, {name}: {kind}")
 
 
 def holds(module: nn.Module, guards: Guards) -> bool:

@@ -238,19 +238,33 @@ def _said(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:120] or type(error).__name__
 
 
+def _drop_constants(graph: fx.Graph, number: int) -> None:
+    """Takes so many last arguments out of graph, with torch.fx's questions whether they are what they were:
+    they are compared before."""
+    arguments = [node for node in graph.nodes if node.op == "placeholder"]
+    dropped = set(arguments[len(arguments) - number :])
+    for node in graph.nodes:
+        if not dropped.isdisjoint(node.all_input_nodes):
+            dropped.add(node)
+    for node in reversed(list(graph.nodes)):
+        if node in dropped:
+            graph.erase_node(node)
+
+
 def record(
-    module: nn.Module, proof: Proof, defaults: dict[str, Any], training: bool, to_enter: dict[str, Entered]
+    module: nn.Module, proof: Proof, constants: dict[str, Any], training: bool, to_enter: dict[str, Entered]
 ) -> Recorded:
-    """proof: module's. Raises: UnprovableError."""
+    """proof: module's; constants: values of the arguments that have defaults. Raises: UnprovableError."""
     tracer = _Tracer(module, proof, to_enter)
     inner = [module, *(module.get_submodule(path) for path in to_enter)]
     try:
         with in_mode(inner, training), _reads_seen_by(tracer.look), _NothingMade():
-            graph = tracer.trace(module, concrete_args=defaults or None)
+            graph = tracer.trace(module, concrete_args=constants or None)
     except UnprovableError:
         raise
     except Exception as error:  # whatever a forward does that torch.fx cannot record
         raise UnprovableError(f"torch.fx cannot trace its forward: {_said(error)}") from error
+    _drop_constants(graph, len(constants))
     return Recorded(graph, tracer.opened)
 
 

@@ -5,7 +5,7 @@ torch.fx records the calls. A transposed convolution whose result goes to a norm
 skip was added to it, and on from there, becomes one call (matched.py); all else is called as before, in the
 same order. The rest of such a chain may stand in a module that is called with the convolution's result: that
 one is entered (entered.py). The module runs what was written only where it is as it was when it was recorded,
-and its own forward otherwise.
+and for arguments as they were then (arguments.py), and its own forward otherwise.
 """
 
 import warnings
@@ -18,19 +18,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..functional import _dynamo_compiling, _tracing
+from .arguments import Arguments, arguments_of, require_constants
 from .block import Block
 from .entered import Entered, as_its_base, entered, may_be_entered
 from .matched import PARTS, addition_of, chain_of, is_call_with, rewrite
-from .proof import (
-    Guards,
-    NeedsEntryError,
-    Proof,
-    UnprovableError,
-    defaults_of,
-    holds,
-    prove,
-    require_constants,
-)
+from .proof import Guards, NeedsEntryError, Proof, UnprovableError, holds, prove
 from .recorded import Recorded, RefusedError, compiled, record
 from .swap import _OPTIONS, MIXINS, Accelerated
 
@@ -46,29 +38,45 @@ def _at(module: nn.Module, path: _Path) -> nn.Module | None:
     return part
 
 
+# A forward as it was rewritten, by module.training.
+Functions = dict[bool, Callable[..., Any]]
+
+
 @dataclass(frozen=True)
 class Traced:
-    """A forward as it was rewritten, for train() and eval().
+    """A forward as it was rewritten, for train() and eval() and the values of its flags.
 
     Attributes:
-        functions: by module.training.
+        functions: by the values of the flags; none where it has no block with these.
+        usual: of functions those of calls that give nothing that has a default.
+        needed: how many tensors such a call gives.
+        arguments: of forward; calls that none of the functions is for run the module's own.
         guards: what the module's forward reads, and what it was.
         opened: modules that are not called by themselves, by path.
         aliases: pairs of paths to what is called and was one module: torch.fx records the first of each.
-        arguments: how many tensors forward takes; calls with others run the module's own.
         unrecorded: where all blocks return their convolutions or add a skip, as no call on the CPU does that
             autograd records, the path of one of these; else None.
     """
 
-    functions: dict[bool, Callable[..., Any]]
+    functions: dict[tuple[bool, ...], Functions]
+    usual: Functions | None
+    needed: int
+    arguments: Arguments
     guards: Guards
     opened: tuple[tuple[_Path, Entered], ...]
     aliases: tuple[tuple[_Path, _Path], ...]
-    arguments: int
     unrecorded: _Path | None
 
-    def fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if kwargs or len(args) != self.arguments or not all(isinstance(a, Tensor) for a in args):
+    def called(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], Functions | None]:
+        """What a call gives for the arguments without defaults, and the functions for its constants."""
+        given = self.arguments.read(args, kwargs)
+        return (args, None) if given is None else (given[0], self.functions.get(given[1]))
+
+    def fits(self, module: nn.Module, tensors: tuple[Any, ...]) -> bool:
+        """Whether module is as it was, and these are tensors."""
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
             return False
         # Those would see modules in the place of functions, and miss what was opened.
         if _has_any_global_hook():  # type: ignore[no-untyped-call]
@@ -85,7 +93,7 @@ class Traced:
                 return False
         return True
 
-    def is_idle(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
+    def is_idle(self, module: nn.Module, tensors: tuple[Any, ...]) -> bool:
         """Whether no block is going to run, so that the forward as it was written costs the host least."""
         if self.unrecorded is None:
             return False
@@ -98,7 +106,7 @@ class Traced:
         weight = None if conv is None else conv._parameters.get("weight")
         if weight is not None and weight.is_cuda and weight.dtype is not torch.float64:
             return False  # see run._has_backward
-        return tracing or any(isinstance(x, Tensor) and x.requires_grad for x in (weight, *args))
+        return tracing or any(isinstance(x, Tensor) and x.requires_grad for x in (weight, *tensors))
 
 
 class AcceleratedForward(Accelerated):
@@ -108,11 +116,15 @@ class AcceleratedForward(Accelerated):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         traced: Traced | None = self.__dict__.get(_TRACED)
-        if traced is not None and not traced.is_idle(self, args) and traced.fits(self, args, kwargs):
-            try:  # contextlib.suppress would cost every call
-                return traced.functions[self.training](self, *args)
-            except RefusedError:
-                pass  # as it was written, it says what is wrong with the arguments
+        if traced is not None:
+            tensors, functions = args, traced.usual
+            if kwargs or len(args) != traced.needed:
+                tensors, functions = traced.called(args, kwargs)
+            if functions is not None and not traced.is_idle(self, tensors) and traced.fits(self, tensors):
+                try:  # contextlib.suppress would cost every call
+                    return functions[self.training](self, *tensors)
+                except RefusedError:
+                    pass  # as it was written, it says what is wrong with the arguments
         base: Any = self._upconv3d_base
         return base.forward(self, *args, **kwargs)
 
@@ -151,8 +163,8 @@ def _aliases(module: nn.Module, called: set[str]) -> tuple[tuple[_Path, _Path], 
 class _Search:
     """Finds the modules behind convolutions that hold the rest of a block, and why others are not entered."""
 
-    def __init__(self, module: nn.Module, defaults: dict[str, Any], proof: Proof, asks: bool) -> None:
-        self.module, self.defaults, self.proof, self.asks = module, defaults, proof, asks
+    def __init__(self, module: nn.Module, constants: dict[str, Any], proof: Proof, asks: bool) -> None:
+        self.module, self.constants, self.proof, self.asks = module, constants, proof, asks
         self.refused: dict[str, str] = {}  # why a module is not entered, by its path
         self.entered: dict[str, Entered] = {}
         self.asked: dict[str, list[str]] = {}  # paths by the convolution that they are called with
@@ -172,7 +184,7 @@ class _Search:
         self.entered = {path: entry for path, entry in self.entered.items() if path in kept}
 
     def _records(self, to_enter: dict[str, Entered]) -> list[Recorded]:
-        return [record(self.module, self.proof, self.defaults, mode, to_enter) for mode in (True, False)]
+        return [record(self.module, self.proof, self.constants, mode, to_enter) for mode in (True, False)]
 
     def _first_records(self) -> list[Recorded]:
         """With those modules entered without which there is no trace. Raises: UnprovableError."""
@@ -222,19 +234,44 @@ class Tracing(NamedTuple):
     """A traced forward, and what of it concerns the report.
 
     Attributes:
-        found: names of the convolutions that were given a block, with what it is in each mode.
+        found: names of the convolutions that were given a block, with what it is in each mode in calls that
+            give no flags or, if it is none there, those in `flags`.
+        flags: what such a call gives, by name of the convolution.
         reasons: why the others were not.
+        normalizers: of all blocks, by id.
     """
 
     traced: Traced
     found: dict[str, dict[bool, Block | str]]
+    flags: dict[str, dict[str, bool]]
     reasons: dict[str, str]
+    normalizers: set[int]
+
+
+class _Rewritten(NamedTuple):
+    """A forward as it was rewritten for some values of its flags.
+
+    Attributes:
+        functions: as of Traced.
+        found, reasons: as of Tracing, with these flags.
+        opened: what its traces looked into.
+        called: names of the modules that it calls.
+        idle: of each convolution in found, whether autograd records no call of it on the CPU.
+    """
+
+    functions: Functions
+    found: dict[str, dict[bool, Block | str]]
+    reasons: dict[str, str]
+    opened: dict[str, Entered]
+    called: set[str]
+    idle: dict[str, bool]
 
 
 def trace(module: nn.Module) -> Tracing:
     """module's forward with its blocks in one call each.
 
-    Raises: UnprovableError, where its forward might do what a trace does not show.
+    Raises: UnprovableError, where its forward might do what a trace does not show. Flags with which no trace
+        can be made, though one can with the defaults, are left to the module's own forward.
     """
     try:
         return _trace(module, asks=False)
@@ -245,33 +282,72 @@ def trace(module: nn.Module) -> Tracing:
 
 def _trace(module: nn.Module, asks: bool) -> Tracing:
     proof = prove(module, asks)
-    needed, defaults = defaults_of(module)
-    require_constants(defaults)
-    search = _Search(module, defaults, proof, asks)
-    functions: dict[bool, Callable[..., Any]] = {}
-    found: dict[str, dict[bool, Block | str]] = {}
-    reasons: dict[str, str] = {}
-    opened: dict[str, Entered] = {}
-    called: set[str] = set()
-    idle: dict[str, bool] = {}  # whether autograd records no call of it on the CPU
+    arguments = arguments_of(module)
+    require_constants(arguments.defaults)
+    rewritten: dict[tuple[bool, ...], _Rewritten] = {}
+    for constants in arguments.combinations():
+        try:
+            rewritten[arguments.flags_of(constants)] = _rewritten_for(module, constants, proof, asks)
+        except UnprovableError:
+            if not rewritten:  # the defaults are first
+                raise
+    return _joined(module, arguments, proof.guards, rewritten)
+
+
+def _rewritten_for(module: nn.Module, constants: dict[str, Any], proof: Proof, asks: bool) -> _Rewritten:
+    search = _Search(module, constants, proof, asks)
+    made = _Rewritten({}, {}, {}, {}, set(), {})
     for training in (True, False):
-        recorded = record(module, proof, defaults, training, search.entered)
-        called |= {str(node.target) for node in recorded.graph.nodes if node.op == "call_module"}
-        reasons |= recorded.otherwise_called(module)
+        recorded = record(module, proof, constants, training, search.entered)
+        nodes = recorded.graph.nodes
+        made.called.update(str(node.target) for node in nodes if node.op == "call_module")
+        made.reasons.update(recorded.otherwise_called(module))
         for conv in recorded.convolutions(module):
             name, chain = str(conv.target), chain_of(recorded.graph, conv, module)
             if isinstance(chain, str):
-                reasons[name] = search.why(name, chain)
+                made.reasons[name] = search.why(name, chain)
                 continue
             rewrite(recorded.graph, chain)
-            found[name] = chain.blocks()
+            made.found[name] = chain.blocks()
             unrecorded = chain.returns_conv or chain.addition is not None
-            idle[name] = idle.get(name, True) and unrecorded
-        functions[training] = compiled(recorded.graph)
-        opened |= recorded.opened
-    reasons = {name: why for name, why in reasons.items() if name not in found}
-    entries = tuple((_path(name), entry) for name, entry in opened.items())
-    aliases = _aliases(module, called | set(opened))
-    first = _path(next(iter(found))) if found and all(idle.values()) else None
-    traced = Traced(functions, proof.guards, entries, aliases, needed, first)
-    return Tracing(traced, found, reasons)
+            made.idle[name] = made.idle.get(name, True) and unrecorded
+        made.functions[training] = compiled(recorded.graph)
+        made.opened.update(recorded.opened)
+    return made
+
+
+def _joined(
+    module: nn.Module, arguments: Arguments, guards: Guards, rewritten: dict[tuple[bool, ...], _Rewritten]
+) -> Tracing:
+    """One Traced of all that have a block; it runs only where all that they rest on is as it was."""
+    found: dict[str, dict[bool, Block | str]] = {}
+    flags: dict[str, dict[str, bool]] = {}
+    normalizers: set[int] = set()
+    opened: dict[str, Entered] = {}
+    called: set[str] = set()
+    for values, made in rewritten.items():
+        if not made.found:
+            continue
+        given = dict(zip(arguments.flags, values, strict=True))
+        given = {name: value for name, value in given.items() if value is not arguments.defaults[name]}
+        flags = dict.fromkeys(made.found, given) | flags
+        found = made.found | found
+        blocks = (block for modes in made.found.values() for block in modes.values())
+        normalizers |= {id(block.normalizer) for block in blocks if isinstance(block, Block)}
+        opened |= made.opened
+        called |= made.called
+    known = {name: why for made in reversed(rewritten.values()) for name, why in made.reasons.items()}
+    reasons = {name: why for name, why in known.items() if name not in found}
+    functions = {values: made.functions for values, made in rewritten.items() if made.found}
+    idle = all(each for made in rewritten.values() for each in made.idle.values())
+    traced = Traced(
+        functions=functions,
+        usual=functions.get(arguments.flags_of(arguments.defaults)),
+        needed=arguments.needed,
+        arguments=arguments,
+        guards=guards,
+        opened=tuple((_path(name), entry) for name, entry in opened.items()),
+        aliases=_aliases(module, called | set(opened)),
+        unrecorded=_path(next(iter(found))) if found and idle else None,
+    )
+    return Tracing(traced, found, flags, reasons, normalizers)
