@@ -38,8 +38,9 @@ SHAPES = {
     "kernel-1": ((2, 16, 24, 8, 1), {"num_groups": 3}),
     "kernel-7": ((2, 16, 24, 8, 7), {"padding": 3}),
     "kernel-5x1x3": ((2, 16, 24, 8, (5, 1, 3)), {}),
-    # Computed twice, several blocks merge a group's moments.
+    # Computed twice, a block merges a group's 5176 partial moments, or several blocks 10352 and more.
     "many-partials": ((1, 16, 32, (47, 55, 64), 2), {"stride": 2}),
+    "more-partials": ((2, 16, 64, (47, 55, 64), 2), {"stride": 2, "num_groups": 2}),
     "one-group": ((1, 16, 32, (47, 55, 64), 2), {"stride": 2, "num_groups": 1}),
     "stride-4x4x2": ((1, 64, 64, (3, 4, 5), (4, 5, 2)), {"stride": (4, 4, 2), "padding": (0, 1, 0)}),
 }

@@ -240,8 +240,10 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
                                 ceil_div(from.window.positions(), kTwicePositions));
   }
   if (!within_im2col(p, windows)) return "phases taken together are beyond TMA's im2col limits";
-  const std::int64_t floats = twice_table_floats(p, twice_moments(layout));
-  if (tiles > kMaxSm90Count || floats > kMaxSm90Count) return "its tiles or groups exceed 32-bit counters";
+  const std::int64_t moments = twice_moments(layout), floats = twice_table_floats(p, moments);
+  if (std::max({tiles, floats, twice_merging(p, moments).partials}) > kMaxSm90Count) {
+    return "its tiles, groups or their partial moments exceed 32-bit counters";
+  }
   instance = *found;
   return "";
 }

@@ -187,7 +187,7 @@ std::int64_t twice_moments(const TwiceLayout& layout);
 struct TwiceMerging {
   std::int64_t groups;    // of all samples
   std::int64_t partials;  // of a group
-  std::int64_t segments;  // of these, each of which a block merges
+  std::int64_t segments;  // of these, each of which a block merges, or a warp
 };
 TwiceMerging twice_merging(const Problem& problem, std::int64_t moments);
 

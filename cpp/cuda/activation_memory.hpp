@@ -26,8 +26,8 @@ struct ActivationMemory {
   void* a;  // [N,Z,P,Q,padded_channels(K)] of stored_bits; null where it lies in y, or is wanted itself
   std::int8_t* steps;       // [N,tiles,padded_channels(K)], where it is stored in fewer bits than y
   std::int32_t* moment_of;  // [Z*P*Q], where others than the convolution's kernel read a with its steps
-  float* table;  // [N,G,4] mean, rest of the mean, 1/sqrt(var + eps), unused; twice: [N,G,segments,4];
-                 // null where only the table of channels is wanted
+  float* table;  // [N,G,4] mean, rest of the mean, 1/sqrt(var + eps), unused; twice: [twice_table_floats],
+                 // which begins with that; null where only the table of channels is wanted
 
   ActivationMemory(const Problem& problem, const Plan& plan, Carver& carver) {
     const std::int64_t channels = padded_channels(problem.k);

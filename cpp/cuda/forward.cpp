@@ -41,7 +41,7 @@ std::int64_t stat_size(const Problem& problem) {
 struct Sm90Workspace {
   Carver carver;
   PackedOperands operands;
-  float* part;             // [N,tiles,K/granule,2], where a normalization follows
+  float* part;             // [N,tiles,K/granule,2], twice [N,K/granule,tiles,2]; where a norm follows
   float* channel_table;    // [3,N,K], where normalizing is a stage of its own
   std::int32_t* counters;  // [counter_count]
   std::int64_t counter_bytes;

@@ -400,22 +400,22 @@ void test_merging() {
   Problem p = kernel_is_stride();
   for (const std::int64_t groups : {1, 2, 8, 32, 64, 128}) {
     for (const std::int64_t samples : {1, 2, 5}) {
-      for (const std::int64_t moments : {1, 255, 3456, 4097, 70000}) {
+      for (const std::int64_t moments : {1, 255, 3456, 8192, 8193, 70000}) {
         p.num_groups = groups, p.n = samples;
         const TwiceMerging merging = twice_merging(p, moments);
+        const std::int64_t granules = p.k / groups >> twice_granule_shift(p);
         const std::int64_t length = ceil_div(merging.partials, merging.segments);
-        expect(merging.groups == samples * groups && merging.partials >= moments, "all partials");
+        expect(merging.groups == samples * groups && merging.partials == moments * granules, "all partials");
         expect((merging.segments - 1) * length < merging.partials, "no segment is empty");
-        expect(merging.segments == 1 || merging.groups * merging.segments <= 128,
-               "a segment per block, and room for its sums in a warp's loop");
-        expect(twice_table_floats(p, moments) >= 4 * merging.groups, "a row of the table for each group");
+        expect(merging.segments == 1 || merging.groups * merging.segments <= 128, "a block for each segment");
+        expect((merging.segments > 1) == (merging.partials > 8192 && merging.groups <= 64),
+               "several segments of many partials and few groups");
+        // A row for each group; of several segments four floats for each, and a counter for each group.
+        const std::int64_t floats = merging.segments > 1 ? 4 + 4 * merging.segments + 1 : 4;
+        expect(twice_table_floats(p, moments) == merging.groups * floats, "room for all that is merged");
       }
     }
   }
-  p.n = 1, p.num_groups = 1;
-  expect(twice_merging(p, 4096).segments > 1, "one group of 128 channels has 8 partials per tile");
-  p.num_groups = 32;
-  expect(twice_merging(p, twice_moments(twice_layout(p))).segments == 1, "a block for each of 32 groups");
 }
 
 void test_twice() {

@@ -18,8 +18,9 @@
 namespace upconv3d::cuda {
 
 /// conv_transpose_twice_sm90 takes no channel_table, steps, moment_of, split_axes, share_taps, launches and
-/// window_tiles; its part is of unrounded values, by granules of twice_granule_shift, its table
-/// [twice_table_floats] (core/twice_layout.hpp).
+/// window_tiles; its part is [N,granules,moments,2] of unrounded values, by granules of twice_granule_shift,
+/// M2 of fewer positions than others have with a minus, its table [twice_table_floats]
+/// (core/twice_layout.hpp).
 ///
 /// a is before(conv + bias): problem.tail.before(), which must be ReLU or nothing. Linear: the same where it
 /// is ReLU, else conv + bias.

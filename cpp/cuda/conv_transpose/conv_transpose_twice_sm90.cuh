@@ -4,7 +4,8 @@
 ///   x     [N,D,H,W,C]                 operand  read through TMA im2col
 ///   w     [T*R*S,K,C]                 operand  packed by layout/pack; or, where a warpgroup's rows are one
 ///         [C,T*R*S,K]                          phase's, of that dtype, channels_last_3d as PyTorch keeps it
-///   part  [N,K/granule,moments,2]     float    (mean, M2) of before(conv + bias), unrounded
+///   part  [N,K/granule,moments,2]     float    (mean, M2) of before(conv + bias), unrounded; -M2 of a tile
+///                                              that the end of its phase cuts
 ///   merged [N,G,segments,4]           float    mean, rest of the mean, M2, count; of several segments
 ///   table [N,G,4]                     float    mean, rest of the mean, 1 / deviation, unused
 ///   y     [N,Z,P,Q,K] or [N,K,Z,P,Q]  output   written once

@@ -167,14 +167,14 @@ struct TwiceParams {
   float eps_float;                     // the same
   float floor;                         // of conv + bias: 0 for ReLU, -infinity for none
   ActivationParams after;              // the normalization
-  float2* part;                        // [N,K/granule,moments] (mean, M2)
+  float2* part;                        // [N,K/granule,moments] (mean, M2; -M2 of fewer positions)
   int moments;                         // partial moments of a sample along its positions
   int granule_shift;
   int groups;                          // G
   cutlass::FastDivmod group_channels;  // K/G
   int group_partials;                  // K/G/granule*moments
   int groups_of_all;                   // N*G
-  cutlass::FastDivmod segments;        // of a group's partials, each merged by a block
+  cutlass::FastDivmod segments;        // of a group's partials, merged each by itself
   float4* table;                       // [N,G] (mean, rest of the mean, 1 / deviation, -)
   // Of several segments:
   float4* merged;        // [N,G,segments] (mean, rest of the mean, M2, count)
