@@ -6,7 +6,7 @@
 ///         [C,T*R*S,K]                          phase's, of that dtype, channels_last_3d as PyTorch keeps it
 ///   part  [N,K/granule,moments,2]     float    (mean, M2) of before(conv + bias), unrounded; -M2 of a tile
 ///                                              that the end of its phase cuts
-///   merged [N,G,segments,4]           float    mean, rest of the mean, M2, count; of several segments
+///   merged [N,G,segments,4]           float    mean, rest of the mean, variance, count; of several segments
 ///   table [N,G,4]                     float    mean, rest of the mean, 1 / deviation, unused
 ///   y     [N,Z,P,Q,K] or [N,K,Z,P,Q]  output   written once
 ///
@@ -218,19 +218,20 @@ CUTLASS_DEVICE float short_count(TwiceParams<Traits> const& params, TwiceControl
   return float(control.last_count[phase] << params.granule_shift);
 }
 
-/// A mean in two floats and M2 or, for the normalization, 1 / deviation: what is kept of merged moments.
+/// A mean in two floats and a variance: what is kept of merged moments. M2 in a float would be infinite for
+/// deviations whose variance is not.
 struct MergedMoments {
   float mean, rest;
-  double m2, count;
+  double variance, count;
   CUTLASS_DEVICE explicit MergedMoments(MomentSums const& sums) : count(sums.count) {
     double const shift = sums.mean_shift(), exact = sums.pivot + shift;
     mean = float(exact);
     rest = float(exact - mean);
-    m2 = sums.m2(shift);
+    variance = sums.m2(shift) / count;
   }
-  CUTLASS_DEVICE float4 segment() const { return make_float4(mean, rest, float(m2), float(count)); }
+  CUTLASS_DEVICE float4 segment() const { return make_float4(mean, rest, float(variance), float(count)); }
   CUTLASS_DEVICE float4 row(double eps) const {
-    return make_float4(mean, rest, rsqrtf(float(m2 / count + eps)), 0.f);
+    return make_float4(mean, rest, rsqrtf(float(variance + eps)), 0.f);
   }
 };
 
@@ -248,42 +249,56 @@ CUTLASS_DEVICE void write_segment(TwiceParams<Traits> const& params, int group, 
       of_group[segment] = MergedMoments(sums).segment();
       __threadfence();
       others = atomicAdd(params.merged_segments + group, 1);
+      __threadfence();
     }
+    __syncwarp();  // what others wrote before that lane has counted them, all lanes may read
     if (__shfl_sync(0xffffffffu, others, 0) + 1 < segments) return;
-    __threadfence();
     sums = sum_segments(of_group, segments);
   }
-  if (writes) {
-    params.table[group] = MergedMoments(sums).row(params.eps);
-    arrive_for_all_blocks(params.arrivals + 1);
-  }
+  if (writes) params.table[group] = MergedMoments(sums).row(params.eps);
 }
 
-/// Merges part into table: a segment by the consumers of a block, or by one of their warps, where its
-/// partials are on their way to that all at once.
+/// Who merges: blocks' consumers together, or each of their warps by itself where a segment's partials are
+/// on their way to it all at once.
 template <class Traits>
-CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceControl<Traits>& control) {
-  constexpr int kWarps = 8;
-  constexpr int kLoads = Traits::CHANNELS_FIRST ? 4 : 8;  // as registers last beside the accumulators
+struct MergingTeam {
+  static constexpr int kWarps = 8;
+  static constexpr int kLoads = Traits::CHANNELS_FIRST ? 4 : 8;  // as registers last beside the accumulators
+
+  CUTLASS_DEVICE explicit MergingTeam(TwiceParams<Traits> const& params)
+      : length((params.group_partials + params.segments.divisor - 1) / params.segments.divisor),
+        is_warp(length <= 32 * kLoads),
+        teams((is_warp ? kWarps : 1) * gridDim.x),
+        jobs(params.groups_of_all * params.segments.divisor) {}
+
+  int length;    // partials of a segment
+  bool is_warp;  // or a block
+  int teams;
+  int jobs;  // segments of all groups
+};
+
+/// Merges part into table, and arrives for each team that has merged what is its own.
+template <class Traits>
+CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceControl<Traits>& control,
+                                   MergingTeam<Traits> const& team) {
+  constexpr int kWarps = MergingTeam<Traits>::kWarps;
   int const warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
-  int const segments = params.segments.divisor;
-  int const length = (params.group_partials + segments - 1) / segments;
-  bool const alone = length <= 32 * kLoads;
-  int const threads = alone ? 32 : 32 * kWarps, thread = (alone ? 0 : 32 * warp) + lane;
-  int const first = blockIdx.x + (alone ? warp * gridDim.x : 0), step = (alone ? kWarps : 1) * gridDim.x;
+  int const threads = team.is_warp ? 32 : 32 * kWarps, thread = (team.is_warp ? 0 : 32 * warp) + lane;
+  int const first = blockIdx.x + (team.is_warp ? warp * gridDim.x : 0);
   float const full_count = float(Traits::BLK_POS << params.granule_shift);
   // [warps] count, sum, sum of squares. The helpers, who arrived, have read what lay there.
   auto const warp_sums = reinterpret_cast<double (*)[3]>(control.rows);
   static_assert(sizeof(control.rows) >= kWarps * sizeof(*warp_sums));
   CUTLASS_PRAGMA_NO_UNROLL
-  for (int job = first; job < params.groups_of_all * segments; job += step) {
+  for (int job = first; job < team.jobs; job += team.teams) {
     int segment;
     int const group = params.segments.divmod(segment, job);
     float2 const* const part = params.part + std::int64_t(group) * params.group_partials;
-    int const begin = segment * length, end = min(begin + length, params.group_partials);
-    MomentSums sums = sum_partials<kLoads>(part, begin, end, thread, threads, full_count,
-                                           [&](int index) { return short_count(params, control, index); });
-    if (!alone) {
+    int const begin = segment * team.length, end = min(begin + team.length, params.group_partials);
+    MomentSums sums = sum_partials<MergingTeam<Traits>::kLoads>(
+        part, begin, end, thread, threads, full_count,
+        [&](int index) { return short_count(params, control, index); });
+    if (!team.is_warp) {
       double (&own)[3] = warp_sums[warp];
       cutlass::arch::NamedBarrier::sync(256, kConsumers);  // the last segment's sums have been read
       if (lane == 0) own[0] = sums.count, own[1] = sums.sum, own[2] = sums.sum_squares;
@@ -299,14 +314,17 @@ CUTLASS_DEVICE void merge_segments(TwiceParams<Traits> const& params, TwiceContr
     }
     write_segment(params, group, segment, sums);
   }
+  bool const arrives = lane == 0 && (team.is_warp || warp == 0) && first < team.jobs;
+  if (arrives) arrive_for_all_blocks(params.arrivals + 1);
 }
 
 /// From all blocks' partial moments to the table that all of them read.
 template <class Traits>
 CUTLASS_DEVICE void merge_moments(TwiceParams<Traits> const& params, TwiceControl<Traits>& control) {
   wait_for_arrivals(params.arrivals, gridDim.x);
-  merge_segments(params, control);
-  wait_for_arrivals(params.arrivals + 1, params.groups_of_all);
+  MergingTeam<Traits> const team(params);
+  merge_segments(params, control, team);
+  wait_for_arrivals(params.arrivals + 1, min(team.teams, team.jobs));
 }
 
 template <class Traits>

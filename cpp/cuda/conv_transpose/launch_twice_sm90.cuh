@@ -215,7 +215,6 @@ void fill_twice_params(const ConvTransposeParams& params, DType operand, DType o
                                : encode_w(problem, operand, params.w_hi, to.w_rows, Traits::BLK_C));
   to.num_counters = params.clears_counters ? static_cast<int>(kTwiceDealt + kMaxTwiceSets) + to.num_sets : 0;
   copy_extent(problem.kernel, to.kernel);
-  to.samples = static_cast<int>(problem.n);
   to.k = cutlass::FastDivmod(static_cast<int>(problem.k));
   to.eps = problem.eps;
   to.eps_float = static_cast<float>(problem.eps);

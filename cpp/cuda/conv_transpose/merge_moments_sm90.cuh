@@ -22,11 +22,10 @@ struct MomentSums {
     sum += partial_count * mean_shift;
     sum_squares += m2 + partial_count * mean_shift * mean_shift;
   }
-  /// Adds up lanes that differ in the bits of kFirstMask and below; all must have the same pivot.
-  template <int kFirstMask>
+  /// Adds up a warp's lanes, all of the same pivot.
   CUTLASS_DEVICE void add_lanes() {
     CUTLASS_PRAGMA_UNROLL
-    for (int mask = kFirstMask; mask > 0; mask /= 2) {
+    for (int mask = 16; mask > 0; mask /= 2) {
       count += __shfl_xor_sync(0xffffffffu, count, mask);
       sum += __shfl_xor_sync(0xffffffffu, sum, mask);
       sum_squares += __shfl_xor_sync(0xffffffffu, sum_squares, mask);
@@ -76,20 +75,20 @@ CUTLASS_DEVICE MomentSums sum_partials(float2 const* part, int begin, int end, i
   sums.count += double(full) * full_count;
   sums.sum += shifts * full_count;
   sums.sum_squares += m2 + squares * full_count;
-  sums.add_lanes<16>();
+  sums.add_lanes();
   return sums;
 }
 
-/// Sums of a group's segments (mean, rest of the mean, M2, count), the same in all lanes of the warp.
+/// Sums of a group's segments (mean, rest of the mean, variance, count), the same in all lanes of the warp.
 CUTLASS_DEVICE MomentSums sum_segments(float4 const* from, int segments) {
   MomentSums sums;
   sums.pivot = __ldcg(from).x;
   CUTLASS_PRAGMA_NO_UNROLL
   for (int i = threadIdx.x % 32; i < segments; i += 32) {
     float4 const segment = __ldcg(from + i);
-    sums.add(segment.w, segment.x - sums.pivot + segment.y, segment.z);
+    sums.add(segment.w, segment.x - sums.pivot + segment.y, double(segment.w) * segment.z);
   }
-  sums.add_lanes<16>();
+  sums.add_lanes();
   return sums;
 }
 

@@ -150,7 +150,6 @@ struct TwiceParams {
   int view_out[3];                 // Z,P,Q/fold
   int view_k;                      // fold*K
   int kernel[3];                   // T,R,S
-  int samples;                     // N
   cutlass::FastDivmod k;           // output channels
   std::int64_t total_cost;
   int w_units;  // room for weights
@@ -177,10 +176,10 @@ struct TwiceParams {
   cutlass::FastDivmod segments;        // of a group's partials, merged each by itself
   float4* table;                       // [N,G] (mean, rest of the mean, 1 / deviation, -)
   // Of several segments:
-  float4* merged;        // [N,G,segments] (mean, rest of the mean, M2, count)
+  float4* merged;        // [N,G,segments] (mean, rest of the mean, variance, count)
   int* merged_segments;  // [N,G] how many are merged, cleared by the launch
   // Counters, zero before the launch or cleared by it.
-  int* arrivals;  // [2] blocks whose partial moments are written, and groups that are merged
+  int* arrivals;  // [2] blocks whose partial moments are written, and teams that have merged theirs
   int* dealt;     // [2,kMaxTwiceSets] tiles handed out in either pass
 };
 

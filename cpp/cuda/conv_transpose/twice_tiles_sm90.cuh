@@ -4,9 +4,9 @@
 /// not get the same share of memory's bandwidth, and with equal shares of the tiles ended up to 60 us apart.
 ///
 /// Every set of weights has a counter per pass. A block begins with a set of its own, so that sets go over
-/// the same x at the same time, with a tile of its own (OWN_FIRST_TILE), and it moves on, to whichever has
-/// most left, when that is done: weights are loaded a few times per pass. The second pass goes backwards:
-/// what the first read last is still in L2.
+/// the same x at the same time, with a tile of its own (OWN_FIRST_TILE), and it moves on when that is done,
+/// in the end to whichever has most left: weights are loaded a few times per pass. The second pass goes
+/// backwards: what the first read last is still in L2.
 #pragma once
 
 #include <cstdint>
@@ -99,8 +99,22 @@ class TwiceDealer {
     first_tiles_ = first_tiles(set.set);
   }
 
-  /// To the set with most tiles left. \returns whether there is one
+  /// To the set behind, where no block begins with it. \returns whether that is so
+  CUTLASS_DEVICE bool enter_next() {
+    int const set = at_set_.set + 1;
+    if (set >= params_.num_sets || params_.sets[set].first_block < params_.sets[set + 1].first_block) {
+      return false;
+    }
+    TwiceClassParams const& cls = params_.classes[at_set_.cls];
+    enter({set, at_set_.cls + (set < cls.first_set + cls.num_sets ? 0 : 1)});
+    return true;
+  }
+
+  /// To the set with most tiles left, but where sets are more than blocks first to those behind the block's
+  /// own: as many are left of many sets then, and all blocks would take the same. \returns whether one may
+  /// have tiles left
   CUTLASS_DEVICE bool move_on() {
+    if (params_.num_sets > int(gridDim.x) && enter_next()) return true;
     constexpr int kLoads = 8;  // in flight, none of which waits for another
     int most = 0;
     TwiceSetOfClass to = at_set_;
