@@ -9,6 +9,7 @@
 #include "bindings/plan_query.hpp"
 #include "core/arguments.hpp"
 #include "core/errors.hpp"
+#include "core/idle_taps.hpp"
 #include "core/library_plan.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
@@ -73,20 +74,43 @@ Tensor output_for(const DenseResult& conv, const PreparedCall& call) {
                                               : empty_strided_like(conv.tensor, call.y_sizes, call.y_strides);
 }
 
+/// What PyTorch's convolution is asked for: without taps that reach no output.
+struct LibraryConvolution {
+  Problem problem;
+  Tensor w;  // [C,K/groups,T,R,S] dtype
+
+  LibraryConvolution(const Problem& given, const Tensor& all_taps) : problem(given), w(all_taps) {
+    const std::optional<CroppedTaps> cropped = without_idle_taps(given);
+    if (!cropped) return;
+    problem = cropped->problem;
+    Ints sizes = sizes_of(w);
+    const Ints strides = strides_of(w);
+    std::int64_t offset = 0;
+    for (std::size_t axis = 0; axis < 3; ++axis) {
+      sizes[2 + axis] = problem.kernel[axis];
+      offset += cropped->first[axis] * strides[2 + axis];
+    }
+    // One dense copy, in the order that the convolution would take the given one for.
+    const Layout layout = is_dense_in(w, Layout::kNDHWC) ? Layout::kNDHWC : Layout::kNCDHW;
+    w = contiguous_in(reinterpret(w, sizes, strides, offset), layout);
+  }
+};
+
 /// ReLU before a group norm. \param saved set, unless null, to the convolution [N,K,Z,P,Q] dtype: with the
 /// bias in 16 bit, else without
 Tensor run_cpu(const PreparedCall& call, const BlockTensors& t, std::optional<Tensor>* saved) {
   const Problem& p = call.problem;
   const Plan& plan = call.plan;
+  const LibraryConvolution library(p, t.w);
   // A channels_last_3d weight alone would make PyTorch's convolution choose that format.
-  const Tensor w = plan.conv_layout == Layout::kNCDHW ? contiguous_in(t.w, Layout::kNCDHW) : t.w;
+  const Tensor w = plan.conv_layout == Layout::kNCDHW ? contiguous_in(library.w, Layout::kNCDHW) : library.w;
   // oneDNN adds a 16-bit bias before it rounds; added to the rounded convolution, one that cancels it would
   // leave the rounding error alone. In float32 and float64 our pass adds it, which saves PyTorch's.
   const bool half_width = p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16;
   const std::optional<Tensor> conv_bias = half_width ? t.bias : std::nullopt;
-  const DenseResult conv =
-      as_dense(conv_transpose3d(contiguous_in(t.x, plan.conv_layout), w, conv_bias, p, std::nullopt),
-               plan.conv_layout);
+  const DenseResult conv = as_dense(
+      conv_transpose3d(contiguous_in(t.x, plan.conv_layout), w, conv_bias, library.problem, std::nullopt),
+      plan.conv_layout);
   if (saved) *saved = conv.tensor;
   const Tensor y =
       saved ? empty_strided_like(conv.tensor, call.y_sizes, call.y_strides) : output_for(conv, call);
@@ -161,20 +185,21 @@ struct LibraryOperands {
   Tensor x, w;
 };
 
-LibraryOperands library_operands(const PreparedCall& call, const BlockTensors& t, void* stream) {
-  const Problem& p = call.problem;
-  if (!copies_operands(p, call.plan)) return {t.x, t.w};
+/// \param given x, and w with the taps of `p`
+LibraryOperands library_operands(const Problem& p, const Plan& plan, const LibraryOperands& given,
+                                 void* stream) {
+  if (!copies_operands(p, plan)) return given;
   const auto last = [](const Tensor& like) {
     const Ints sizes = sizes_of(like);
     return empty_strided_like(like, sizes, dense_strides(sizes, Layout::kNDHWC));
   };
-  const Tensor x = contiguous_in(t.x, Layout::kNCDHW), x_last = last(x);
-  if (is_dense_in(t.w, Layout::kNDHWC)) {
+  const Tensor x = contiguous_in(given.x, Layout::kNCDHW), x_last = last(x);
+  if (is_dense_in(given.w, Layout::kNDHWC)) {
     cuda::copy_operands(p, x.const_data_ptr(), x_last.mutable_data_ptr(), nullptr, nullptr,
                         static_cast<cudaStream_t>(stream));
-    return {x_last, t.w};
+    return {x_last, given.w};
   }
-  const Tensor w = contiguous_in(t.w, Layout::kNCDHW), w_last = last(w);
+  const Tensor w = contiguous_in(given.w, Layout::kNCDHW), w_last = last(w);
   cuda::copy_operands(p, x.const_data_ptr(), x_last.mutable_data_ptr(), w.const_data_ptr(),
                       w_last.mutable_data_ptr(), static_cast<cudaStream_t>(stream));
   return {x_last, w_last};
@@ -228,9 +253,10 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
   const auto stream = static_cast<cudaStream_t>(current_cuda_stream(index));
   const auto convolve = [&] {
     if (call.plan.own_convolution) return run_convolution_alone(call, t);
-    const LibraryOperands operands = library_operands(call, t, stream);
+    const LibraryConvolution library(p, t.w);
+    const LibraryOperands operands = library_operands(library.problem, call.plan, {t.x, library.w}, stream);
     const bool has_bias = returned && !adds_returned;
-    return conv_transpose3d(operands.x, operands.w, has_bias ? t.bias : std::nullopt, p, flags);
+    return conv_transpose3d(operands.x, operands.w, has_bias ? t.bias : std::nullopt, library.problem, flags);
   };
   DenseResult conv = as_dense(convolve(), call.plan.conv_layout);
   if (adds_returned) conv = {contiguous_in(conv.tensor, p.y_layout), p.y_layout};

@@ -2,19 +2,24 @@
 /// \file
 /// cpp/core without torch, CUDA or a test framework: problems, rules and plan selection.
 
+#include <algorithm>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <iostream>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/arguments.hpp"
 #include "core/border_slabs.hpp"
 #include "core/errors.hpp"
+#include "core/idle_taps.hpp"
 #include "core/launch_memo.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
@@ -76,6 +81,58 @@ void test_problem() {
       if (p.out()[1] > 0) expect(p.useful_flops() == counted_flops(p), "useful work: " + describe(p));
     }
   }
+}
+
+/// Whether any input of an axis reaches the output by a tap.
+bool reaches_output(const Problem& p, int axis, std::int64_t tap) {
+  for (std::int64_t i = 0; i < p.in[axis]; ++i) {
+    const std::int64_t z = i * p.stride[axis] - p.padding[axis] + tap * p.dilation[axis];
+    if (z >= 0 && z < p.out()[axis]) return true;
+  }
+  return false;
+}
+
+/// On one axis, counted one by one: what is left computes the same, PyTorch can be asked for it, and no end
+/// has a tap that could have been dropped alone.
+void test_idle_taps_of(const Problem& p, int axis) {
+  const std::string what = "idle taps of " + describe(p);
+  const std::optional<CroppedTaps> cropped = without_idle_taps(p);
+  const Problem& left = cropped ? cropped->problem : p;
+  const std::int64_t first = cropped ? cropped->first[axis] : 0;
+  expect(!cropped || left.kernel[axis] < p.kernel[axis], what + ": fewer");
+  expect(left.out() == p.out(), what + ": output");
+  expect(left.padding[axis] == p.padding[axis] - first * p.dilation[axis], what + ": where taps are");
+  for (std::int64_t tap = 0; tap < p.kernel[axis]; ++tap) {
+    const bool is_left = tap >= first && tap < first + left.kernel[axis];
+    expect(is_left || !reaches_output(p, axis, tap), what + ": tap " + std::to_string(tap));
+  }
+  const std::int64_t bound = std::max(p.stride[axis], p.dilation[axis]);
+  expect(left.padding[axis] >= 0 && left.output_padding[axis] >= 0 && left.output_padding[axis] < bound,
+         what + ": PyTorch's arguments");
+}
+
+void test_idle_taps() {
+  expect(!without_idle_taps(headline()), "the headline shape has no idle taps");
+  Problem flat = headline();
+  flat.in = {1, 32, 32}, flat.kernel = {3, 3, 3}, flat.padding = {1, 1, 1};
+  const std::optional<CroppedTaps> cropped = without_idle_taps(flat);
+  expect(cropped && cropped->problem.kernel == Extent3{1, 3, 3} && cropped->first == Extent3{1, 0, 0} &&
+             cropped->problem.padding == Extent3{0, 1, 1},
+         "one tap of a kernel of three is left on an axis of one voxel");
+  int dropped = 0;
+  for (int code = 0; code < 4 * 5 * 4 * 7 * 3 * 4; ++code) {
+    int rest = code;
+    const auto digit = [&](int base) { return std::exchange(rest, rest / base) % base; };
+    Problem p = headline();
+    constexpr int kAxis = 1;
+    p.in[kAxis] = 1 + digit(4), p.kernel[kAxis] = 1 + digit(5), p.stride[kAxis] = 1 + digit(4);
+    p.padding[kAxis] = digit(7), p.dilation[kAxis] = 1 + digit(3), p.output_padding[kAxis] = digit(4);
+    const bool valid = p.output_padding[kAxis] < std::max(p.stride[kAxis], p.dilation[kAxis]);
+    if (!valid || p.out()[kAxis] < 1) continue;
+    test_idle_taps_of(p, kAxis);
+    if (without_idle_taps(p)) ++dropped;
+  }
+  expect(dropped > 100, "problems with idle taps: " + std::to_string(dropped));
 }
 
 void test_rules() {
@@ -273,6 +330,7 @@ int main() {
   try {
     upconv3d::test_launch_memo();
     upconv3d::test_problem();
+    upconv3d::test_idle_taps();
     upconv3d::test_rules();
     upconv3d::test_formats();
     upconv3d::test_sm90_selection();
