@@ -37,6 +37,11 @@ constexpr std::int64_t kClusterThreads = 12 * kClusterBlocks * kMaxThreads;
 constexpr std::int64_t kLeastTileBytes = 4 * 1024;
 /// Vectors of a team's thread, of NCDHW, that are worth a wider team: of small groups a block takes several.
 constexpr std::int64_t kTeamLoadsWanted = 4;
+/// Threads that run at once, with up to 64 registers each, on as many multiprocessors as blocks may wait for
+/// each other. Of more, those of the first wave take twice as many vectors sooner than a second wave begins:
+/// of 16 samples of 192 float32 groups of 12^3 values 16 vectors took 31.5 us, 8 33, 4 37.6; but of groups
+/// that all run at once, 8 took 1.1 to 1.5 times as long as 4 (perf/results/h200_peers_found.txt, part 4).
+constexpr std::int64_t kTeamsThreadsAtOnce = kWaitingBlocks * 1024, kMostTeamLoads = 16;
 /// Threads of a block of several groups.
 constexpr std::int64_t kTeamsThreads = 256;
 /// Sectors of memory are 32 bytes: of narrower slabs' rows the rest would be read in vain.
@@ -118,6 +123,10 @@ HeldPlanes in_stretches(const Problem& p, std::int64_t values, std::int64_t tile
   while (t.team_threads < kMaxThreads && vectors > kTeamLoadsWanted * t.team_threads) t.team_threads *= 2;
   if (t.tiles == 1) {
     const std::int64_t groups = p.n * p.num_groups;
+    while (t.team_threads > 32 && groups * t.team_threads > kTeamsThreadsAtOnce &&
+           vectors <= kMostTeamLoads * t.team_threads / 2) {
+      t.team_threads /= 2;
+    }
     const std::int64_t most = std::max<std::int64_t>(kTeamsThreads / t.team_threads, 1);
     // Rather more blocks than full ones.
     while (t.teams < most && groups >= 2 * t.teams * kWaitingBlocks) t.teams *= 2;
