@@ -41,7 +41,9 @@ constexpr std::int64_t kTeamLoadsWanted = 4;
 /// each other. Of more, those of the first wave take twice as many vectors sooner than a second wave begins:
 /// of 16 samples of 192 float32 groups of 12^3 values 16 vectors took 31.5 us, 8 33, 4 37.6; but of groups
 /// that all run at once, 8 took 1.1 to 1.5 times as long as 4 (perf/results/h200_peers_found.txt, part 4).
-constexpr std::int64_t kTeamsThreadsAtOnce = kWaitingBlocks * 1024, kMostTeamLoads = 16;
+constexpr std::int64_t kTeamsThreadsAtOnce = kWaitingBlocks * 1024;
+/// Vectors of a thread then: with kTeamsThreads 64 KB of a block, which every GPU has.
+constexpr std::int64_t kMostTeamLoads = 16;
 /// Threads of a block of several groups.
 constexpr std::int64_t kTeamsThreads = 256;
 /// Sectors of memory are 32 bytes: of narrower slabs' rows the rest would be read in vain.

@@ -156,15 +156,20 @@ bool has_timed_launches(const Problem& p, const Traffic& mb) {
   return is_dilated(p) && mb.y <= kMostMB;
 }
 
-/// Whether cuDNN's deterministic kernels are not to be had for anything like the estimates: under "tf32", of
-/// kernels of 5 and more along one axis with a single tap left along another, three took 63 to 297 us where
-/// 35 were expected (perf/results/h200_peers_found.txt, parts 3 and 5).
+/// Whether cuDNN's deterministic kernels take far more than the estimates say: under "tf32", of kernels of 5
+/// and more along one axis, of which a single tap reaches an output along another, three took 63 to 297 us
+/// where 35 were expected (perf/results/h200_peers_found.txt, parts 3 and 5).
 bool is_flat_and_long(const Problem& p) {
   constexpr std::int64_t kLong = 5;
   if (p.dtype != DType::kFloat32) return false;
   const std::optional<CroppedTaps> cropped = without_idle_taps(p);
-  return cropped &&
-         *std::max_element(cropped->problem.kernel.begin(), cropped->problem.kernel.end()) >= kLong;
+  if (!cropped) return false;
+  bool is_flat = false, is_long = false;
+  for (int axis = 0; axis < 3; ++axis) {
+    is_flat |= cropped->problem.kernel[axis] == 1 && p.kernel[axis] > 1;
+    is_long |= cropped->problem.kernel[axis] >= kLong;
+  }
+  return is_flat && is_long;
 }
 
 /// Whether the estimates above were compared with measurements of such convolutions, but for dilation.
