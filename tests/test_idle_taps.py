@@ -67,6 +67,25 @@ def test_gradients(device, shape, layout):
     check_gradients_like_eager(LAYOUTS[layout](block))
 
 
+def test_the_convolution_is_asked_for_fewer(device):
+    sizes, numbers = SHAPES["one_voxel_deep"]
+    block = make_block(*sizes, device=device, num_groups=2, **numbers)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        block.ours()
+    names = ("aten::convolution", "aten::_convolution")
+    weights = [event.input_shapes[1] for event in profile.events() if event.name in names]
+    assert weights and all(weight == [8, 16, 1, 3, 3] for weight in weights), weights
+
+
+@pytest.mark.parametrize("offset", [1, 5000])
+def test_weights_that_begin_amid_memory(device, offset):
+    sizes, numbers = SHAPES["one_voxel_deep"]
+    block = make_block(*sizes, device=device, num_groups=2, **numbers)
+    memory = torch.full((2 * offset + 2 * block.weight.numel(),), torch.nan, device=device)
+    weight = memory[offset:][: block.weight.numel()].view_as(block.weight).copy_(block.weight)
+    check_like_eager(replace(block, weight=weight))
+
+
 def test_weights_of_idle_taps_do_not_matter(device):
     """Not even infinite ones."""
     sizes, numbers = SHAPES["one_voxel_deep"]

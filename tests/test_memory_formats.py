@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracles import check_like_eager, make_block
+from oracles import check_gradients_like_eager, check_like_eager, make_block
 from test_values import shape_block
 
 
@@ -95,6 +95,19 @@ def test_unbatched_is_a_batch_of_one(device):
         y = case.ours()
         whole = replace(case, input=case.input.unsqueeze(0)).ours()
         assert y.dim() == 4 and torch.equal(y, whole[0]) and y.stride() == whole[0].stride()
+
+
+@pytest.mark.parametrize("index", [1, 3])
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+def test_one_of_a_batch(device, layout, index):
+    """Its memory begins amid the batch's."""
+    block = shape_block("unbatched", device=device)
+    batch = torch.randn(4, *block.input.shape, device=device)
+    if layout == "NDHWC":
+        batch = batch.contiguous(memory_format=torch.channels_last_3d)
+    one = replace(block, input=batch[index])
+    check_like_eager(one)
+    check_gradients_like_eager(one)
 
 
 @pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])

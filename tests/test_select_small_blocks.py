@@ -200,13 +200,14 @@ def test_col2im_of_few_outputs_in_16_bit(dtype):
 def test_flat_blocks_of_long_kernels_leave_deterministic_cudnn():
     """Under "tf32" its kernels take 63 to 297 us for these, where 35 were expected."""
 
-    def plan(kernel, padding, extent=(1, 32, 32), **changes):
-        return plan_of(
-            facts(n=2, c=64, k=64, extent=extent, kernel=kernel, padding=padding, stride=[2, 2, 2], **changes)
-        )
+    def algorithm(kernel, padding, extent=(1, 32, 32), stride=(2, 2, 2), **changes):
+        tf32 = {"n": 2, "c": 64, "k": 64, "dtype": "float32", "precision": "tf32", "weight_layout": "NDHWC"}
+        numbers = {"extent": extent, "kernel": kernel, "padding": padding, "stride": list(stride)}
+        return plan_of(facts(**tf32 | numbers | changes)).algorithm
 
-    tf32 = {"dtype": "float32", "precision": "tf32"}
     for layout in ("NCDHW", "NDHWC"):
-        assert plan((5, 5, 5), [2, 2, 2], **tf32, layout=layout).algorithm == "sm90_implicit_gemm"
-        assert plan((3, 3, 3), [1, 1, 1], **tf32, layout=layout).algorithm == "cuda_library"
-    assert plan((5, 5, 5), [2, 2, 2], (8, 8, 8), **tf32, layout="NCDHW").algorithm == "cuda_library"
+        assert algorithm((5, 5, 5), [2, 2, 2], layout=layout) == "sm90_implicit_gemm"
+        assert algorithm((1, 5, 5), [0, 2, 2], layout=layout) == "sm90_implicit_gemm"
+        assert algorithm((3, 3, 3), [1, 1, 1], layout=layout) == "cuda_library"
+        assert algorithm((5, 5, 5), [2, 2, 2], stride=(1, 1, 1), layout=layout) == "cuda_library"
+        assert algorithm((5, 5, 5), [2, 2, 2], (8, 8, 8), layout=layout) == "cuda_library"

@@ -90,8 +90,9 @@ struct LibraryConvolution {
       sizes[2 + axis] = problem.kernel[axis];
       offset += cropped->first[axis] * strides[2 + axis];
     }
-    // One dense copy, in the order that the convolution would take the given one for.
-    const Layout layout = is_dense_in(w, Layout::kNDHWC) ? Layout::kNDHWC : Layout::kNCDHW;
+    // One dense copy, in the format that PyTorch takes the given one for.
+    const bool is_last = suggests_channels_last_3d(sizes_of(all_taps), strides);
+    const Layout layout = is_last ? Layout::kNDHWC : Layout::kNCDHW;
     w = contiguous_in(reinterpret(w, sizes, strides, offset), layout);
   }
 };

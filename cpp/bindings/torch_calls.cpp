@@ -221,7 +221,7 @@ Tensor reinterpret(const Tensor& tensor, const std::vector<std::int64_t>& sizes,
   AtenTensorHandle handle = nullptr;
   check_torch(
       aoti_torch__reinterpret_tensor(tensor.get(), static_cast<std::int64_t>(sizes.size()), sizes.data(),
-                                     strides.data(), tensor.storage_offset() + offset, &handle),
+                                     strides.data(), offset, &handle),  // which it adds to the tensor's own
       [&] { return concat("viewing a tensor as ", list_text(sizes)); });
   return Tensor(handle);
 }

@@ -37,13 +37,14 @@ constexpr std::int64_t kClusterThreads = 12 * kClusterBlocks * kMaxThreads;
 constexpr std::int64_t kLeastTileBytes = 4 * 1024;
 /// Vectors of a team's thread, of NCDHW, that are worth a wider team: of small groups a block takes several.
 constexpr std::int64_t kTeamLoadsWanted = 4;
-/// Threads that run at once, with up to 64 registers each, on as many multiprocessors as blocks may wait for
-/// each other. Of more, those of the first wave take twice as many vectors sooner than a second wave begins:
-/// of 16 samples of 192 float32 groups of 12^3 values 16 vectors took 31.5 us, 8 33, 4 37.6; but of groups
-/// that all run at once, 8 took 1.1 to 1.5 times as long as 4 (perf/results/h200_peers_found.txt, part 4).
-constexpr std::int64_t kTeamsThreadsAtOnce = kWaitingBlocks * 1024;
-/// Vectors of a thread then: with kTeamsThreads 64 KB of a block, which every GPU has.
-constexpr std::int64_t kMostTeamLoads = 16;
+/// Threads of teams that an H200 runs at once, of 64 registers each, on as many multiprocessors as blocks may
+/// wait for each other, and vectors of a thread where there are more: those of the first wave take twice as
+/// many sooner than a second wave begins. Of 16 samples of 192 float32 groups of 12^3 values 16 vectors
+/// took 31.5 us, 8 33, 4 37.6; of groups that all run at once, 8 took 0.94 to 1.5 times as long as 4
+/// (perf/results/h200_peers_found.txt, part 4).
+constexpr std::int64_t kTeamsThreadsAtOnce = kWaitingBlocks * 1024, kMostTeamLoads = 16;
+/// From which compute capability on that was timed.
+constexpr int kTeamsTimed = 90;
 /// Threads of a block of several groups.
 constexpr std::int64_t kTeamsThreads = 256;
 /// Sectors of memory are 32 bytes: of narrower slabs' rows the rest would be read in vain.
@@ -114,7 +115,9 @@ std::optional<HeldTiles> tiles_of(const Problem& p, std::int64_t rows, const Hel
 }
 
 /// Groups of `values` values in `tiles` tiles, or fewer.
-HeldPlanes in_stretches(const Problem& p, std::int64_t values, std::int64_t tiles) {
+///
+/// \param narrows whether teams of more threads than run at once are made narrower
+HeldPlanes in_stretches(const Problem& p, std::int64_t values, std::int64_t tiles, bool narrows) {
   const std::int64_t lanes = kVectorBytes / size_of(p.dtype);
   HeldPlanes t;
   t.tile_values = tiles == 1 ? values : ceil_div(ceil_div(values, tiles), lanes) * lanes;
@@ -125,7 +128,7 @@ HeldPlanes in_stretches(const Problem& p, std::int64_t values, std::int64_t tile
   while (t.team_threads < kMaxThreads && vectors > kTeamLoadsWanted * t.team_threads) t.team_threads *= 2;
   if (t.tiles == 1) {
     const std::int64_t groups = p.n * p.num_groups;
-    while (t.team_threads > 32 && groups * t.team_threads > kTeamsThreadsAtOnce &&
+    while (narrows && t.team_threads > 32 && groups * t.team_threads > kTeamsThreadsAtOnce &&
            vectors <= kMostTeamLoads * t.team_threads / 2) {
       t.team_threads /= 2;
     }
@@ -201,15 +204,20 @@ std::optional<HeldPlanes> held_planes(const Problem& p, int compute_capability) 
   const std::int64_t values = p.k / p.num_groups * p.positions(), bytes = values * size_of(p.dtype);
   const std::int64_t of_cluster = cluster_tiles(bytes, compute_capability);
   if (of_cluster > 1) {
-    HeldPlanes t = in_stretches(p, values, of_cluster);
+    HeldPlanes t = in_stretches(p, values, of_cluster, false);
     t.clusters = t.tiles > 1;
     const bool fits = t.shared_bytes() <= held_shared_limit(compute_capability);
     if (t.clusters && fits && clusters_run_at_once(groups, t.tiles, t.threads())) return t;
   }
   const bool waits = bytes > kAloneBytes && groups < kWaitingBlocks;
-  const HeldPlanes t = in_stretches(
-      p, values, waits ? std::min(kWaitingBlocks / groups, ceil_div(bytes, kLeastTileBytes)) : 1);
-  return t.shared_bytes() <= held_shared_limit(compute_capability) ? std::optional(t) : std::nullopt;
+  const std::int64_t tiles = waits ? std::min(kWaitingBlocks / groups, ceil_div(bytes, kLeastTileBytes)) : 1;
+  // Narrower teams are more of a block, each with a table of its channels.
+  for (const bool narrows : {true, false}) {
+    if (narrows && compute_capability < kTeamsTimed) continue;
+    const HeldPlanes t = in_stretches(p, values, tiles, narrows);
+    if (t.shared_bytes() <= held_shared_limit(compute_capability)) return t;
+  }
+  return std::nullopt;
 }
 
 std::optional<HeldCut> held_cut(const Problem& p, Layout layout, int compute_capability) {

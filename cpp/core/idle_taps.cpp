@@ -34,6 +34,27 @@ struct Axis {
   }
 };
 
+/// Taps side by side.
+struct TapRange {
+  std::int64_t begin, end;
+};
+
+/// The fewest that hold all which reach an output, at least one, and that PyTorch can be asked for.
+TapRange fewest_taps(const Axis& axis) {
+  // Of idle ones at the front, and up to those at the back.
+  std::int64_t idle = 0, last = axis.kernel;
+  while (idle < axis.kernel && !axis.reaches_output(idle)) ++idle;
+  while (last > 0 && !axis.reaches_output(last - 1)) --last;
+  if (idle == 0 && last == axis.kernel) return {0, axis.kernel};
+  for (std::int64_t count = std::max<std::int64_t>(last - idle, 1); count < axis.kernel; ++count) {
+    const std::int64_t least = std::max<std::int64_t>(last - count, 0);
+    for (std::int64_t begin = std::min(idle, axis.kernel - count); begin >= least; --begin) {
+      if (axis.of_taps(begin, begin + count).is_expressible()) return {begin, begin + count};
+    }
+  }
+  return {0, axis.kernel};
+}
+
 }  // namespace
 
 std::optional<CroppedTaps> without_idle_taps(const Problem& problem) {
@@ -44,18 +65,11 @@ std::optional<CroppedTaps> without_idle_taps(const Problem& problem) {
   for (int i = 0; i < 3; ++i) {
     const Axis axis{p.in[i],       p.kernel[i], p.stride[i], p.padding[i], p.output_padding[i],
                     p.dilation[i], out[i]};
-    std::int64_t begin = 0, end = axis.kernel;
-    while (begin + 1 < end && !axis.reaches_output(begin)) ++begin;
-    while (begin + 1 < end && !axis.reaches_output(end - 1)) --end;
-    // What is dropped at the front lessens the padding, of either side; at the back output_padding makes up
-    // for it.
-    while (begin > 0 && axis.of_taps(begin, end).padding < 0) --begin;
-    while (end < axis.kernel && !axis.of_taps(begin, end).is_expressible()) ++end;
-    const Axis left = axis.of_taps(begin, end);
-    if (left.kernel == axis.kernel || !left.is_expressible()) continue;
+    const TapRange taps = fewest_taps(axis);
+    const Axis left = axis.of_taps(taps.begin, taps.end);
     p.kernel[i] = left.kernel, p.padding[i] = left.padding, p.output_padding[i] = left.output_padding;
-    cropped.first[i] = begin;
-    drops = true;
+    cropped.first[i] = taps.begin;
+    drops |= left.kernel < axis.kernel;
   }
   return drops ? std::optional(cropped) : std::nullopt;
 }

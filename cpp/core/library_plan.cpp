@@ -9,7 +9,6 @@
 #include <optional>
 
 #include "core/held_norm.hpp"
-#include "core/idle_taps.hpp"
 #include "core/index_math.hpp"
 #include "core/sm90_compared.hpp"
 #include "core/sm90_plan.hpp"
@@ -156,18 +155,18 @@ bool has_timed_launches(const Problem& p, const Traffic& mb) {
   return is_dilated(p) && mb.y <= kMostMB;
 }
 
-/// Whether cuDNN's deterministic kernels take far more than the estimates say: under "tf32", of kernels of 5
-/// and more along one axis, of which a single tap reaches an output along another, three took 63 to 297 us
-/// where 35 were expected (perf/results/h200_peers_found.txt, parts 3 and 5).
+/// Whether cuDNN's deterministic kernels take far more than the estimates say: under "tf32", where one axis
+/// has a single voxel, of kernels of 5 and more with a stride along another, convolutions took 63 and 297 us,
+/// and a block 289, where 31 to 36 were expected (perf/results/h200_peers_found.txt, parts 3 and 5).
 bool is_flat_and_long(const Problem& p) {
   constexpr std::int64_t kLong = 5;
   if (p.dtype != DType::kFloat32) return false;
-  const std::optional<CroppedTaps> cropped = without_idle_taps(p);
-  if (!cropped) return false;
+  const Extent3 out = p.out();
   bool is_flat = false, is_long = false;
   for (int axis = 0; axis < 3; ++axis) {
-    is_flat |= cropped->problem.kernel[axis] == 1 && p.kernel[axis] > 1;
-    is_long |= cropped->problem.kernel[axis] >= kLong;
+    const bool is_voxel = p.in[axis] == 1 && out[axis] == 1;
+    is_flat |= is_voxel;
+    is_long |= !is_voxel && p.kernel[axis] >= kLong && p.stride[axis] > 1;
   }
   return is_flat && is_long;
 }

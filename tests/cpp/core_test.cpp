@@ -92,8 +92,21 @@ bool reaches_output(const Problem& p, int axis, std::int64_t tap) {
   return false;
 }
 
-/// On one axis, counted one by one: what is left computes the same, PyTorch can be asked for it, and no end
-/// has a tap that could have been dropped alone.
+/// Whether PyTorch can be asked for so many of an axis's taps from `first` on, the rest being idle.
+bool can_be_left(const Problem& p, int axis, std::int64_t first, std::int64_t count) {
+  for (std::int64_t tap = 0; tap < p.kernel[axis]; ++tap) {
+    if ((tap < first || tap >= first + count) && reaches_output(p, axis, tap)) return false;
+  }
+  Problem left = p;
+  left.kernel[axis] = count, left.padding[axis] = p.padding[axis] - first * p.dilation[axis];
+  left.output_padding[axis] = 0;
+  left.output_padding[axis] = p.out()[axis] - left.out()[axis];
+  return left.padding[axis] >= 0 && left.output_padding[axis] >= 0 &&
+         left.output_padding[axis] < std::max(p.stride[axis], p.dilation[axis]);
+}
+
+/// On one axis, counted one by one: what is left computes the same, PyTorch can be asked for it, and for
+/// nothing shorter.
 void test_idle_taps_of(const Problem& p, int axis) {
   const std::string what = "idle taps of " + describe(p);
   const std::optional<CroppedTaps> cropped = without_idle_taps(p);
@@ -109,6 +122,11 @@ void test_idle_taps_of(const Problem& p, int axis) {
   const std::int64_t bound = std::max(p.stride[axis], p.dilation[axis]);
   expect(left.padding[axis] >= 0 && left.output_padding[axis] >= 0 && left.output_padding[axis] < bound,
          what + ": PyTorch's arguments");
+  for (std::int64_t count = 1; count < left.kernel[axis]; ++count) {
+    for (std::int64_t from = 0; from + count <= p.kernel[axis]; ++from) {
+      expect(!can_be_left(p, axis, from, count), what + ": fewer taps, " + std::to_string(count));
+    }
+  }
 }
 
 void test_idle_taps() {

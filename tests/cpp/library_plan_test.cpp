@@ -10,6 +10,7 @@
 #include <iostream>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "core/held_norm.hpp"
 #include "core/library_plan.hpp"
@@ -82,6 +83,25 @@ bool test_planes_of(Problem p, int capability) {
   expect(t.shared_bytes() <= held_shared_limit(capability), what + ": shared memory");
   expect(waits_well(t, p.n * p.num_groups, t.threads(), capability), what + ": blocks that wait run at once");
   return true;
+}
+
+/// Of groups that are more than run at once, threads take more vectors each, where that was timed.
+void test_narrowed_teams() {
+  const auto team = [](std::int64_t n, std::int64_t k, std::int64_t positions, int capability, DType dtype) {
+    Problem p = of_size(n, k, positions, k, dtype);
+    p.x_layout = p.y_layout = Layout::kNCDHW;
+    const std::optional<HeldPlanes> found = held_planes(p, capability);
+    return found ? std::pair{found->team_threads, found->loads} : std::pair<std::int64_t, std::int64_t>{};
+  };
+  using Team = std::pair<std::int64_t, std::int64_t>;
+  expect(team(16, 192, 1728, 90, DType::kFloat32) == Team{32, 14}, "teams of a warp");
+  expect(team(16, 192, 1728, 86, DType::kFloat32) == Team{128, 4}, "not where it was not timed");
+  expect(team(2, 192, 7776, 90, DType::kFloat32) == Team{256, 8}, "teams of half the threads");
+  expect(team(2, 192, 7776, 90, DType::kBFloat16) == Team{256, 4}, "groups that all run at once");
+  // Tables of as many channels as these have are no room for more teams.
+  Problem p = of_size(4096, 2048, 1, 1);
+  p.x_layout = p.y_layout = Layout::kNCDHW;
+  expect(held_planes(p, 90).has_value(), "groups of many channels are held");
 }
 
 void test_tiles() {
@@ -454,6 +474,7 @@ void test_spared_hosts() {
 int main() {
   try {
     upconv3d::test_tiles();
+    upconv3d::test_narrowed_teams();
     upconv3d::test_what_is_held();
     upconv3d::test_choice();
     upconv3d::test_near_choices();

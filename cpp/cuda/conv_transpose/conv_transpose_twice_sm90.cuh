@@ -218,8 +218,8 @@ CUTLASS_DEVICE float short_count(TwiceParams<Traits> const& params, TwiceControl
   return float(control.last_count[phase] << params.granule_shift);
 }
 
-/// A mean in two floats and a variance: what is kept of merged moments. M2 in a float would be infinite for
-/// deviations whose variance is not.
+/// A mean in two floats and a variance: what is kept of merged moments. (M2 of as many values would sooner be
+/// infinite as a float than that of the tiles.)
 struct MergedMoments {
   float mean, rest;
   double variance, count;
