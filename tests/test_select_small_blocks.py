@@ -205,9 +205,10 @@ def test_flat_blocks_of_long_kernels_leave_deterministic_cudnn():
         numbers = {"extent": extent, "kernel": kernel, "padding": padding, "stride": list(stride)}
         return plan_of(facts(**tf32 | numbers | changes)).algorithm
 
+    others = ("sm90_implicit_gemm", "cuda_col2im")
     for layout in ("NCDHW", "NDHWC"):
-        assert algorithm((5, 5, 5), [2, 2, 2], layout=layout) == "sm90_implicit_gemm"
-        assert algorithm((1, 5, 5), [0, 2, 2], layout=layout) == "sm90_implicit_gemm"
+        assert algorithm((5, 5, 5), [2, 2, 2], layout=layout) in others
+        assert algorithm((1, 5, 5), [0, 2, 2], layout=layout) in others
         assert algorithm((3, 3, 3), [1, 1, 1], layout=layout) == "cuda_library"
         assert algorithm((5, 5, 5), [2, 2, 2], stride=(1, 1, 1), layout=layout) == "cuda_library"
         assert algorithm((5, 5, 5), [2, 2, 2], (8, 8, 8), layout=layout) == "cuda_library"
