@@ -211,4 +211,4 @@ def test_flat_blocks_of_long_kernels_leave_deterministic_cudnn():
         assert algorithm((1, 5, 5), [0, 2, 2], layout=layout) in others
         assert algorithm((3, 3, 3), [1, 1, 1], layout=layout) == "cuda_library"
         assert algorithm((5, 5, 5), [2, 2, 2], stride=(1, 1, 1), layout=layout) == "cuda_library"
-        assert algorithm((5, 5, 5), [2, 2, 2], (8, 8, 8), layout=layout) == "cuda_library"
+        assert algorithm((5, 5, 5), [2, 2, 2], (8, 8, 8), n=4, layout=layout) == "cuda_library"
