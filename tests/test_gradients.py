@@ -11,7 +11,7 @@ from oracles import Block, check_gradients_like_eager, make_block, relative_erro
 from test_values import OPINFO_COUNT, SHAPES, opinfo_block, shape_block
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
-from upconv3d import _autograd
+from upconv3d import _autograd, _convolution
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -347,7 +347,7 @@ def test_empty_tensors_of_the_fused_backward_are_no_gradients(monkeypatch):
     returned = (empty, torch.ones_like(block.weight), vector, vector, vector, empty)
     stand_in = types.SimpleNamespace(default=lambda *_: returned)
     monkeypatch.setattr(torch.ops.upconv3d, "fused_backward", stand_in, raising=False)  # a CPU build has none
-    args = _autograd.BlockArguments([1] * 3, [0] * 3, [0] * 3, 1, [1] * 3, 1, 1e-5, "ieee")
+    args = _convolution.BlockArguments([1] * 3, [0] * 3, [0] * 3, 1, [1] * 3, 1, 1e-5, "ieee")
     tensors = (block.input, block.input, block.weight, block.bias, block.norm_weight)
     mask = (False, True, True, True, False)
     gradients = _autograd._fused_backward(*tensors, args, mask, empty, False, None)
@@ -370,13 +370,13 @@ class _Settings(TorchDispatchMode):
 @pytest.mark.parametrize("asked", ["ieee", "tf32"])
 @pytest.mark.parametrize("setting", ["ieee", "tf32", "none"])
 def test_convolution_backward_has_the_precision_that_was_asked_for(asked, setting, monkeypatch):
-    monkeypatch.setattr(_autograd, "_precision_matters", lambda tensor: True)  # as of float32 on CUDA
+    monkeypatch.setattr(_convolution, "precision_matters", lambda tensor: True)  # as of float32 on CUDA
     torch.backends.cudnn.conv.fp32_precision = setting
     before = torch.backends.cudnn.conv.fp32_precision
     x, weight, grad_c = torch.randn(1, 2, 2, 2, 2), torch.randn(2, 3, 1, 1, 1), torch.randn(1, 3, 2, 2, 2)
-    args = _autograd.BlockArguments([1] * 3, [0] * 3, [0] * 3, 1, [1] * 3, 1, 1e-5, asked)
+    args = _convolution.BlockArguments([1] * 3, [0] * 3, [0] * 3, 1, [1] * 3, 1, 1e-5, asked)
     with _Settings() as settings:
-        found = _autograd._convolution_backward(grad_c, x, weight, args, (True, True, False))
+        found = _convolution.convolution_backward(grad_c, x, weight, args, (True, True, False))
     assert [(seen == "tf32") for seen in settings.seen] == [asked == "tf32"]
     assert torch.backends.cudnn.conv.fp32_precision == before
     torch.testing.assert_close(found[0], torch.conv3d(grad_c, weight), rtol=1e-4, atol=1e-5)

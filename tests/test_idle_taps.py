@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels whose taps do not all reach an output, which PyTorch's convolution is not asked for.
 
-`pytest -k idle_taps` runs all of it, the CPU's plan as well as the library plan of a GPU.
+What UPCONV3D_PLAN asks for is read once per process, so the library plan of a GPU runs in another.
 """
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -36,12 +39,6 @@ every_shape = pytest.mark.parametrize("shape", SHAPES)
 both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-@pytest.fixture(autouse=True)
-def _library(device, monkeypatch):
-    if device == "cuda":
-        monkeypatch.setenv("UPCONV3D_PLAN", "library")
-
-
 @every_shape
 @both_layouts
 def test_sums_are_exact(device, shape, layout):
@@ -68,6 +65,8 @@ def test_gradients(device, shape, layout):
 
 
 def test_the_convolution_is_asked_for_fewer(device):
+    if device.type == "cuda" and os.environ.get("UPCONV3D_PLAN") != "library":
+        pytest.skip("of the library plan; test_by_the_library_plan runs it")
     sizes, numbers = SHAPES["one_voxel_deep"]
     block = make_block(*sizes, device=device, num_groups=2, **numbers)
     with torch.profiler.profile(record_shapes=True) as profile:
@@ -93,3 +92,17 @@ def test_weights_of_idle_taps_do_not_matter(device):
     weight = block.weight.clone()
     weight[:, :, 0], weight[:, :, 2] = torch.inf, torch.nan
     assert torch.equal(replace(block, weight=weight).ours(), block.ours())
+
+
+def test_by_the_library_plan(cuda):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"UPCONV3D_PLAN": "library"}
+    result = subprocess.run(
+        [*command, "-k", "cuda and not by_the_library_plan"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout and "skipped" not in result.stdout, result.stdout

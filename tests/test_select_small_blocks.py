@@ -211,3 +211,69 @@ def test_flat_blocks_of_long_kernels_leave_deterministic_cudnn():
         assert algorithm((3, 3, 3), [1, 1, 1], layout) == "cuda_library"
         assert algorithm((5, 5, 5), [2, 2, 2], layout, stride=(1, 1, 1)) == "cuda_library"
         assert algorithm((5, 5, 5), [2, 2, 2], layout, extent=(8, 8, 8), n=4) == "cuda_library"
+
+
+# Of 96 and 160 outputs tiles of 64 and 128 channels are partly empty, cuDNN's less so.
+HALF_TILES = {
+    "96": {"n": 1, "c": 160, "k": 96, "extent": (62, 62, 62), "padding": [1, 1, 1], "num_groups": 96},
+    "96-held": {"n": 1, "c": 512, "k": 96, "extent": (30, 30, 30), "padding": [1, 1, 1]},
+    "160": {"n": 4, "c": 128, "k": 160, "extent": (24, 24, 24), "padding": [1, 1, 1]},
+}
+
+
+@pytest.mark.parametrize("name", HALF_TILES)
+def test_half_tiles_are_compared_at_any_length(name):
+    def plan(**changes):
+        return plan_of(facts(**HALF_TILES[name] | {"weight_layout": "NDHWC"} | changes))
+
+    for dtype in ("bfloat16", "float16"):
+        half = plan(dtype=dtype)
+        assert half.algorithm == "cuda_library" and "cuDNN's convolution is expected" in half.reason
+        assert ("activation_group_norm_held" in half.stages) == (name == "96-held")
+    assert plan(k=128, num_groups=8).algorithm == "sm90_implicit_gemm"
+    assert plan(training=True).algorithm == "sm90_implicit_gemm"
+    assert plan(dtype="float32", precision="tf32").algorithm == "sm90_implicit_gemm"
+
+
+def test_phases_of_few_positions_train_by_the_library():
+    def plan(**changes):
+        defaults = {"n": 64, "c": 512, "k": 256, "extent": (4, 4, 4), "kernel": (4, 4, 4), "training": True}
+        numbers = {"stride": [2, 2, 2], "padding": [1, 1, 1], "weight_layout": "NDHWC"}
+        return plan_of(facts(**defaults | numbers | changes))
+
+    few = plan()
+    assert few.algorithm == "cuda_library" and few.keeps_conv
+    assert plan(n=16).algorithm == "cuda_library"
+    # A step of so few waits for its host, which the library plan takes longer.
+    assert plan(n=2).algorithm == "sm90_implicit_gemm"
+    assert plan(extent=(8, 8, 8)).algorithm == "sm90_implicit_gemm"
+    assert plan(dtype="float32", precision="tf32").algorithm == "sm90_implicit_gemm"
+    assert plan(layout="NCDHW", weight_layout="NCDHW").algorithm == "sm90_implicit_gemm"
+
+
+# Every output has one tap: of a kernel of 4 with a padding of 1, the inner 2 of each axis.
+ONE_VOXEL = {
+    "latent": {"n": 64, "c": 200, "k": 512, "kernel": (4, 4, 4)},
+    "padded": {"n": 4, "c": 512, "k": 256, "kernel": (4, 4, 4), "stride": [2, 2, 2], "padding": [1, 1, 1]},
+    "anisotropic": {"n": 1, "c": 64, "k": 32, "kernel": (2, 3, 5), "stride": [2, 1, 3]},
+}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+@pytest.mark.parametrize("name", ONE_VOXEL)
+def test_one_voxel_is_a_matrix_product(name, layout, dtype, training):
+    def plan(**changes):
+        options = {"dtype": dtype, "weight_layout": layout, "training": training, "layout": "NCDHW"}
+        return plan_of(facts(**ONE_VOXEL[name] | {"extent": (1, 1, 1)} | options | changes))
+
+    product = plan()
+    assert product.algorithm == "cuda_library" and "one voxel per sample" in product.reason
+    # A result that lies as the weight does, and so an x in the same order.
+    assert product.problem["x_layout"] == product.problem["y_layout"] == layout
+    assert product.stages == ("aten::convolution", "activation_group_norm_held")
+    for other in ({"extent": (1, 1, 2)}, {"groups": 2}, {"dilation": [2, 2, 2]}):
+        assert "one voxel per sample" not in plan(**other).reason
+    if name == "latent":
+        assert "one voxel per sample" not in plan(output_padding=[1, 1, 1], stride=[2, 2, 2]).reason

@@ -5,11 +5,11 @@
 #include <functional>
 #include <vector>
 
+#include "bindings/library_convolution.hpp"
 #include "bindings/parameter_casts.hpp"
 #include "bindings/plan_query.hpp"
 #include "core/arguments.hpp"
 #include "core/errors.hpp"
-#include "core/idle_taps.hpp"
 #include "core/library_plan.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
@@ -74,44 +74,20 @@ Tensor output_for(const DenseResult& conv, const PreparedCall& call) {
                                               : empty_strided_like(conv.tensor, call.y_sizes, call.y_strides);
 }
 
-/// What PyTorch's convolution is asked for: without taps that reach no output.
-struct LibraryConvolution {
-  Problem problem;
-  Tensor w;  // [C,K/groups,T,R,S] dtype
-
-  LibraryConvolution(const Problem& given, const Tensor& all_taps) : problem(given), w(all_taps) {
-    const std::optional<CroppedTaps> cropped = without_idle_taps(given);
-    if (!cropped) return;
-    problem = cropped->problem;
-    Ints sizes = sizes_of(w);
-    const Ints strides = strides_of(w);
-    std::int64_t offset = 0;
-    for (std::size_t axis = 0; axis < 3; ++axis) {
-      sizes[2 + axis] = problem.kernel[axis];
-      offset += cropped->first[axis] * strides[2 + axis];
-    }
-    // One dense copy, in the format that PyTorch takes the given one for.
-    const bool is_last = suggests_channels_last_3d(sizes_of(all_taps), strides);
-    const Layout layout = is_last ? Layout::kNDHWC : Layout::kNCDHW;
-    w = contiguous_in(reinterpret(w, sizes, strides, offset), layout);
-  }
-};
-
 /// ReLU before a group norm. \param saved set, unless null, to the convolution [N,K,Z,P,Q] dtype: with the
 /// bias in 16 bit, else without
 Tensor run_cpu(const PreparedCall& call, const BlockTensors& t, std::optional<Tensor>* saved) {
   const Problem& p = call.problem;
   const Plan& plan = call.plan;
-  const LibraryConvolution library(p, t.w);
-  // A channels_last_3d weight alone would make PyTorch's convolution choose that format.
-  const Tensor w = plan.conv_layout == Layout::kNCDHW ? contiguous_in(library.w, Layout::kNCDHW) : library.w;
   // oneDNN adds a 16-bit bias before it rounds; added to the rounded convolution, one that cancels it would
   // leave the rounding error alone. In float32 and float64 our pass adds it, which saves PyTorch's.
   const bool half_width = p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16;
   const std::optional<Tensor> conv_bias = half_width ? t.bias : std::nullopt;
+  const LibraryConvolution library(p, t.w, conv_bias.has_value());
+  // A channels_last_3d weight alone would make PyTorch's convolution choose that format.
+  const Tensor w = plan.conv_layout == Layout::kNCDHW ? contiguous_in(library.w, Layout::kNCDHW) : library.w;
   const DenseResult conv = as_dense(
-      conv_transpose3d(contiguous_in(t.x, plan.conv_layout), w, conv_bias, library.problem, std::nullopt),
-      plan.conv_layout);
+      library.run(contiguous_in(t.x, plan.conv_layout), w, conv_bias, std::nullopt), plan.conv_layout);
   if (saved) *saved = conv.tensor;
   const Tensor y =
       saved ? empty_strided_like(conv.tensor, call.y_sizes, call.y_strides) : output_for(conv, call);
@@ -254,10 +230,10 @@ Tensor run_cuda_library(const PreparedCall& call, const BlockTensors& t, CallExt
   const auto stream = static_cast<cudaStream_t>(current_cuda_stream(index));
   const auto convolve = [&] {
     if (call.plan.own_convolution) return run_convolution_alone(call, t);
-    const LibraryConvolution library(p, t.w);
+    const std::optional<Tensor> bias = returned && !adds_returned ? t.bias : std::nullopt;
+    const LibraryConvolution library(p, t.w, bias.has_value());
     const LibraryOperands operands = library_operands(library.problem, call.plan, {t.x, library.w}, stream);
-    const bool has_bias = returned && !adds_returned;
-    return conv_transpose3d(operands.x, operands.w, has_bias ? t.bias : std::nullopt, library.problem, flags);
+    return library.run(operands.x, operands.w, bias, flags);
   };
   DenseResult conv = as_dense(convolve(), call.plan.conv_layout);
   if (adds_returned) conv = {contiguous_in(conv.tensor, p.y_layout), p.y_layout};

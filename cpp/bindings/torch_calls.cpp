@@ -278,6 +278,15 @@ Tensor conv_transpose3d(const Tensor& x, const Tensor& w, const std::optional<Te
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+Tensor matrix_product(const Tensor& a, const Tensor& b) {
+  using torch::stable::detail::from;
+  std::vector<StableIValue> stack = {from(a), from(b)};
+  check_torch(torch_call_dispatcher("aten::mm", "", stack.data(), TORCH_ABI_VERSION), [&] {
+    return concat("aten::mm of ", list_text(sizes_of(a)), " and ", list_text(sizes_of(b)));
+  });
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 void* current_cuda_stream(std::int32_t index) {
   using CurrentStream = AOTITorchError (*)(std::int32_t, void**);
   static const auto current_stream = torch_cuda_function<CurrentStream>("aoti_torch_get_current_cuda_stream");

@@ -109,6 +109,9 @@ CudnnFlags read_cudnn_flags(bool allow_tf32);
 Tensor conv_transpose3d(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
                         const Problem& problem, const std::optional<CudnnFlags>& flags);
 
+/// a [M,L] dtype times b [L,N] dtype, by PyTorch: [M,N] dtype, contiguous.
+Tensor matrix_product(const Tensor& a, const Tensor& b);
+
 /// PyTorch's current stream on CUDA device `index`, a cudaStream_t.
 void* current_cuda_stream(std::int32_t index);
 

@@ -230,9 +230,10 @@ Problem make_problem(const Arguments& a) {
   const bool x_suggests = suggests_channels_last_3d(x_sizes, x_strides);
   const bool w_suggests = suggests_channels_last_3d(a.weight.sizes, a.weight.strides);
   p.y_layout = x_suggests || w_suggests ? Layout::kNDHWC : Layout::kNCDHW;
-  const bool dense_ndhwc_only =
-      !is_dense(x_sizes, x_strides, Layout::kNCDHW) && is_dense(x_sizes, x_strides, Layout::kNDHWC);
-  p.x_layout = x_suggests || dense_ndhwc_only ? Layout::kNDHWC : Layout::kNCDHW;
+  // One channel, or one voxel, lies in both orders: in that of y then, as plans were compared.
+  const bool is_ndhwc = is_dense(x_sizes, x_strides, Layout::kNDHWC) &&
+                        (w_suggests || !is_dense(x_sizes, x_strides, Layout::kNCDHW));
+  p.x_layout = x_suggests || is_ndhwc ? Layout::kNDHWC : Layout::kNCDHW;
   // A copy that has to be made anyway starts where the allocator puts it, on at least 64 bytes.
   p.x_aligned = !is_dense(x_sizes, x_strides, p.x_layout) || a.input.data_ptr_mod16 == 0;
   p.w_channels_last =

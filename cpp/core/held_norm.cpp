@@ -43,8 +43,13 @@ constexpr std::int64_t kTeamLoadsWanted = 4;
 /// took 31.5 us, 8 33, 4 37.6; of groups that all run at once, 8 took 0.94 to 1.5 times as long as 4
 /// (perf/results/h200_peers_found.txt, part 4).
 constexpr std::int64_t kTeamsThreadsAtOnce = kWaitingBlocks * 1024, kMostTeamLoads = 16;
-/// From which compute capability on that was timed.
+/// From which compute capability on that was timed, and the next.
 constexpr int kTeamsTimed = 90;
+/// Threads of NDHWC's blocks that do not wait which an H200 runs at once, of up to 104 registers each, as one
+/// block of 512 on a multiprocessor or four of 128, and vectors of a thread where there are more. Of 64
+/// samples of 256 channels at 8^3 positions, 512 blocks, a launch of 512 threads each took 45 us behind a
+/// convolution, of 128 threads 36 (perf/results/h200_one_voxel.txt, part 4).
+constexpr std::int64_t kAloneThreadsAtOnce = kWaitingBlocks * 512, kMostAloneLoads = 16;
 /// Threads of a block of several groups.
 constexpr std::int64_t kTeamsThreads = 256;
 /// Sectors of memory are 32 bytes: of narrower slabs' rows the rest would be read in vain.
@@ -53,12 +58,18 @@ constexpr std::int64_t kLeastRowBytes = 32;
 constexpr std::int64_t kMostPartials = 1024;
 
 /// Threads and shared memory of a block.
-void fill_block(const Problem& p, HeldTiles& t) {
+///
+/// \param narrows whether blocks of more threads than run at once, which do not wait, are made smaller
+void fill_block(const Problem& p, HeldTiles& t, bool narrows) {
   const std::int64_t lanes = kVectorBytes / size_of(p.dtype);
   const std::int64_t vectors = t.rows * t.columns;
   t.threads = 128;
   while (t.threads < kMaxThreads && (t.threads < t.columns || vectors > kLoadsWanted * t.threads)) {
     t.threads *= 2;
+  }
+  while (narrows && t.tiles == 1 && t.threads > 128 && t.threads >= 2 * t.columns &&
+         p.n * t.slabs * t.threads > kAloneThreadsAtOnce && vectors <= kMostAloneLoads * t.threads / 2) {
+    t.threads /= 2;
   }
   t.row_lanes = std::min(t.threads / t.columns, t.rows);
   t.loads = ceil_div(t.rows, t.row_lanes);
@@ -83,10 +94,10 @@ bool clusters_run_at_once(std::int64_t parts, std::int64_t tiles, std::int64_t t
 }
 
 /// Slabs of `rows` rows in `tiles` tiles, or fewer.
-HeldTiles in_tiles(const Problem& p, std::int64_t rows, HeldTiles t, std::int64_t tiles) {
+HeldTiles in_tiles(const Problem& p, std::int64_t rows, HeldTiles t, std::int64_t tiles, bool narrows) {
   t.rows = ceil_div(rows, tiles);
   t.tiles = ceil_div(rows, t.rows);
-  fill_block(p, t);
+  fill_block(p, t, narrows);
   return t;
 }
 
@@ -99,7 +110,7 @@ std::optional<HeldTiles> tiles_of(const Problem& p, std::int64_t rows, const Hel
   const std::int64_t groups = std::max<std::int64_t>(p.num_groups / slabs.slabs, 1);
   const std::int64_t of_cluster = std::min(cluster_tiles(bytes, compute_capability), kMostPartials / groups);
   if (of_cluster > 1) {
-    HeldTiles t = in_tiles(p, rows, slabs, of_cluster);
+    HeldTiles t = in_tiles(p, rows, slabs, of_cluster, false);
     t.clusters = t.tiles > 1;
     const bool fits = t.shared_bytes() <= held_shared_limit(compute_capability);
     if (t.clusters && fits && clusters_run_at_once(p.n * t.slabs, t.tiles, t.threads)) return t;
@@ -110,7 +121,7 @@ std::optional<HeldTiles> tiles_of(const Problem& p, std::int64_t rows, const Hel
                                                ceil_div(bytes, kLeastTileBytes), kMostPartials / groups}),
                                      1, kWaitingBlocks);
   }
-  const HeldTiles t = in_tiles(p, rows, slabs, tiles);
+  const HeldTiles t = in_tiles(p, rows, slabs, tiles, compute_capability >= kTeamsTimed);
   return t.shared_bytes() <= held_shared_limit(compute_capability) ? std::optional(t) : std::nullopt;
 }
 

@@ -7,13 +7,14 @@
 #include <string>
 
 #include "core/col2im_plan.hpp"
-#include "core/cpu_conv_layout.hpp"
 #include "core/direct_plan.hpp"
 #include "core/errors.hpp"
 #include "core/held_norm.hpp"
 #include "core/index_math.hpp"
 #include "core/library_plan.hpp"
+#include "core/one_voxel.hpp"
 #include "core/plan.hpp"
+#include "core/separate_tail.hpp"
 #include "core/slab_launches.hpp"
 #include "core/sm80_plan.hpp"
 #include "core/sm90_plan.hpp"
@@ -79,80 +80,6 @@ std::string sm90_disadvantage(const Problem& p, const Plan& plan, bool keeps_act
                 " ms with our normalization");
 }
 
-/// Whether the backward pass is to begin with a convolution. In float64, autograd records PyTorch's own
-/// calls. With a skip it begins with the sum (with_skip), or with a result.
-bool keeps_library_conv(const Problem& p) {
-  return !p.tail.has_skip && p.dtype != DType::kFloat64;
-}
-
-/// Adds what follows a convolution that is in memory.
-void add_tail_stages(const Problem& p, const Device& device, Plan& plan) {
-  if (held_cut(p, plan.conv_layout, device.compute_capability)) {
-    plan.stages.push_back("activation_group_norm_held");
-  } else if (p.tail.norm) {
-    plan.stages.insert(plan.stages.end(),
-                       {"activation_moments", "group_norm_finalize", "group_norm_normalize"});
-  } else if (p.has_bias || p.tail.has_skip || p.tail.activation != Activation::kNone) {
-    const bool only_adds = p.tail.activation == Activation::kNone;
-    plan.stages.push_back(only_adds ? "add" : name(p.tail.activation));
-  }
-}
-
-/// \param for_training whether a backward pass will want the convolution
-Plan cuda_library_plan(const Problem& p, const Device& device, const std::string& reason, bool for_training) {
-  Plan plan;
-  plan.algorithm = Algorithm::kCudaLibrary;
-  plan.reason = reason;
-  plan.conv_layout = p.y_layout;  // what cuDNN keeps
-  plan.activation = p.dtype;
-  plan.keeps_conv = for_training && keeps_library_conv(p);
-  plan.activation_in_y = !p.tail.returns_conv && !plan.keeps_conv;
-  if (!for_training && library_copies_operands(p, device)) plan.conv_layout = Layout::kNDHWC;
-  if (copies_operands(p, plan)) {
-    plan.stages = {"channels_last_copies"};
-    plan.activation_in_y = false;
-  }
-  plan.stages.push_back("aten::convolution");
-  add_tail_stages(p, device, plan);
-  return plan;
-}
-
-/// \param for_training as of cuda_library_plan
-Plan cuda_col2im_plan(const Problem& p, const Device& device, const std::string& reason, bool for_training) {
-  Plan plan;
-  plan.algorithm = Algorithm::kCudaCol2im;
-  plan.reason = reason;
-  plan.conv_layout = p.y_layout;
-  plan.activation = p.dtype;
-  plan.keeps_conv = for_training && keeps_library_conv(p);
-  plan.activation_in_y = !p.tail.returns_conv && !plan.keeps_conv;
-  plan.stages = {"conv_transpose_columns_sm80", "col2im"};
-  add_tail_stages(p, device, plan);
-  return plan;
-}
-
-Plan cpu_library_plan(const Problem& p, const Device& device) {
-  Plan plan;
-  plan.algorithm = Algorithm::kCpuLibrary;
-  plan.conv_layout = cpu_conv_layout(p, device.max_threads);
-  plan.reason =
-      concat("input is on the CPU; PyTorch's convolution is expected quicker in ", name(plan.conv_layout),
-             " on ", device.max_threads, device.max_threads == 1 ? " thread" : " threads");
-  plan.activation = p.dtype;
-  plan.activation_in_y = plan.conv_layout == p.y_layout;
-  plan.stages = {"aten::convolution"};
-  if (p.tail.is_relu_group_norm()) {
-    plan.stages.push_back("relu_group_norm");
-    return plan;
-  }
-  plan.reason = "input is on the CPU, where PyTorch's operators compute what is not relu before a group norm";
-  if (p.tail.has_skip) plan.stages.push_back("aten::add");
-  if (p.tail.before() != Activation::kNone) plan.stages.push_back(concat("aten::", name(p.tail.before())));
-  if (p.tail.norm) plan.stages.push_back("aten::group_norm");
-  if (p.tail.after() != Activation::kNone) plan.stages.push_back(concat("aten::", name(p.tail.after())));
-  return plan;
-}
-
 /// Whether the SM80 kernel is expected quicker than PyTorch's convolution with our kernels after it. Not on
 /// Hopper, where cuDNN has wgmma and this kernel has not.
 bool prefers_sm80(const Device& device) {
@@ -204,6 +131,22 @@ Plan forced_col2im(const Problem& p, const Device& device, bool for_training) {
   return cuda_col2im_plan(p, device, "UPCONV3D_PLAN=" + device.forced_plan, for_training);
 }
 
+/// Why the library plan is to train a block that the SM90 plan could, or nothing: of a stride's phases with
+/// at most 64 positions per sample, tiles are half empty in the forward and in grad_x. In 16 bit and
+/// channels_last_3d such steps took 0.63 to 0.99 of the SM90 plan's where the forward saves so much; a short
+/// one 1.2, which waited for its host, and under "tf32" they took 1.4 (perf/NOTES.md, "One voxel, and half
+/// tiles").
+LibraryAdvantage training_advantage(const Problem& p, const Device& device, const Plan& sm90) {
+  constexpr std::int64_t kPositions = 64;
+  constexpr double kLeastUs = 20;
+  const bool is_kind = size_of(p.dtype) == 2 && p.y_layout == Layout::kNDHWC && volume(p.stride) > 1 &&
+                       p.positions() <= kPositions * volume(p.stride);
+  if (!is_kind) return {};
+  const LibraryAdvantage advantage = library_advantage(p, device, sm90);
+  const bool saves = !advantage.reason.empty() && sm90_us(p, sm90) - advantage.us >= kLeastUs;
+  return saves ? advantage : LibraryAdvantage{};
+}
+
 /// What is expected to be quicker than the SM90 plan, if anything and none is asked for.
 std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, const Plan& sm90,
                                     bool keeps_activation) {
@@ -211,6 +154,7 @@ std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, cons
   LibraryAdvantage advantage = {sm90_disadvantage(p, sm90, keeps_activation)};
   const bool is_slow = !advantage.reason.empty();
   // A backward pass reads what the SM90 plan keeps, or PyTorch's convolution.
+  if (keeps_activation && !is_slow) advantage = training_advantage(p, device, sm90);
   if (!keeps_activation) {
     const bool compares = !is_slow && !(device.spares_host && sm90_spares_host(p, sm90));
     if (compares) {
@@ -355,6 +299,7 @@ std::optional<Plan> choose_col2im(const Problem& p, const Device& device, const 
                                   bool for_training) {
   if (for_training && !trains_by_col2im(p, chosen)) return std::nullopt;
   if (!device.forced_plan.empty() || !col2im_obstacle(p, device).empty()) return std::nullopt;
+  if (is_one_voxel_product(p)) return std::nullopt;
   // Its three launches take the host longer than the SM90 plan's two. At float32's accuracy that one takes
   // the device longer than was compared with the host.
   const bool spares_host = device.spares_host && !p.is_ieee();
@@ -447,6 +392,12 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
   }
   if (keeps_activation && !problem.tail.norm && problem.dtype != DType::kFloat64) {
     return training_without_norm(problem, device, instances);
+  }
+  if (forced.empty() && is_one_voxel_product(problem)) {
+    Plan plan = cuda_library_plan(
+        problem, device, "one voxel per sample: the convolution is a matrix product", keeps_activation);
+    plan.instead_of_sm90 = problem.dtype != DType::kFloat64;
+    return with_skip(problem, device, instances, keeps_activation, plan);
   }
   if (forced == "direct") return forced_direct(problem, device);
   if (forced == "col2im") return forced_col2im(problem, device, keeps_activation);

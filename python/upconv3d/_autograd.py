@@ -18,14 +18,14 @@ operators that PyTorch can differentiate again; what differentiates those follow
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _C
+from ._convolution import BlockArguments, aligned, convolution, convolution_backward
 from ._facts import block_facts, is_concrete, kept_of
 from ._geometry import batched, dense_as, memory_format_of
 from ._graphs import is_traced, record_operator, record_plainly
@@ -37,8 +37,6 @@ _recomputed_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_recomputed.
 _training_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_for_training.default
 # Without OpOverload.__call__, a function in Python that passes its arguments on.
 _numbered_backward = torch.ops.upconv3d._numbered_tail_backward.default._op
-_aten_backward = _aten.convolution_backward.default._op
-_fp32_precision = torch._C._get_fp32_precision_getter
 _is_batched = torch._C._functorch.is_batchedtensor
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 _autocast_enabled = torch._C._is_any_autocast_enabled
@@ -46,19 +44,6 @@ AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torc
     torch._C.DispatchKey.AutocastCUDA
 )
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
-
-
-class BlockArguments(NamedTuple):
-    """What the forward takes beside tensors."""
-
-    stride: Sequence[int]
-    padding: Sequence[int]
-    output_padding: Sequence[int]
-    groups: int
-    dilation: Sequence[int]
-    num_groups: int
-    eps: float  # activation units squared
-    precision: str  # "ieee" or "tf32"
 
 
 def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,80 +58,6 @@ def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(*arguments)
 
     return run
-
-
-def _precision_matters(tensor: Tensor) -> bool:
-    return tensor.is_cuda and tensor.dtype is torch.float32
-
-
-def _setting_agrees(tensor: Tensor, precision: str) -> bool:
-    """Whether PyTorch's convolutions of `tensor` have that precision as its setting is."""
-    if not _precision_matters(tensor):
-        return True
-    return bool((_fp32_precision("cuda", "conv") == "tf32") == (precision == "tf32"))
-
-
-@contextmanager
-def _conv_precision(tensor: Tensor, precision: str) -> Iterator[None]:
-    """PyTorch's setting for float32 convolutions, for as long as one convolution_backward takes.
-
-    convolution_backward has no argument for it. The setting is touched only where it says something else, and
-    the value that was read is written back. It is one for the process: a convolution that another thread
-    starts meanwhile sees it too.
-    """
-    if _setting_agrees(tensor, precision):
-        yield
-        return
-    before = _fp32_precision("cuda", "conv")
-    torch._C._set_fp32_precision_setter("cuda", "conv", precision)
-    try:
-        yield
-    finally:
-        torch._C._set_fp32_precision_setter("cuda", "conv", before)
-
-
-def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, args: BlockArguments) -> Tensor:
-    """c = conv_transpose3d(x, weight, bias) in the requested precision; [N, K, Z, P, Q]."""
-    with _conv_precision(x, args.precision):
-        c: Tensor = _aten.convolution.default(
-            x,
-            weight,
-            bias,
-            args.stride,
-            args.padding,
-            args.dilation,
-            True,
-            args.output_padding,
-            args.groups,
-        )
-        return c
-
-
-def _convolution_backward(
-    grad_c: Tensor, x: Tensor, weight: Tensor, args: Sequence[Any], mask: Sequence[bool]
-) -> Sequence[Tensor | None]:
-    """grad_x, grad_w and grad_bias, those that `mask` asks for. args: begins with BlockArguments' fields."""
-    if not any(mask):
-        return None, None, None
-    stride, padding, output_padding, groups, dilation = args[:5]
-    lists = (stride, padding, dilation, True, output_padding, groups, mask)
-    grads: Sequence[Tensor | None]
-    if not torch.compiler.is_dynamo_compiling() and _setting_agrees(x, args[7]):
-        # A context manager written in Python costs a host as much as the operator's way to its kernel.
-        grads = _aten_backward(grad_c, x, weight, [grad_c.size(1)], *lists)
-        return grads
-    with _conv_precision(x, args[7]):
-        grads = _aten.convolution_backward.default(grad_c, x, weight, [grad_c.shape[1]], *lists)
-    return grads
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that begins on 16 bytes, on CUDA.
-
-    In torch 2.11 a gradient of float32 in channels_last_3d ends in a misaligned address where a tensor does
-    not begin so: the kernels that cuDNN chose read 16 bytes at a time.
-    """
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _native_backward(
@@ -168,7 +79,7 @@ def _native_backward(
     # is no sooner there, and without grad_input they end the process.
     grad_y = grad_y.contiguous()
     if conv is None:
-        a = _convolution(x, weight, bias, args).contiguous()
+        a = convolution(x, weight, bias, args).contiguous()
     elif bias is not None and x.dtype in (torch.float32, torch.float64):
         a = conv.contiguous()
         per_channel = bias.view(1, -1, 1, 1, 1)
@@ -191,7 +102,7 @@ def _native_backward(
     # In place: these are the largest tensors of a training step.
     grad_c = _aten.threshold_backward.grad_input(grad_a, a, 0, grad_input=grad_a)
     del a
-    return [*_convolution_backward(grad_c, x, weight, args, conv_mask), grad_norm_weight, grad_norm_bias]
+    return [*convolution_backward(grad_c, x, weight, args, conv_mask), grad_norm_weight, grad_norm_bias]
 
 
 def _differentiable_backward(
@@ -208,7 +119,7 @@ def _differentiable_backward(
     With xhat = (a - mean)*rstd and g = grad_y*gamma, over each norm group of m values:
         grad_a = rstd * (g - sum(g)/m - xhat*sum(g*xhat)/m)
     """
-    c = _convolution(x, weight, bias, args)
+    c = convolution(x, weight, bias, args)
     grouped = (c.shape[0], args.num_groups, c.shape[1] // args.num_groups * c.shape[2:].numel())
     # Squares of what float16 holds are beyond it, and PyTorch's norm computes in float32, too.
     wide = torch.promote_types(c.dtype, torch.float32)
@@ -224,7 +135,7 @@ def _differentiable_backward(
     grad_c = grad_a.reshape(c.shape).to(c.dtype) * (c > 0)
     grad_norm_weight = (grad_y * xhat.reshape(c.shape)).sum(per_channel).to(c.dtype) if mask[3] else None
     grad_norm_bias = grad_y.sum(per_channel).to(c.dtype) if mask[4] else None
-    return [*_convolution_backward(grad_c, x, weight, args, mask[:3]), grad_norm_weight, grad_norm_bias]
+    return [*convolution_backward(grad_c, x, weight, args, mask[:3]), grad_norm_weight, grad_norm_bias]
 
 
 def _keep_again(
@@ -235,7 +146,7 @@ def _keep_again(
     plan = _C.explain(block_facts(*arguments) | {"training": True})["plan"]
     # PyTorch's alone, without what follows it; col2im's is to be had of the operator only.
     if plan["keeps_conv"] and plan["algorithm"] == "cuda_library":
-        conv = _convolution(x, weight, None, args)
+        conv = convolution(x, weight, None, args)
         return conv.contiguous(memory_format=memory_format_of(x, weight))
     if not plan["keeps_activation"] and not plan["keeps_conv"]:
         return None
@@ -278,7 +189,7 @@ def _fused_backward(
         gradients = [gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True)]
     if grad_c is not None and grad_c.numel() > 0:
         wanted = [mask[0], mask[1], False]
-        gradients[:2] = _convolution_backward(grad_c, _aligned(x), weight, args, wanted)[:2]
+        gradients[:2] = convolution_backward(grad_c, aligned(x), weight, args, wanted)[:2]
     return gradients
 
 

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import BlockArguments, _convolution, _convolution_backward, _is_batched, _precision_matters
+from ._autograd import _is_batched
+from ._convolution import BlockArguments, convolution, convolution_backward, precision_matters
 from ._geometry import batched, dense_as, memory_format_of, surely
 
 _aten = torch.ops.aten
@@ -117,7 +118,7 @@ class PreciseConvolution(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, args: BlockArguments) -> Tensor:
-        return _convolution(x, weight, bias, args)
+        return convolution(x, weight, bias, args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -127,7 +128,7 @@ class PreciseConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_c: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return (*_convolution_backward(grad_c, x, weight, ctx.args, ctx.needs_input_grad[:3]), None)
+        return (*convolution_backward(grad_c, x, weight, ctx.args, ctx.needs_input_grad[:3]), None)
 
 
 def _activate(value: Tensor, s: Settings, slopes: Tensor | None, in_place: bool) -> Tensor:
@@ -206,8 +207,8 @@ def composite(
     """
     t, s = Tensors(*tensors), Settings(*settings)
     x = batched(t.input)
-    if precise and _precision_matters(x) and not torch.is_autocast_enabled("cuda"):
-        convolve = PreciseConvolution.apply if torch.is_grad_enabled() else _convolution
+    if precise and precision_matters(x) and not torch.is_autocast_enabled("cuda"):
+        convolve = PreciseConvolution.apply if torch.is_grad_enabled() else convolution
         c: Tensor = convolve(x, t.weight, t.bias, s.convolution())
     else:
         c = torch.conv_transpose3d(
@@ -379,7 +380,7 @@ def tail_backward(
     grad_norms: Sequence[Tensor | None] = (None, None)
     if grad_y is not None:
         grad = batched(grad_y)
-        c = _convolution(x, t.weight, t.bias, args)
+        c = convolution(x, t.weight, t.bias, args)
         value = c if t.skip is None else c + batched(t.skip)
         del c  # what is not read again is freed: these are the largest tensors of a training step
         norm_mask = [any(mask[:3]) or mask[5] or mask[6], mask[3], mask[4]]
@@ -400,7 +401,7 @@ def tail_backward(
         grad_c = batched(grad_conv) if grad_c is None else grad_c + batched(grad_conv)
     grads: Sequence[Tensor | None] = (None, None, None)
     if grad_c is not None:
-        grads = _convolution_backward(grad_c, x, t.weight, args, list(mask[:3]))
+        grads = convolution_backward(grad_c, x, t.weight, args, list(mask[:3]))
     gradients = [*grads, *grad_norms, grad_slopes, grad_value]
     return in_sizes_of(t, gradients, mask)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._autograd import _aligned, _convolution_backward
+from ._convolution import aligned, convolution_backward
 from ._geometry import batched, memory_format_of
 from ._tail import in_sizes_of
 
@@ -46,7 +46,7 @@ def gradients_from_saved(
     if grad_c is not None:
         grad_x, grad_w, grad_bias = gradients[:3]
         left = (a and grad_x is None, b and grad_w is None, c and grad_bias is None)
-        found = _convolution_backward(grad_c, _aligned(x), weight, settings, left)
+        found = convolution_backward(grad_c, aligned(x), weight, settings, left)
         grad_x = found[0] if left[0] else grad_x
         grad_w = found[1] if left[1] else grad_w
         grad_bias = found[2] if left[2] else grad_bias
@@ -101,8 +101,8 @@ def gradients_from_operand(
             both = batched(grad_conv)
             is_own = not (wants_skip or is_alone)
             grad_c = grad_operand.add_(both) if is_own else grad_operand + both
-        volumes = (_aligned(grad_c), _aligned(x), weight)
-        grad_x, grad_w, of_bias = _convolution_backward(*volumes, settings, left)
+        volumes = (aligned(grad_c), aligned(x), weight)
+        grad_x, grad_w, of_bias = convolution_backward(*volumes, settings, left)
         grad_bias = grad_bias if sums_bias else of_bias
     gradients = [grad_x, grad_w, grad_bias, *norms, grad_operand if wants_skip else None]
     return in_sizes_of(tensors, gradients, mask)

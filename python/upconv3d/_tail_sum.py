@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ._autocast import autocast_dtype, cast_tensors
-from ._autograd import AUTOCAST_KEYS, _aligned, _convolution_backward, _is_transformed, without_autocast
+from ._autograd import AUTOCAST_KEYS, _is_transformed, without_autocast
+from ._convolution import aligned, convolution_backward
 from ._geometry import memory_format_of, output_extent
 from ._norm_alone import is_watched, record_norm_act, settings_of_norm
 from ._tail import Settings, autocast_result_dtype, differentiable_backward
@@ -57,8 +58,8 @@ class ConvTranspose3dPlusSkip(torch.autograd.Function):
                 alone = _convolution_alone(ctx.settings)
                 gradients = differentiable_backward(grad_s, None, tensors, alone, wanted)[:3]
             else:
-                volumes = (grad_s, x) if _is_transformed(grad_s) else (_aligned(grad_s), _aligned(x))
-                gradients = _convolution_backward(volumes[0], volumes[1], weight, ctx.settings, mask)
+                volumes = (grad_s, x) if _is_transformed(grad_s) else (aligned(grad_s), aligned(x))
+                gradients = convolution_backward(volumes[0], volumes[1], weight, ctx.settings, mask)
         return (*gradients, grad_s if of_skip else None, None, None)
 
 

@@ -21,6 +21,7 @@
 #include "core/errors.hpp"
 #include "core/idle_taps.hpp"
 #include "core/launch_memo.hpp"
+#include "core/one_voxel.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 #include "core/text.hpp"
@@ -151,6 +152,46 @@ void test_idle_taps() {
     if (without_idle_taps(p)) ++dropped;
   }
   expect(dropped > 100, "problems with idle taps: " + std::to_string(dropped));
+}
+
+/// Products of one voxel, output by output: each has a tap.
+void test_one_voxel() {
+  int products = 0, others = 0;
+  for (int code = 0; code < 6 * 3 * 4 * 3 * 3; ++code) {
+    int rest = code;
+    const auto digit = [&](int base) { return std::exchange(rest, rest / base) % base; };
+    Problem p = headline();
+    p.in = {1, 1, 1};
+    constexpr int kAxis = 2;
+    p.kernel[kAxis] = 1 + digit(6), p.stride[kAxis] = 1 + digit(3), p.padding[kAxis] = digit(4);
+    p.dilation[kAxis] = 1 + digit(3), p.output_padding[kAxis] = digit(3);
+    const bool valid = p.output_padding[kAxis] < std::max(p.stride[kAxis], p.dilation[kAxis]);
+    if (!valid || p.out()[kAxis] < 1) continue;
+    bool all = true;
+    for (std::int64_t at = 0; at < p.out()[kAxis]; ++at) {
+      bool has_tap = false;
+      for (std::int64_t tap = 0; tap < p.kernel[kAxis]; ++tap) {
+        has_tap |= tap * p.dilation[kAxis] - p.padding[kAxis] == at;
+      }
+      all &= has_tap;
+    }
+    const std::string what = "one voxel: " + describe(p);
+    expect(is_one_voxel_product(p) == all, what);
+    ++(all ? products : others);
+    Problem wider = p, grouped = p, returned = p;
+    wider.in[0] = 2, grouped.groups = 2;
+    returned.tail.returns_conv = returned.has_bias = true;
+    for (const Problem& other : {wider, grouped, returned}) expect(!is_one_voxel_product(other), what);
+  }
+  expect(products > 50 && others > 50, "products of one voxel: " + std::to_string(products));
+  Problem latent = headline();
+  latent.in = {1, 1, 1}, latent.kernel = {4, 2, 3}, latent.stride = {2, 1, 5};
+  const std::optional<Problem> product = product_of_one_voxel(latent);
+  expect(product && product->k == latent.k * 24 && product->kernel == Extent3{1, 1, 1} &&
+             product->out() == Extent3{1, 1, 1},
+         "a channel per output and tap");
+  latent.k = std::int64_t{1} << 28;
+  expect(!product_of_one_voxel(latent), "more channels than 31 bits count");
 }
 
 void test_rules() {
@@ -349,6 +390,7 @@ int main() {
     upconv3d::test_launch_memo();
     upconv3d::test_problem();
     upconv3d::test_idle_taps();
+    upconv3d::test_one_voxel();
     upconv3d::test_rules();
     upconv3d::test_formats();
     upconv3d::test_sm90_selection();

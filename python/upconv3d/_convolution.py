@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch's convolution and its gradients, in the precision that a call asks for."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+# Without OpOverload.__call__, a function in Python that passes its arguments on.
+_aten_backward = _aten.convolution_backward.default._op
+_fp32_precision = torch._C._get_fp32_precision_getter
+_ONE, _NONE = (1, 1, 1), (0, 0, 0)
+
+
+class BlockArguments(NamedTuple):
+    """What the forward takes beside tensors."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    output_padding: Sequence[int]
+    groups: int
+    dilation: Sequence[int]
+    num_groups: int
+    eps: float  # activation units squared
+    precision: str  # "ieee" or "tf32"
+
+
+def precision_matters(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype is torch.float32
+
+
+def _setting_agrees(tensor: Tensor, precision: str) -> bool:
+    """Whether PyTorch's convolutions of `tensor` have that precision as its setting is."""
+    if not precision_matters(tensor):
+        return True
+    return bool((_fp32_precision("cuda", "conv") == "tf32") == (precision == "tf32"))
+
+
+@contextmanager
+def conv_precision(tensor: Tensor, precision: str) -> Iterator[None]:
+    """PyTorch's setting for float32 convolutions, for as long as one convolution_backward takes.
+
+    convolution_backward has no argument for it. The setting is touched only where it says something else, and
+    the value that was read is written back. It is one for the process: a convolution that another thread
+    starts meanwhile sees it too.
+    """
+    if _setting_agrees(tensor, precision):
+        yield
+        return
+    before = _fp32_precision("cuda", "conv")
+    torch._C._set_fp32_precision_setter("cuda", "conv", precision)
+    try:
+        yield
+    finally:
+        torch._C._set_fp32_precision_setter("cuda", "conv", before)
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, args: BlockArguments) -> Tensor:
+    """c = conv_transpose3d(x, weight, bias) in the requested precision; [N, K, Z, P, Q]."""
+    with conv_precision(x, args.precision):
+        c: Tensor = _aten.convolution.default(
+            x,
+            weight,
+            bias,
+            args.stride,
+            args.padding,
+            args.dilation,
+            True,
+            args.output_padding,
+            args.groups,
+        )
+        return c
+
+
+def _reaching_taps(
+    grad_c: Tensor, x: Tensor, weight: Tensor, args: Sequence[Any]
+) -> tuple[slice, slice, slice] | None:
+    """Of each axis the taps, one per output, that a convolution of one voxel per sample multiplies by
+    (cpp/core/one_voxel.hpp); None where x has more voxels, or an output no tap."""
+    _, padding, _, groups, dilation = args[:5]
+    if x.shape[2:] != _ONE or groups != 1:
+        return None
+    taps = []
+    for out, kernel, begin, step in zip(grad_c.shape[2:], weight.shape[2:], padding, dilation, strict=True):
+        if out + begin > kernel or (step > 1 and kernel > 1):
+            return None
+        taps.append(slice(begin, begin + out))
+    return taps[0], taps[1], taps[2]
+
+
+def _multiplies_strictly(x: Tensor, precision: str) -> bool:
+    """Whether torch.mm is wanted, and set, to have float32's accuracy: cuDNN's pointwise gradients of x took
+    1.2 ms then where it took 0.05 (perf/results/h200_one_voxel.txt, part 2)."""
+    if x.dtype is not torch.float32 or precision != "ieee":
+        return False
+    # Of cuBLAS, PyTorch wants a setting of the environment where its algorithms are to be deterministic.
+    return _fp32_precision("cuda", "matmul") != "tf32" and not torch.are_deterministic_algorithms_enabled()
+
+
+def _product_backward(
+    grad_c: Tensor, x: Tensor, weight: Tensor, args: Sequence[Any], mask: Sequence[bool]
+) -> Sequence[Tensor | None] | None:
+    """convolution_backward where the convolution is a matrix product; None where it is not, a bias has a
+    gradient, or w lies in neither order."""
+    is_last = weight.is_contiguous(memory_format=torch.channels_last_3d)
+    if mask[2] or not (is_last or weight.is_contiguous()):
+        return None
+    reaching = _reaching_taps(grad_c, x, weight, args)
+    if reaching is None:
+        return None
+    order, back = ((0, 2, 3, 4, 1), (0, 4, 1, 2, 3)) if is_last else ((0, 1, 2, 3, 4),) * 2
+    n, c = x.shape[:2]
+    rows = grad_c.permute(order).reshape(n, -1)
+    index = (slice(None), slice(None), *reaching)
+    reached = weight[index].permute(order)
+    taps = reached.reshape(c, -1)
+    outputs = taps.shape[1]
+    grad_x: Tensor | None = None
+    grad_w: Tensor | None = None
+    # On the CPU, oneDNN's pointwise gradients take up to 6 times as long in 16 bit as those of all taps.
+    if not x.is_cuda or _multiplies_strictly(x, args[7]):
+        grad_x = torch.mm(rows, taps.t()).view_as(x) if mask[0] else None
+        grad_w = torch.mm(x.reshape(n, c).t(), rows) if mask[1] else None
+    else:  # where float32's convolutions and matrix products have a setting each
+        pointwise = rows.view(n, outputs, 1, 1, 1), x, taps.view(c, outputs, 1, 1, 1), [outputs]
+        grad_x, grad_w, _ = _aten_backward(*pointwise, _ONE, _NONE, _ONE, True, _NONE, 1, mask)
+    if grad_w is not None:
+        of_reached = grad_w.reshape(reached.shape).permute(back)
+        grad_w = of_reached
+        if reached.numel() < weight.numel():
+            grad_w = torch.zeros_like(weight)
+            grad_w[index] = of_reached
+    return grad_x, grad_w, None
+
+
+def convolution_backward(
+    grad_c: Tensor, x: Tensor, weight: Tensor, args: Sequence[Any], mask: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    """grad_x, grad_w and grad_bias, those that `mask` asks for. args: begins with BlockArguments' fields."""
+    if not any(mask):
+        return None, None, None
+    stride, padding, output_padding, groups, dilation = args[:5]
+    grads: Sequence[Tensor | None]
+
+    def computed() -> Sequence[Tensor | None]:
+        if product := _product_backward(grad_c, x, weight, args, mask):
+            return product
+        outputs = [grad_c.size(1)]
+        grads = _aten_backward(
+            *(grad_c, x, weight, outputs, stride, padding, dilation, True, output_padding, groups, mask)
+        )
+        return grads  # type: ignore[no-any-return]
+
+    if not torch.compiler.is_dynamo_compiling():
+        # A context manager written in Python costs a host as much as the operator's way to its kernel.
+        if _setting_agrees(x, args[7]):
+            return computed()
+        with conv_precision(x, args[7]):
+            return computed()
+    lists = (stride, padding, dilation, True, output_padding, groups, mask)
+    with conv_precision(x, args[7]):
+        grads = _aten.convolution_backward.default(grad_c, x, weight, [grad_c.shape[1]], *lists)
+    return grads
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that begins on 16 bytes, on CUDA.
+
+    In torch 2.11 a gradient of float32 in channels_last_3d ends in a misaligned address where a tensor does
+    not begin so: the kernels that cuDNN chose read 16 bytes at a time.
+    """
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
