@@ -36,7 +36,7 @@ class Kernels:
             if _tail.begins_with_result(settings):
                 return None, None
             convolution = _tail.Settings(*settings).convolution()
-            conv = _tail._convolution(batched(arguments[0]), arguments[1], None, convolution)
+            conv = _tail.convolution(batched(arguments[0]), arguments[1], None, convolution)
             return self.forward(*arguments)[0], conv
         if not self.keeps and settings[5] > 0:
             return None, None
