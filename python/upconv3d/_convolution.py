@@ -105,11 +105,11 @@ def _product_backward(
 ) -> Sequence[Tensor | None] | None:
     """convolution_backward where the convolution is a matrix product; None where it is not, a bias has a
     gradient, or w lies in neither order."""
-    is_last = weight.is_contiguous(memory_format=torch.channels_last_3d)
-    if mask[2] or not (is_last or weight.is_contiguous()):
-        return None
-    reaching = _reaching_taps(grad_c, x, weight, args)
+    reaching = None if mask[2] else _reaching_taps(grad_c, x, weight, args)
     if reaching is None:
+        return None
+    is_last = weight.is_contiguous(memory_format=torch.channels_last_3d)
+    if not is_last and not weight.is_contiguous():
         return None
     order, back = ((0, 2, 3, 4, 1), (0, 4, 1, 2, 3)) if is_last else ((0, 1, 2, 3, 4),) * 2
     n, c = x.shape[:2]
