@@ -13,6 +13,7 @@ _aten = torch.ops.aten
 _aten_backward = _aten.convolution_backward.default._op
 _fp32_precision = torch._C._get_fp32_precision_getter
 _ONE, _NONE = (1, 1, 1), (0, 0, 0)
+_TO_NDHWC, _FROM_NDHWC = (0, 2, 3, 4, 1), (0, 4, 1, 2, 3)
 
 
 class BlockArguments(NamedTuple):
@@ -111,28 +112,30 @@ def _product_backward(
     is_last = weight.is_contiguous(memory_format=torch.channels_last_3d)
     if not is_last and not weight.is_contiguous():
         return None
-    order, back = ((0, 2, 3, 4, 1), (0, 4, 1, 2, 3)) if is_last else ((0, 1, 2, 3, 4),) * 2
-    n, c = x.shape[:2]
-    rows = grad_c.permute(order).reshape(n, -1)
+    n, c = x.size(0), x.size(1)
+    whole = grad_c.shape[2:] == weight.shape[2:]
     index = (slice(None), slice(None), *reaching)
-    reached = weight[index].permute(order)
-    taps = reached.reshape(c, -1)
-    outputs = taps.shape[1]
+    # An operator takes a host as long as a product takes the device: none is called that changes nothing.
+    reached = weight if whole else weight[index]
+    ordered = reached.permute(_TO_NDHWC) if is_last else reached
+    rows = (grad_c.permute(_TO_NDHWC) if is_last else grad_c).reshape(n, -1)
+    taps = ordered.reshape(c, -1)
     grad_x: Tensor | None = None
     grad_w: Tensor | None = None
     # On the CPU, oneDNN's pointwise gradients take up to 6 times as long in 16 bit as those of all taps.
     if not x.is_cuda or _multiplies_strictly(x, args[7]):
-        grad_x = torch.mm(rows, taps.t()).view_as(x) if mask[0] else None
+        grad_x = torch.mm(rows, taps.t()).view(n, c, 1, 1, 1) if mask[0] else None
         grad_w = torch.mm(x.reshape(n, c).t(), rows) if mask[1] else None
     else:  # where float32's convolutions and matrix products have a setting each
+        outputs = taps.size(1)
         pointwise = rows.view(n, outputs, 1, 1, 1), x, taps.view(c, outputs, 1, 1, 1), [outputs]
         grad_x, grad_w, _ = _aten_backward(*pointwise, _ONE, _NONE, _ONE, True, _NONE, 1, mask)
     if grad_w is not None:
-        of_reached = grad_w.reshape(reached.shape).permute(back)
-        grad_w = of_reached
-        if reached.numel() < weight.numel():
-            grad_w = torch.zeros_like(weight)
-            grad_w[index] = of_reached
+        grad_w = grad_w.reshape(ordered.shape)
+        grad_w = grad_w.permute(_FROM_NDHWC) if is_last else grad_w
+        if not whole:
+            grad_of_reached, grad_w = grad_w, torch.zeros_like(weight)
+            grad_w[index] = grad_of_reached
     return grad_x, grad_w, None
 
 
