@@ -15,6 +15,7 @@ from oracles import (
 )
 from tails import Call, gradients, make_call
 from test_norm_act import _check_errors
+from upconv3d import _convolution
 
 # (n, c, k, extent, kernel) and the other numbers; of products, every output has one tap
 PRODUCTS = {
@@ -74,16 +75,78 @@ def test_errors(device, shape, weight, dtype, bias):
     check_like_eager(_block(shape, weight, device=device, dtype=dtype, bias=bias, num_groups=2))
 
 
+@pytest.fixture
+def products(monkeypatch):
+    """The shapes of weights whose gradients were a product's."""
+    found = []
+    computed = _convolution._product_backward
+
+    def record(grad_c, x, weight, args, mask):
+        gradients = computed(grad_c, x, weight, args, mask)
+        if gradients is not None:
+            found.append(weight.shape)
+        return gradients
+
+    monkeypatch.setattr(_convolution, "_product_backward", record)
+    return found
+
+
 @every_shape
 @every_weight
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients(device, shape, weight, dtype):
-    block = _block(shape, weight, device=device, dtype=dtype, num_groups=2)
-    check_gradients_like_eager(block)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_gradients(device, shape, weight, dtype, bias, products):
+    block = _block(shape, weight, device=device, dtype=dtype, bias=bias, num_groups=2)
+    if dtype is not torch.float64:  # whose reference would be as exact
+        check_gradients_like_eager(block)
     eager, ours = block.requires_grad(), block.requires_grad()
-    eager.eager().sum().backward()
-    ours.ours().sum().backward()
+    eager.eager().square().sum().backward()
+    ours.ours().square().sum().backward()
     assert ours.weight.grad.stride() == eager.weight.grad.stride()
+    if dtype is torch.float64:
+        torch.testing.assert_close(ours.weight.grad, eager.weight.grad)
+        torch.testing.assert_close(ours.input.grad, eager.input.grad)
+    if dtype is torch.float64 and device.type == "cuda":
+        return  # autograd records PyTorch's calls
+    is_float32_on_cpu = dtype is torch.float32 and device.type == "cpu"
+    assert bool(products) == (shape in PRODUCTS and not is_float32_on_cpu)
+
+
+def test_gradients_of_no_samples(device):
+    """Of which no row is multiplied."""
+    block = make_block(0, 16, 8, 1, 4, device=device, dtype=torch.bfloat16, bias=False, num_groups=2)
+    leaves = block.requires_grad()
+    leaves.ours().sum().backward()
+    assert leaves.weight.grad.abs().max() == 0 and leaves.input.grad.shape == (0, 16, 1, 1, 1)
+
+
+@pytest.mark.parametrize("shape", ["latent_vector", "padding"])
+def test_gradients_of_each_sample(device, shape):
+    """vmap of grad, also where idle taps are filled up."""
+    block = _block(shape, "NCDHW", device=device, dtype=torch.float64, bias=False, num_groups=2)
+    numbers = {"num_groups": 2, **SHAPES[shape][1]}
+
+    def loss(weight, x):
+        return upconv3d.conv_transpose3d_relu_group_norm(x, weight, **numbers).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(block.weight, block.input.unsqueeze(1))
+    single = [torch.func.grad(loss)(block.weight, x.unsqueeze(0)) for x in block.input]
+    torch.testing.assert_close(found, torch.stack(single))
+
+
+def test_second_backward_under_autocast(device):
+    """Whose operators are those of the forward's dtype, as PyTorch's."""
+    block = _block("latent_vector", "NCDHW", device=device, dtype=torch.float32, bias=False, num_groups=2)
+
+    def second(autocast):
+        leaves = block.requires_grad()
+        y = leaves.ours()
+        (grad,) = torch.autograd.grad(y.square().sum(), leaves.weight, create_graph=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            grad.square().sum().backward()
+        return leaves.input.grad
+
+    torch.testing.assert_close(second(True), second(False))
 
 
 @pytest.mark.parametrize("weight", ["NCDHW", "NDHWC"])
@@ -108,7 +171,8 @@ def test_plan_of_others(shape, cuda):
 
 
 def test_the_library_is_asked_for_a_product(device):
-    block = _block("padding", "NCDHW", device=device, num_groups=2)
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    block = _block("padding", "NCDHW", device=device, dtype=dtype, num_groups=2)
     with torch.profiler.profile(record_shapes=True) as profile:
         block.ours()
     sizes = {event.name: event.input_shapes for event in profile.events()}
@@ -150,8 +214,9 @@ def test_family(device, tail, weight, dtype):
     _check_errors(_call(tail, weight, device, dtype), "ieee")
 
 
-def test_training_gives_the_bits_of_inference(device):
-    block = _block("latent_vector", "NCDHW", device=device, num_groups=2)
+def test_training_gives_the_bits_of_inference():
+    """On the CPU: cuDNN's kernels are deterministic ones in inference alone."""
+    block = _block("latent_vector", "NCDHW", dtype=torch.bfloat16, bias=False, num_groups=2)
     assert torch.equal(block.ours(), block.requires_grad().ours().detach())
 
 

@@ -38,7 +38,9 @@ LibraryConvolution::LibraryConvolution(const Problem& given, const Tensor& all_t
     const Layout layout = is_last ? Layout::kNDHWC : Layout::kNCDHW;
     w = contiguous_in(reinterpret(w, sizes, strides, offset), layout);
   }
-  if (!adds_bias) product_ = product_of_one_voxel(problem);
+  // On the CPU float32 is float32, whatever PyTorch's setting of matrix products says.
+  const bool multiplies = w.is_cuda() || problem.dtype != DType::kFloat32;
+  if (multiplies && !adds_bias) product_ = product_of_one_voxel(problem);
 }
 
 Tensor LibraryConvolution::run(const Tensor& x, const Tensor& operand, const std::optional<Tensor>& bias,

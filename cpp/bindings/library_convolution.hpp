@@ -22,11 +22,11 @@ class LibraryConvolution {
   /// \param x [N,C,D,H,W] dtype
   /// \param operand `w`, or a copy in another order
   /// \param bias [K] dtype or none
-  /// \returns [N,K,Z,P,Q] dtype in a format of PyTorch's choice
+  /// \returns [N,K,Z,P,Q] dtype in a format of PyTorch's choice; of a product in the operand's order
   Tensor run(const Tensor& x, const Tensor& operand, const std::optional<Tensor>& bias,
              const std::optional<CudnnFlags>& flags) const;
 
-  Problem problem;  // without idle taps; the products of a voxel included
+  Problem problem;  // without idle taps, also where run asks for a product
   Tensor w;         // [C,K/groups,T,R,S] dtype, of problem's taps
 
  private:

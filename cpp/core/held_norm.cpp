@@ -67,8 +67,11 @@ void fill_block(const Problem& p, HeldTiles& t, bool narrows) {
   while (t.threads < kMaxThreads && (t.threads < t.columns || vectors > kLoadsWanted * t.threads)) {
     t.threads *= 2;
   }
+  const auto loads_of = [&t](std::int64_t threads) {
+    return ceil_div(t.rows, std::min(threads / t.columns, t.rows));
+  };
   while (narrows && t.tiles == 1 && t.threads > 128 && t.threads >= 2 * t.columns &&
-         p.n * t.slabs * t.threads > kAloneThreadsAtOnce && vectors <= kMostAloneLoads * t.threads / 2) {
+         p.n * t.slabs * t.threads > kAloneThreadsAtOnce && loads_of(t.threads / 2) <= kMostAloneLoads) {
     t.threads /= 2;
   }
   t.row_lanes = std::min(t.threads / t.columns, t.rows);
@@ -121,8 +124,11 @@ std::optional<HeldTiles> tiles_of(const Problem& p, std::int64_t rows, const Hel
                                                ceil_div(bytes, kLeastTileBytes), kMostPartials / groups}),
                                      1, kWaitingBlocks);
   }
-  const HeldTiles t = in_tiles(p, rows, slabs, tiles, compute_capability >= kTeamsTimed);
-  return t.shared_bytes() <= held_shared_limit(compute_capability) ? std::optional(t) : std::nullopt;
+  for (const bool narrows : {compute_capability >= kTeamsTimed, false}) {
+    const HeldTiles t = in_tiles(p, rows, slabs, tiles, narrows);
+    if (t.shared_bytes() <= held_shared_limit(compute_capability)) return t;
+  }
+  return std::nullopt;
 }
 
 /// Groups of `values` values in `tiles` tiles, or fewer.

@@ -13,7 +13,8 @@ namespace upconv3d {
 
 /// The pointwise convolution of x [N,C,1,1,1] to K*T*R*S channels that has the same values in the same order,
 /// where w and y lie in one order; or nothing where an output has no tap or a tap no output
-/// (without_idle_taps), where x has more voxels, or where 32 bits cannot count them.
+/// (without_idle_taps), where x has more voxels or the convolution groups, or where 32 bits cannot count
+/// them.
 std::optional<Problem> product_of_one_voxel(const Problem& problem);
 
 /// Whether the library plan's convolution becomes such a product, without idle taps. Not where it adds a bias

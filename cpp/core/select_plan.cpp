@@ -141,7 +141,7 @@ LibraryAdvantage training_advantage(const Problem& p, const Device& device, cons
   constexpr double kLeastUs = 20;
   const bool is_kind = size_of(p.dtype) == 2 && p.y_layout == Layout::kNDHWC && volume(p.stride) > 1 &&
                        p.positions() <= kPositions * volume(p.stride);
-  if (!is_kind) return {};
+  if (!is_kind || (device.spares_host && sm90_spares_host(p, sm90))) return {};
   const LibraryAdvantage advantage = library_advantage(p, device, sm90);
   const bool saves = !advantage.reason.empty() && sm90_us(p, sm90) - advantage.us >= kLeastUs;
   return saves ? advantage : LibraryAdvantage{};
@@ -396,7 +396,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
   if (forced.empty() && is_one_voxel_product(problem)) {
     Plan plan = cuda_library_plan(
         problem, device, "one voxel per sample: the convolution is a matrix product", keeps_activation);
-    plan.instead_of_sm90 = problem.dtype != DType::kFloat64;
+    plan.instead_of_sm90 = device.compute_capability == kHopper && problem.dtype != DType::kFloat64;
     return with_skip(problem, device, instances, keeps_activation, plan);
   }
   if (forced == "direct") return forced_direct(problem, device);

@@ -86,8 +86,8 @@ def computes_in_float32(
     recording: bool,
     most_values: int = _MOST_FLOAT32_VALUES,
 ) -> bool:
-    """Whether autocast's casts, to `low`, are left out: where float32 "tf32" takes the SM90 plan, unless in
-    inference 16 bit takes the direct plan on tensor cores.
+    """Whether autocast's casts, to `low`, are left out: where float32 "tf32" takes the SM90 plan, or of one
+    voxel per sample a matrix product, unless in inference 16 bit takes the direct plan on tensor cores.
 
     That plan multiplies in 16 bit too, in float16 with scales, which is more exact than either `low`, and its
     result is the float32 that autocast wants of a group norm. Six casts with their gradients are saved. (In

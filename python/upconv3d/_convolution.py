@@ -92,6 +92,14 @@ def _reaching_taps(
     return taps[0], taps[1], taps[2]
 
 
+def _idle_taps(reaching: Sequence[slice], weight: Tensor, is_last: bool) -> list[int]:
+    """What torch.nn.functional.pad adds to taps that reach an output, in w's order."""
+    idle = [0, 0] if is_last else []
+    for taps, kernel in zip(reversed(reaching), reversed(weight.shape[2:]), strict=True):
+        idle += [taps.start, kernel - taps.stop]
+    return idle
+
+
 def _multiplies_strictly(x: Tensor, precision: str) -> bool:
     """Whether torch.mm is wanted, and set, to have float32's accuracy: cuDNN's pointwise gradients of x took
     1.2 ms then where it took 0.05 (perf/results/h200_one_voxel.txt, part 2)."""
@@ -104,15 +112,18 @@ def _multiplies_strictly(x: Tensor, precision: str) -> bool:
 def _product_backward(
     grad_c: Tensor, x: Tensor, weight: Tensor, args: Sequence[Any], mask: Sequence[bool]
 ) -> Sequence[Tensor | None] | None:
-    """convolution_backward where the convolution is a matrix product; None where it is not, a bias has a
-    gradient, or w lies in neither order."""
-    reaching = None if mask[2] else _reaching_taps(grad_c, x, weight, args)
-    if reaching is None:
-        return None
-    is_last = weight.is_contiguous(memory_format=torch.channels_last_3d)
-    if not is_last and not weight.is_contiguous():
+    """convolution_backward where the convolution is a matrix product; None where it is not, or w lies in
+    neither order."""
+    # Where gradients are recorded, autocast would cast those of torch.mm, as it does not a convolution's. On
+    # the CPU float32 is float32, whatever the setting of matrix products says.
+    if torch.is_grad_enabled() or not (x.is_cuda or x.dtype is not torch.float32):
         return None
     n, c = x.size(0), x.size(1)
+    reaching = _reaching_taps(grad_c, x, weight, args)
+    is_dense = weight.is_contiguous()
+    is_last = not is_dense and weight.is_contiguous(memory_format=torch.channels_last_3d)
+    if n == 0 or reaching is None or not (is_dense or is_last):
+        return None
     whole = grad_c.shape[2:] == weight.shape[2:]
     index = (slice(None), slice(None), *reaching)
     # An operator takes a host as long as a product takes the device: none is called that changes nothing.
@@ -132,11 +143,10 @@ def _product_backward(
         grad_x, grad_w, _ = _aten_backward(*pointwise, _ONE, _NONE, _ONE, True, _NONE, 1, mask)
     if grad_w is not None:
         grad_w = grad_w.reshape(ordered.shape)
-        grad_w = grad_w.permute(_FROM_NDHWC) if is_last else grad_w
         if not whole:
-            grad_of_reached, grad_w = grad_w, torch.zeros_like(weight)
-            grad_w[index] = grad_of_reached
-    return grad_x, grad_w, None
+            grad_w = torch.nn.functional.pad(grad_w, _idle_taps(reaching, weight, is_last))
+        grad_w = grad_w.permute(_FROM_NDHWC) if is_last else grad_w
+    return grad_x, grad_w, grad_c.sum((0, 2, 3, 4)) if mask[2] else None
 
 
 def convolution_backward(

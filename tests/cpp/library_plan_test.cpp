@@ -104,6 +104,38 @@ void test_narrowed_teams() {
   expect(held_planes(p, 90).has_value(), "groups of many channels are held");
 }
 
+/// Of NDHWC's blocks that do not wait, likewise.
+void test_narrowed_blocks() {
+  const auto block = [](std::int64_t n, std::int64_t k, std::int64_t positions, int capability) {
+    const std::optional<HeldTiles> found =
+        held_tiles(of_size(n, k, positions, 8, DType::kBFloat16), capability);
+    return found ? std::pair{found->threads, found->loads} : std::pair<std::int64_t, std::int64_t>{};
+  };
+  using Block = std::pair<std::int64_t, std::int64_t>;
+  expect(block(64, 256, 512, 90) == Block{128, 16}, "blocks of 128 threads");
+  expect(block(64, 256, 512, 80) == Block{512, 4}, "not where it was not timed");
+  expect(block(32, 256, 512, 90) == Block{256, 8}, "no more than run at once");
+  expect(block(16, 256, 512, 90) == Block{512, 4}, "blocks that all run at once");
+  int narrowed = 0;
+  for (const int capability : {90, 120}) {
+    for (std::int64_t k = 8; k <= 2048; k += 8) {
+      for (const std::int64_t positions : {9, 18, 27, 64, 125, 343}) {
+        const Problem p = of_size(264, k, positions, 1, DType::kBFloat16);
+        test_tiles_of(p, capability);
+        const std::optional<HeldTiles> t = held_tiles(p, capability), as_before = held_tiles(p, 86);
+        const std::string what = concat(capability, " of ", describe(p));
+        expect(capability == 90 || t.has_value() == as_before.has_value(), "held as without it on " + what);
+        const bool is_narrowed = t && as_before && t->tiles == 1 && as_before->tiles == 1 &&
+                                 t->slabs == as_before->slabs && t->threads < as_before->threads;
+        if (!is_narrowed) continue;
+        ++narrowed;
+        expect(t->loads <= 16, what + ": loads of a narrowed block");
+      }
+    }
+  }
+  expect(narrowed > 50, concat(narrowed, " narrowed blocks"));
+}
+
 void test_tiles() {
   int held = 0, waiting = 0, clusters = 0, planes = 0;
   for (const std::int64_t n : {1, 2, 64}) {
@@ -475,6 +507,7 @@ int main() {
   try {
     upconv3d::test_tiles();
     upconv3d::test_narrowed_teams();
+    upconv3d::test_narrowed_blocks();
     upconv3d::test_what_is_held();
     upconv3d::test_choice();
     upconv3d::test_near_choices();
