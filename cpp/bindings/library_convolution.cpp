@@ -38,9 +38,13 @@ LibraryConvolution::LibraryConvolution(const Problem& given, const Tensor& all_t
     const Layout layout = is_last ? Layout::kNDHWC : Layout::kNCDHW;
     w = contiguous_in(reinterpret(w, sizes, strides, offset), layout);
   }
-  // On the CPU float32 is float32, whatever PyTorch's setting of matrix products says.
-  const bool multiplies = w.is_cuda() || problem.dtype != DType::kFloat32;
-  if (multiplies && !adds_bias) product_ = product_of_one_voxel(problem);
+  if (!adds_bias) product_ = product_of_one_voxel(problem);
+  if (!product_) return;
+  // On the CPU float32 is float32, whatever PyTorch's setting of matrix products says. On a GPU, kernels of
+  // pointwise convolutions may read 16 bytes at a time.
+  const bool multiplies =
+      w.is_cuda() ? describe_tensor(w).data_ptr_mod16 == 0 : problem.dtype != DType::kFloat32;
+  if (!multiplies) product_.reset();
 }
 
 Tensor LibraryConvolution::run(const Tensor& x, const Tensor& operand, const std::optional<Tensor>& bias,
