@@ -119,6 +119,22 @@ def test_precision_is_kept_where_autocast_casts_to_float32(low, monkeypatch):
     assert [call["spares_host"] for call in asked] == [is_low]
 
 
+def test_one_voxel_is_left_to_pytorch_where_it_is_recorded(monkeypatch):
+    """By what the planner says of a GPU, without one."""
+    facts, explain = accelerated_block.block_facts, upconv3d._C.explain
+    monkeypatch.setattr(accelerated_block, "block_facts", lambda *call: facts(*call) | {"device": HOPPER})
+    monkeypatch.setattr(accelerated_block, "_C", SimpleNamespace(explain=explain))
+    # Dilated, an output has no tap.
+    for dilation, left in ((1, {False: False, True: True}), (2, {False: True, True: True})):
+        with FakeTensorMode():
+            x = torch.empty(4, 64, 1, 1, 1, device="cuda", dtype=torch.float64)
+            weight = torch.empty(64, 8, 4, 4, 4, device="cuda", dtype=torch.float64)
+        conv = torch.nn.ConvTranspose3d(64, 8, 4, dilation=dilation)
+        block = find_block([conv, torch.nn.GroupNorm(8, 8)], 0)
+        found = {r: accelerated_block._plan_is_library(block, x, weight, "tf32", r) for r in (False, True)}
+        assert found == left, dilation
+
+
 _CHANNELS_LAST = {"memory_format": torch.channels_last_3d}
 _WEIGHTS_OF_A_CALL = {
     "NCDHW": lambda w: w.contiguous(),

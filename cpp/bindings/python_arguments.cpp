@@ -140,6 +140,7 @@ py::dict to_dict(const Plan& plan) {
   dict["keeps_conv"] = plan.keeps_conv;
   dict["keeps_sum"] = plan.keeps_sum;
   dict["instead_of_sm90"] = plan.instead_of_sm90;
+  dict["one_voxel"] = plan.one_voxel;
   dict["tile_positions"] = plan.tile_positions;
   dict["split_axes"] = plan.split_axes;
   dict["share_taps"] = plan.share_taps;

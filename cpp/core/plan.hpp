@@ -105,6 +105,7 @@ struct Plan {
   bool keeps_conv = false;               // library and col2im: the backward reads the convolution, without
                                          // bias unless it is what the call returned
   bool own_convolution = false;          // library: of convolution_alone(problem), by the SM90 plan
+  bool one_voxel = false;                // library: the convolution is a matrix product (one_voxel.hpp)
   bool adds_skip_first = false;          // library: what follows it is that of after_skip(problem)
   bool keeps_sum = false;                // library: the backward reads the sum of convolution and skip
   bool instead_of_sm90 = false;          // library and col2im: though it could run (library_plan.hpp)

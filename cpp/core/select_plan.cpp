@@ -396,6 +396,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
   if (forced.empty() && is_one_voxel_product(problem)) {
     Plan plan = cuda_library_plan(
         problem, device, "one voxel per sample: the convolution is a matrix product", keeps_activation);
+    plan.one_voxel = true;
     plan.instead_of_sm90 = device.compute_capability == kHopper && problem.dtype != DType::kFloat64;
     return with_skip(problem, device, instances, keeps_activation, plan);
   }

@@ -124,6 +124,37 @@ void test_choice() {
          "groups of 16 go to the kernel for few channels: " + of_groups.reason);
 }
 
+/// As timed by plan (perf/results/h200_few_inputs.txt).
+void test_many_outputs_of_few_inputs() {
+  Problem p;
+  p.n = 1, p.c = 4, p.k = 512, p.in = {16, 16, 16}, p.kernel = {3, 3, 3}, p.padding = {1, 1, 1};
+  p.has_bias = true, p.num_groups = 32;
+  const auto expect_plan = [](const Problem& problem, Algorithm algorithm) {
+    const Plan plan = select_plan(problem, hopper(), all_compiled());
+    expect(plan.algorithm == algorithm, "of few inputs and many outputs: " + describe(plan));
+  };
+  for (const Layout layout : {Layout::kNDHWC, Layout::kNCDHW}) {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+      p.x_layout = p.y_layout = layout, p.dtype = dtype, p.precision = Precision::kTF32;
+      expect_plan(p, Algorithm::kCudaDirect);
+      Problem long_result = p;
+      long_result.n = 4;
+      const bool is_half = dtype == DType::kBFloat16;
+      expect_plan(long_result, is_half ? Algorithm::kSm90ImplicitGemm : Algorithm::kCudaDirect);
+      Problem one_input = p;
+      one_input.c = 1, one_input.k = 128, one_input.in = {32, 32, 32}, one_input.num_groups = 8;
+      expect_plan(one_input, is_half ? Algorithm::kSm90ImplicitGemm : Algorithm::kCudaDirect);
+      Problem strided = one_input;
+      strided.n = 2, strided.k = 96, strided.kernel = strided.stride = {2, 2, 2}, strided.padding = {0, 0, 0};
+      expect_plan(strided, Algorithm::kSm90ImplicitGemm);
+      Problem many_taps = p;
+      many_taps.n = 16, many_taps.c = 3, many_taps.in = {19, 16, 18};
+      many_taps.kernel = {5, 5, 5}, many_taps.padding = {2, 2, 2};
+      expect_plan(many_taps, Algorithm::kSm90ImplicitGemm);
+    }
+  }
+}
+
 void test_no_norm_is_one_launch() {
   Problem p = mednext(64, 64);
   p.tail.norm = false, p.num_groups = 1;
@@ -199,6 +230,7 @@ void test_obstacles() {
 int main() {
   upconv3d::test_tiling();
   upconv3d::test_choice();
+  upconv3d::test_many_outputs_of_few_inputs();
   upconv3d::test_no_norm_is_one_launch();
   upconv3d::test_estimate_is_described();
   upconv3d::test_shared_memory();

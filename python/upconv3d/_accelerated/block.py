@@ -81,7 +81,7 @@ class Way(Enum):
     Attributes:
         PLANNED: by our call, as planned for the device.
         SPARING: by our call, of whose plans a small block gets the one that spares the host.
-        MODULES: by PyTorch's own calls, because it is small and its plan would be the library's.
+        MODULES: by PyTorch's own calls, because it is small and its plan would be cuDNN's convolution.
     """
 
     PLANNED = "planned"
@@ -103,7 +103,12 @@ def _plan_is_library(block: Block, x: Tensor, weight: Tensor, precision: str, re
     # Of three products the SM90 plan takes the device longer than was compared with the host.
     one_product = precision == "tf32" or (x.dtype if low is None else low) is not torch.float32
     asked = facts | {"spares_host": one_product}
-    plans = (_C.explain(asked | {"training": training})["plan"] for training in {recording, False})
+    plans = [_C.explain(asked | {"training": training})["plan"] for training in {recording, False}]
+    # Of one voxel per sample ours is a matrix product, of which cuDNN makes 50 to 330 us more of the device's
+    # time; recorded, it takes the host as long as PyTorch's calls and more (perf/NOTES.md, "One voxel, and
+    # half tiles").
+    if not recording and plans[0]["one_voxel"]:
+        return False
     return any(plan["algorithm"] == "cuda_library" for plan in plans)
 
 
