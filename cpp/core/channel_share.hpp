@@ -35,8 +35,8 @@ inline double least_channel_share(const Problem& p) {
   //               64 >  64, stride 2       1       0.03  0.12  0.16
   //               16 >  16, stride 2       0.06    2.2   0.45  0.63
   // In multiples of 8, channels of one group have not been compared and always run here; so do few inputs of
-  // many outputs, whose volume is y: 1 > 96, 1 > 256, 1 > 512 and 2 > 96 took 0.2 to 1.1 of the library plan's
-  // time in bfloat16 and tf32, mostly 0.3 to 0.6.
+  // many outputs, whose volume is y: 1 > 96, 1 > 256, 1 > 512 and 2 > 96 took 0.2 to 1.1 of the library
+  // plan's time in bfloat16 and tf32, mostly 0.3 to 0.6.
   constexpr std::int64_t kManyOutputs = 64;
   if (p.groups == 1 && p.c < kChannelUnit && p.k > kManyOutputs && !p.is_ieee()) return 0.0;
   if (p.groups == 1) return std::min(p.c, p.k) < kChannelUnit ? 1.0 / 32 : 0.0;

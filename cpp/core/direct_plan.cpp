@@ -174,9 +174,10 @@ bool has_compared_channels_of_ieee(const Problem& p, const Device& device) {
   return hides_tf32_words(p) && inputs <= most && outputs <= kOutputs;
 }
 
-/// Whether conv_transpose_few_channels_sm80 is compared with others of more outputs than was_compared says: of
-/// at most four inputs and stride 1, where other plans multiply zeros, or copy taps. With a stride it took 0.6
-/// to 1.7 of the SM90 plan's time, and no estimate told which (perf/NOTES.md, "Few inputs and many outputs").
+/// Whether conv_transpose_few_channels_sm80 is compared with others of more outputs than was_compared says:
+/// of at most four inputs and stride 1, where other plans multiply zeros, or copy taps. With a stride it took
+/// 0.6 to 1.7 of the SM90 plan's time, and no estimate told which (perf/NOTES.md, "Few inputs and many
+/// outputs").
 bool has_many_outputs_of_few_inputs(const Problem& p) {
   constexpr std::int64_t kLeast = 64, kMost = 512;
   return p.groups == 1 && !p.is_ieee() && p.tail.norm && p.stride == Extent3{1, 1, 1} &&
@@ -191,9 +192,9 @@ bool was_compared(const Problem& p, const Device& device, const Plan& direct) {
   // Of groups of fewer inputs, CUDA cores were compared.
   constexpr std::int64_t kLeastOfGroup = 4;
   if (p.groups > 1 && inputs < kLeastOfGroup) return false;
-  const bool few = p.is_ieee() ? has_compared_channels_of_ieee(p, device)
-                               : has_many_outputs_of_few_inputs(p) ||
-                                     (inputs <= kInputs && group_outputs(p) <= outputs);
+  const bool few =
+      p.is_ieee() ? has_compared_channels_of_ieee(p, device)
+                  : has_many_outputs_of_few_inputs(p) || (inputs <= kInputs && group_outputs(p) <= outputs);
   return few && *std::max_element(p.kernel.begin(), p.kernel.end()) <= kTaps &&
          *std::max_element(p.stride.begin(), p.stride.end()) <= kStride;
 }
