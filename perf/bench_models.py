@@ -3,19 +3,30 @@
 
 One line per case:
 
-    MODEL name=... pass=... dtype=... layout=... replaced=... eager_ms=... ms=... x_eager=... compile_ms=...
-          compiled_ms=... x_compile=... x_copy=... x_compiled_copy=... memory_mb=... x_memory=... err=...
-          eager_err=... check=...
+    MODEL name=... pass=... dtype=... layout=... replaced=... seed=... rounds=... eager_ms=... ms=...
+          x_eager=... x_eager_low=... x_eager_high=... verdict=... x_copy=... x_copy_low=... x_copy_high=...
+          queued_rounds=... x_queued=... x_queued_copy=... compile_ms=... compiled_ms=... x_compile=...
+          x_compiled_copy=... memory_mb=... x_memory=... err=... eager_err=... check=...
 
-ms is the accelerated model's median, eager_ms that of the model as it was; compile_ms and compiled_ms are
-the two under torch.compile. Every x_ is after divided by before: below 1 is quicker, or less memory.
+(and _low and _high of every ratio of times.) In each of so many rounds every model makes one call, in an
+order that the seed determines; its time is the host's clock from the call until the device is done. eager_ms
+is the median of the model as it was, ms of the accelerated one; compile_ms and compiled_ms are the two under
+torch.compile. x_eager and x_compile are after divided by before, below 1 is quicker: the median of the
+rounds' ratios, and the ends of its interval of 95 %. x_copy and x_compiled_copy are those of an unchanged
+copy of the model, in the same rounds, and should be "alike"; each is compiled with a cache of its own.
+verdict is "slower" where x_eager's interval, in two decimals, lies above 1, "quicker" where it lies below,
+else "alike": the rounds do not tell the two apart.
+
+x_queued and x_queued_copy are of training steps of which four are started one after the other, and only the
+last is waited for, as where a loop reads no loss: the host runs ahead of the device, if it can. They are
+timed where 21 rounds fit into --seconds, in rounds of their own; longer steps keep the device busy.
+
+Rounds go on for --seconds, and there are 21 at least: ten seconds for three models of 160 ms.
+
 replaced counts transposed convolutions, of those that the model has; behind a plus, with --norms, norms.
-x_copy and x_compiled_copy divide the time of an unchanged copy of the model by that of the model, in the same
-rounds: how far apart two equal models come out, which is what another ratio can be told from 1 by. Each is
-compiled with a cache of its own.
-memory_mb is the peak of the accelerated model beside parameters and input, on a GPU. err and eager_err are
-rms errors of the output, in training of all gradients together, relative to the model as it was in
-float64. check is "ok" where all is finite and err at most twice eager_err.
+memory_mb is the peak of the accelerated model beside parameters and input, on a GPU; x_memory is after
+divided by before. err and eager_err are rms errors of the output, in training of all gradients together,
+relative to the model as it was in float64. check is "ok" where all is finite and err at most twice eager_err.
 
 Inference runs in eval mode without gradients, training in train mode: forward, mean of squares, backward,
 without an optimizer. "bfloat16" is autocast of float32 parameters, "float32" has TF32 on.
@@ -33,6 +44,7 @@ import contextlib
 import copy
 import importlib.util
 import io
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,22 +54,25 @@ import torch
 import upconv3d
 from bench import bench_line, exit_status, regex, result_text
 from models import MODELS, Model
+from paired import MIN_ROUNDS, interval, ratio_fields, turns_ms, verdict
 from report import models_report
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from upconv3d.profile.arguments import ArgumentError, device_of, seconds
-from upconv3d.profile.measure import environment, environment_line, medians_ms
+from upconv3d.profile.measure import environment, environment_line
 from upconv3d.profile.results import ResultFileError, ResultFiles
 
 ERROR_FACTOR = 2.0
 # Rounding of the last operation, where eager's error happens to be smaller still.
 ROUNDING = {"float32": 1e-5, "bfloat16": 1e-3}
-# The host's pace changes within a second by a tenth and more, and small models wait for the host.
-ROUNDS = 12
+QUEUED = 4
 PASSES = ("inference", "training")
 LINE = (
-    "name pass dtype layout replaced eager_ms ms x_eager compile_ms compiled_ms x_compile x_copy "
-    "x_compiled_copy memory_mb x_memory err eager_err check"
+    "name pass dtype layout replaced seed rounds eager_ms ms x_eager x_eager_low x_eager_high verdict "
+    "x_copy x_copy_low x_copy_high queued_rounds x_queued x_queued_low x_queued_high "
+    "x_queued_copy x_queued_copy_low x_queued_copy_high compile_ms compiled_ms x_compile x_compile_low "
+    "x_compile_high x_compiled_copy x_compiled_copy_low x_compiled_copy_high memory_mb x_memory err "
+    "eager_err check"
 )
 
 
@@ -148,12 +163,14 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
     small = device.type == "cpu" or args.small
     torch.manual_seed(0)
     memory_format = torch.channels_last_3d if layout == "ndhwc" else torch.contiguous_format
-    before = model.make(small).to(device, memory_format=memory_format).train(kind == "training")
+    made = model.make(small).to(device, memory_format=memory_format).train(kind == "training")
     x = torch.randn(model.small if small else model.size, device=device).to(memory_format=memory_format)
-    after = copy.deepcopy(before)
+    # Modules made first lie where the heap had holes, and take a host up to 1.5 % longer than later copies:
+    # none of the first two is timed.
+    _, before, after, unchanged = (copy.deepcopy(made) for _ in range(4))
     report = upconv3d.accelerate(after, bare=args.bare, norms=args.norms, sample=(x,))
     replaced = f"{len(report.replaced)}/{len(report.findings)}"
-    models = {"eager": before, "ours": after, "copy": copy.deepcopy(before)}
+    models = {"eager": before, "ours": after, "copy": unchanged}
     calls = {name: step(m, list(m.parameters()), x, kind, dtype) for name, m in models.items()}
     with without_dropout(before, after):
         right = exact_results(before, x, kind)
@@ -177,11 +194,14 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
                     failures[name] = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
                 else:
                     calls[f"compile:{name}"] = call
-        times = medians_ms(calls, device, args.seconds, ROUNDS)
-
-    def ratio(one: str, other: str) -> float | None:
-        return times[one] / times[other] if one in times and other in times else None
-
+        times = turns_ms(calls, device, args.seconds, args.seed)
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        queued: dict[str, list[float]] = {}
+        group_ms = QUEUED * sum(medians[name] for name in models)
+        if kind == "training" and MIN_ROUNDS * group_ms <= 1e3 * args.seconds:
+            eager_calls = {name: calls[name] for name in models}
+            queued = turns_ms(eager_calls, device, args.seconds, args.seed, QUEUED)
+    x_eager = ratio_fields("x_eager", times, "ours", "eager")
     good = finite and err <= max(ERROR_FACTOR * eager_err, ROUNDING[dtype])
     return {
         "name": model.name,
@@ -192,14 +212,20 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
         "layout": layout,
         "replaced": replaced + (f"+{len(report.norms)}" if report.norms else ""),
         "report": str(report).splitlines()[1:],
-        "eager_ms": times["eager"],
-        "ms": times["ours"],
-        "x_eager": ratio("ours", "eager"),
-        "compile_ms": times.get("compile:eager"),
-        "compiled_ms": times.get("compile:ours"),
-        "x_compile": ratio("compile:ours", "compile:eager"),
-        "x_copy": ratio("copy", "eager"),
-        "x_compiled_copy": ratio("compile:copy", "compile:eager"),
+        "seed": args.seed,
+        "rounds": len(times["eager"]),
+        "eager_ms": medians["eager"],
+        "ms": medians["ours"],
+        **x_eager,
+        "verdict": verdict(x_eager["x_eager_low"], x_eager["x_eager_high"]),
+        **ratio_fields("x_copy", times, "copy", "eager"),
+        "queued_rounds": len(queued["eager"]) if queued else None,
+        **ratio_fields("x_queued", queued, "ours", "eager"),
+        **ratio_fields("x_queued_copy", queued, "copy", "eager"),
+        "compile_ms": medians.get("compile:eager"),
+        "compiled_ms": medians.get("compile:ours"),
+        **ratio_fields("x_compile", times, "compile:ours", "compile:eager"),
+        **ratio_fields("x_compiled_copy", times, "compile:copy", "compile:eager"),
         "compile_failures": failures,
         "memory_mb": None if memory is None else memory / 1e6,
         "x_memory": None if memory is None or not eager_memory else memory / eager_memory,
@@ -215,13 +241,16 @@ BARS = (
     ("x_compile", "x_compiled_copy", 0.2, "#E69F00", "accelerated and compiled / torch.compile"),
 )
 BAR_HEIGHT = 0.36
+INTERVAL_LABEL = "95 % interval of the ratio"
+COPY_INTERVAL_LABEL = "the same of an unchanged copy in the same rounds (no mark: none was timed)"
 COPY_LABEL = "scatter: from 1 to the ratio of an unchanged copy in the same rounds (no mark: none was timed)"
 
 
 def draw(env: dict[str, Any], rows: list[dict[str, Any]]) -> bytes:
     """Times after divided by times before, as the content of a PNG file.
 
-    A bar for each ratio of a row, and on it a line from 1 to what an unchanged copy of the model came out at.
+    A bar for each ratio of a row, and on it the interval of the ratio and, below, of an unchanged copy's; in
+    files without intervals a line from 1 to what the copy came out at.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -229,7 +258,8 @@ def draw(env: dict[str, Any], rows: list[dict[str, Any]]) -> bytes:
     figure = Figure(figsize=(9, 1.8 + 0.5 * len(rows)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    scatter: dict[str, list[float]] = {"y": [], "ratio": []}
+    copies: dict[str, list[tuple[float, float, float, float]]] = {COPY_LABEL: [], COPY_INTERVAL_LABEL: []}
+    intervals: list[tuple[float, float, float]] = []
     for key, copy_key, offset, colour, label in BARS:
         measured = [(y + offset, row) for y, row in enumerate(rows) if row.get(key) is not None]
         if not measured:
@@ -238,14 +268,28 @@ def draw(env: dict[str, Any], rows: list[dict[str, Any]]) -> bytes:
         axes.barh(places, [row[key] for _, row in measured], BAR_HEIGHT, color=colour, label=label)
         for y in {y + offset for y in range(len(rows))} - set(places):
             axes.text(0.01, y, "not measured", fontsize=6, color="#666666", va="center")
-        copies = [(y, row[copy_key]) for y, row in measured if row.get(copy_key) is not None]
-        scatter["y"] += [y for y, _ in copies]
-        scatter["ratio"] += [ratio for _, ratio in copies]
+        for y, row in measured:
+            ends, copy_ends, ratio = interval(row, key), interval(row, copy_key), row.get(copy_key)
+            if ends is not None:
+                intervals.append((y - BAR_HEIGHT / 4, *ends))
+            if copy_ends is not None:
+                copies[COPY_INTERVAL_LABEL].append((y + BAR_HEIGHT / 4, ratio, *copy_ends))
+            elif ratio is not None:
+                copies[COPY_LABEL].append((y, ratio, 1.0, ratio))
     axes.axvline(1.0, color="black", linewidth=0.8)
-    if scatter["y"]:
-        axes.hlines(scatter["y"], 1.0, scatter["ratio"], color="black", linewidth=1.6, label=COPY_LABEL)
-        # Where the copy came out at 1, the end alone shows that there was one.
-        axes.plot(scatter["ratio"], scatter["y"], "|", color="black", markersize=9, markeredgewidth=1.6)
+    if intervals:
+        y, low, high = zip(*intervals, strict=True)
+        axes.hlines(y, low, high, color="#CC0000", linewidth=1.6, label=INTERVAL_LABEL)
+        axes.plot(low + high, y + y, "|", color="#CC0000", markersize=4, markeredgewidth=1.2)
+    for label, found in copies.items():
+        if not found:
+            continue
+        y, ratio, low, high = zip(*found, strict=True)
+        axes.hlines(y, low, high, color="black", linewidth=1.6, label=label)
+        # Where the line is a point, the mark alone shows that a copy was timed.
+        axes.plot(
+            ratio, y, "|", color="black", markersize=9 if label == COPY_LABEL else 5, markeredgewidth=1.6
+        )
     labels = [f"{row['name']}\n{row['pass']}, {row['dtype']}, {row['layout']}" for row in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=7)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -277,7 +321,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--norms", action="store_true", help="accelerate(norms=True)")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="no torch.compile peers")
     parser.add_argument(
-        "--seconds", type=seconds, help="measuring time per row (default: 2; with --quick: 0.3)"
+        "--seconds",
+        type=seconds,
+        help="measuring time per row, and once more of queued steps; 21 rounds at least, whatever they take "
+        "(default: 6; with --quick: 0.3)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the orders in which calls take turns (default: 0)"
     )
     parser.add_argument("--quick", action="store_true", help="without torch.compile peers")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write environment and rows to this file")
@@ -287,7 +337,7 @@ def parse_arguments() -> argparse.Namespace:
     if args.quick:
         args.compile = False
     if args.seconds is None:
-        args.seconds = 0.3 if args.quick else 2.0
+        args.seconds = 0.3 if args.quick else 6.0
     if args.png is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--png needs matplotlib, which is not installed. Remedy: pip install matplotlib")
     try:
@@ -329,7 +379,9 @@ def main() -> int:
     if rows:
         args.files.write("--png", lambda: draw(env, rows))
     failed = sum(row["check"] != "ok" for row in rows)
-    print(f"MODEL_SUMMARY rows={len(rows)} failed={failed}")
+    verdicts = [row["verdict"] for row in rows]
+    counts = " ".join(f"{one}={verdicts.count(one)}" for one in ("slower", "alike", "quicker"))
+    print(f"MODEL_SUMMARY rows={len(rows)} failed={failed} {counts}")
     return exit_status("bench_models", rows, args.files)
 
 

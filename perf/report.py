@@ -23,6 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from paired import RATIO_FORMAT, interval, verdict
 from upconv3d.profile.cases import Shape, load_shapes
 from upconv3d.profile.measure import environment_line
 
@@ -52,12 +53,15 @@ COLUMNS = [
 MODEL_COLUMNS = [
     ("eager, ms", "eager_ms", "{:.2f}"),
     ("accelerated, ms", "ms", "{:.2f}"),
-    ("ratio", "x_eager", "{:.2f}"),
-    ("of a copy", "x_copy", "{:.2f}"),
+    ("ratio", "x_eager", RATIO_FORMAT),
+    ("of a copy", "x_copy", RATIO_FORMAT),
+    ("rounds", "rounds", "{}"),
+    ("ratio of queued steps", "x_queued", RATIO_FORMAT),
+    ("of a copy", "x_queued_copy", RATIO_FORMAT),
     ("torch.compile, ms", "compile_ms", "{:.2f}"),
     ("accelerated and compiled, ms", "compiled_ms", "{:.2f}"),
-    ("ratio", "x_compile", "{:.2f}"),
-    ("of a copy", "x_compiled_copy", "{:.2f}"),
+    ("ratio", "x_compile", RATIO_FORMAT),
+    ("of a copy", "x_compiled_copy", RATIO_FORMAT),
     ("accelerated, MB", "memory_mb", "{:.0f}"),
     ("ratio to eager", "x_memory", "{:.2f}"),
     ("rms error", "err", "{:.1e}"),
@@ -65,11 +69,30 @@ MODEL_COLUMNS = [
 ]
 
 
+PAIRED = (
+    "Every step is waited for, but for queued ones. A ratio is the median of its rounds', in brackets its\n"
+    '95 % interval: "slower" where that lies above 1, "quicker" where it lies below, else "alike".'
+)
+
+
+def model_cell(row: dict[str, Any], key: str, form: str) -> str:
+    """A figure, with its interval and what that says where it has one."""
+    if row.get(key) is None:
+        return "-"
+    ends = interval(row, key)
+    if ends is None:
+        return form.format(row[key])
+    low, high = (form.format(end) for end in ends)
+    return f"{form.format(row[key])} [{low}, {high}] {verdict(*ends)}"
+
+
 def models_report(result: dict[str, Any]) -> str:
     """The Markdown of a result file of bench_models.py: a row per case."""
     env, rows = result["environment"], result["rows"]
     columns = [column for column in MODEL_COLUMNS if any(row.get(column[1]) is not None for row in rows)]
     lines = [f"Measured {environment_line(env)}, by", "", "```console", env["command"], "```", ""]
+    if any(interval(row, "x_eager") for row in rows):
+        lines += [PAIRED, ""]
     lines.append("| model, input | replaced | pass | " + " | ".join(title for title, _, _ in columns) + " |")
     lines.append("|---|---|---|" + "---:|" * len(columns))
     for row in rows:
@@ -77,7 +100,7 @@ def models_report(result: dict[str, Any]) -> str:
         layout = " channels_last_3d" if row["layout"] == "ndhwc" else ""
         kind = f"{row['pass']}, {row['dtype']}{layout}"
         kind += "" if row["check"] == "ok" else " (check failed)"
-        cells = ["-" if row.get(key) is None else form.format(row[key]) for _, key, form in columns]
+        cells = [model_cell(row, key, form) for _, key, form in columns]
         lines.append(f"| `{row['name']}` {size} | {row['replaced']} | {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """perf/bench.py, perf/bench_training.py and perf/bench_models.py on what takes milliseconds."""
 
+import argparse
+import itertools
 import json
+import math
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +78,14 @@ def test_models(tmp_path, model, option, replaced):
     assert [row["pass"] for row in rows] == ["inference", "training"]
     assert all(row["check"] == "ok" and row["replaced"] == replaced for row in rows)
     assert table.read_text().count(f"| `{model}`") == 2 and picture.stat().st_size > 0
+    assert table.read_text().count("] ") >= 4 and "rounds" in table.read_text()
+    lines = [line for line in done.stdout.splitlines() if line.startswith("MODEL name=")]
+    for row, line in zip(rows, lines, strict=True):
+        # The time is over long before: as many rounds as an interval takes, and no queued steps.
+        assert row["rounds"] == 21 and "seed=0 rounds=21 " in line and row["x_queued"] is None
+        assert all(row[f"{key}_low"] <= row[key] <= row[f"{key}_high"] for key in ("x_eager", "x_copy"))
+        assert f"x_eager_low={row['x_eager_low']:.4g}" in line and f"verdict={row['verdict']}" in line
+        assert row["x_compile"] is row["x_compile_low"] is row["x_compile_high"] is None
 
 
 @pytest.mark.parametrize(
@@ -92,6 +104,142 @@ def test_wrong_arguments_are_refused_before_anything_is_measured(script, option,
     done = run(script, "--device", "cpu", option, value)
     assert done.returncode == 2 and message in done.stderr
     assert done.stdout == ""
+
+
+@pytest.fixture
+def perf_scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(PERF))
+
+
+def orders(seed, queued=1):
+    """Who was called when, after the warm-up, in rounds that end as soon as they may; and the times."""
+    import paired
+    import torch
+
+    made = []
+    calls = {name: lambda name=name: made.append(name) for name in "abc"}
+    times = paired.turns_ms(calls, torch.device("cpu"), 1e-9, seed, queued)
+    return made[len(calls) * paired.WARM_UPS :], times
+
+
+def test_turns_are_in_an_order_that_the_seed_gives(perf_scripts):
+    made, times = orders(seed=3)
+    assert made == orders(seed=3)[0] != orders(seed=4)[0]
+    rounds = [tuple(made[i : i + 3]) for i in range(0, len(made), 3)]
+    assert len(rounds) == 21 and all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert len(set(rounds)) > 3
+    assert all(len(values) == 21 and min(values) >= 0 for values in times.values())
+
+
+def test_a_queued_turn_is_of_several_calls(perf_scripts):
+    made, times = orders(seed=3, queued=4)
+    assert made == [name for name in orders(seed=3)[0] for _ in range(4)]
+    assert all(len(values) == 21 for values in times.values())
+
+
+def test_rounds_go_on_until_the_time_is_over(perf_scripts, monkeypatch):
+    import paired
+    import torch
+
+    seconds = itertools.count()
+    monkeypatch.setattr(paired, "time", argparse.Namespace(perf_counter=lambda: next(seconds)))
+    # Every reading is a second later: four in a round, from the 22nd on one more that asks whether to go on.
+    times = paired.turns_ms({"a": int, "b": int}, torch.device("cpu"), 21 * 4 + 3 * 5, 0)
+    assert times == {"a": [1000.0] * 24, "b": [1000.0] * 24}
+
+
+@pytest.mark.parametrize(("n", "low", "high"), [(6, 1, 6), (21, 6, 16), (30, 10, 21), (120, 49, 72)])
+def test_the_interval_of_a_median(perf_scripts, n, low, high):
+    from paired import median_interval
+
+    values = [float(1 + i * 7 % n) for i in range(n)] if n % 7 else [float(i) for i in range(n, 0, -1)]
+    assert median_interval(values) == ((n + 1) / 2, low, high)
+    # What it promises, by the binomial distribution; and no narrower pair keeps it.
+    outside = [2 * sum(math.comb(n, i) for i in range(k)) / 2**n for k in (low, low + 1)]
+    assert outside[0] <= 0.05 < outside[1]
+
+
+def test_too_few_values_have_no_interval(perf_scripts):
+    from paired import median_interval
+
+    with pytest.raises(ValueError, match="takes six values; got 5"):
+        median_interval([1.0] * 5)
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"), [(1.1, "slower"), (1.0, "alike"), (0.9, "quicker"), (1.001, "alike")]
+)
+def test_a_verdict(perf_scripts, factor, said):
+    """A host whose pace changes by 40 % meanwhile, and calls that scatter by 3 %."""
+    from paired import interval, ratio_fields, verdict
+
+    draw = random.Random(0)
+    pace = [1 + 0.4 * (i // 10 % 2) for i in range(100)]
+    eager = [10 * p * draw.gauss(1, 0.03) for p in pace]
+    ours = [10 * p * factor * draw.gauss(1, 0.03) for p in pace]
+    ours[7] *= 20  # one call that was interrupted
+    row = ratio_fields("x", {"eager": eager, "ours": ours}, "ours", "eager")
+    assert row["x_low"] < factor < row["x_high"] and row["x_low"] < row["x"] < row["x_high"]
+    assert verdict(*interval(row, "x")) == said
+
+
+def test_ends_are_judged_as_shown(perf_scripts):
+    from paired import interval, ratio_fields, verdict
+
+    assert verdict(1.002, 1.003) == "alike" and verdict(0.996, 0.997) == "alike"
+    assert verdict(1.006, 1.02) == "slower" and verdict(0.98, 0.994) == "quicker"
+    assert ratio_fields("x", {"eager": [1.0]}, "ours", "eager") == dict.fromkeys(("x", "x_low", "x_high"))
+    assert interval({"x": 1.0}, "x") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "step_ms", "queued"),
+    [("training", 1.0, True), ("training", 2.0, False), ("inference", 1.0, False)],
+)
+def test_queued_steps_are_timed_in_training_where_they_fit(perf_scripts, monkeypatch, kind, step_ms, queued):
+    import bench_models
+    import models
+
+    (head,) = (model for model in models.MODELS if model.name == "occupancy_head")
+    args = argparse.Namespace(device="cpu", small=True, bare=False, norms=False, compile=False)
+    args.seconds, args.seed = 0.5, 5
+    turns = []
+
+    def turns_ms(calls, device, budget_s, seed, queued=1):
+        turns.append((list(calls), queued, seed))
+        return {name: [step_ms] * 21 for name in calls}
+
+    monkeypatch.setattr(bench_models, "turns_ms", turns_ms)
+    row = bench_models.measure(head, kind, "float32", "ncdhw", args)
+    names = ["eager", "ours", "copy"]
+    assert turns == [(names, 1, 5), (names, 4, 5)][: 1 + queued]
+    assert (row["queued_rounds"], row["x_queued"]) == ((21, 1.0) if queued else (None, None))
+    assert row["verdict"] == "alike" and row["rounds"] == 21
+
+
+def test_tables_with_and_without_intervals(perf_scripts):
+    import report
+
+    for name in ("h200_models", "h200_models_norms"):
+        result = json.loads((PERF / "results" / f"{name}.json").read_text())
+        table = report.models_report(result)
+        assert table in (PERF.parent / "README.md").read_text()
+        assert "rounds" not in table and "[" not in table
+    row = result["rows"][0] | {"rounds": 21, "x_eager": 1.1, "x_eager_low": 1.08, "x_eager_high": 1.12}
+    table = report.models_report(result | {"rows": [row, result["rows"][1]]})
+    assert "| 1.10 [1.08, 1.12] slower | 0.96 | 21 |" in table and "| 0.80 | 1.00 | - |" in table
+    assert report.PAIRED in table
+
+
+def test_the_picture_of_models_shows_intervals(perf_scripts):
+    pytest.importorskip("matplotlib")
+    import bench_models
+
+    result = json.loads((PERF / "results" / "h200_models.json").read_text())
+    ends = {"x_eager_low": 0.7, "x_eager_high": 0.9, "x_copy_low": 0.95, "x_copy_high": 1.05}
+    # Files that are joined from several may have both kinds of row.
+    rows = [result["rows"][0] | ends, result["rows"][1]]
+    assert bench_models.draw(result["environment"], rows).startswith(b"\x89PNG")
 
 
 def test_the_picture_of_models_shows_what_a_copy_came_out_at(monkeypatch):
