@@ -24,7 +24,8 @@ inline double channel_share(const Problem& p) {
 
 /// The share from which the SM90 kernel was quicker than cuDNN's convolution and our normalization on an
 /// H200, between the shapes on either side that were timed.
-inline double least_channel_share(const Problem& p) {
+/// \param trains whether a backward pass follows, or this is part of one
+inline double least_channel_share(const Problem& p, bool trains) {
   // Times of ours over the library plan's, for bfloat16 channels_last_3d, tf32, ieee:
   //   one group,  20 > 100 channels, share 0.24    0.61  0.83  0.45
   //               24 >   3                 0.018   1.5   1.3   3.0
@@ -34,11 +35,11 @@ inline double least_channel_share(const Problem& p) {
   //               16 >  16                 0.06    3.9   2.0   0.49
   //               64 >  64, stride 2       1       0.03  0.12  0.16
   //               16 >  16, stride 2       0.06    2.2   0.45  0.63
-  // In multiples of 8, channels of one group have not been compared and always run here; so do few inputs of
-  // many outputs, whose volume is y: 1 > 96, 1 > 256, 1 > 512 and 2 > 96 took 0.2 to 1.1 of the library
-  // plan's time in bfloat16 and tf32, mostly 0.3 to 0.6.
+  // In multiples of 8, channels of one group have not been compared and always run here; so do, in inference,
+  // few inputs of many outputs, whose volume is y: 1 > 96, 1 > 256, 1 > 512 and 2 > 96 took 0.2 to 1.1 of the
+  // library plan's time in bfloat16 and tf32, mostly 0.3 to 0.6; trained 0.7 to 1.4.
   constexpr std::int64_t kManyOutputs = 64;
-  if (p.groups == 1 && p.c < kChannelUnit && p.k > kManyOutputs && !p.is_ieee()) return 0.0;
+  if (p.groups == 1 && !trains && p.c < kChannelUnit && p.k > kManyOutputs && !p.is_ieee()) return 0.0;
   if (p.groups == 1) return std::min(p.c, p.k) < kChannelUnit ? 1.0 / 32 : 0.0;
   if (p.dtype != DType::kFloat32) return 3.0 / 8;
   return p.precision == Precision::kIEEE || p.stride != Extent3{1, 1, 1} ? 1.0 / 32 : 1.0 / 4;

@@ -39,7 +39,7 @@ std::string grad_x_obstacle(const Problem& block, const Device& device,
   if (block.groups != 1) return concat("groups ", block.groups, " is not 1");
   const Problem p = grad_x_problem(block);
   std::optional<ConvInstance> instance;
-  const std::string obstacle = sm90_obstacle(p, device, instances, instance);
+  const std::string obstacle = sm90_obstacle(p, device, instances, true, instance);
   if (!obstacle.empty()) return obstacle;
   plan.emplace();
   plan->problem = p;

@@ -182,7 +182,7 @@ std::optional<Plan> sm90_choice(const Problem& problem, const Device& device,
                                 std::string& obstacle) {
   const std::string& forced = device.forced_plan;
   std::optional<ConvInstance> instance;
-  obstacle = sm90_obstacle(problem, device, instances, instance);
+  obstacle = sm90_obstacle(problem, device, instances, keeps_activation, instance);
   if (!instance) return std::nullopt;
   Plan plan = sm90_plan(problem, device, *instance, instances);
   const bool has_backward = problem.tail.norm && !problem.tail.returns_conv;

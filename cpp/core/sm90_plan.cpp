@@ -260,7 +260,7 @@ double tensor_ms(const Problem& p, std::int64_t channels, double positions, std:
 }
 
 std::string sm90_obstacle(const Problem& p, const Device& device, const std::vector<ConvInstance>& instances,
-                          std::optional<ConvInstance>& instance) {
+                          bool trains, std::optional<ConvInstance>& instance) {
   if (device.compute_capability != kHopper) {
     return concat("compute capability ", device.compute_capability / 10, '.', device.compute_capability % 10,
                   " is not 9.0");
@@ -269,9 +269,10 @@ std::string sm90_obstacle(const Problem& p, const Device& device, const std::vec
     if (!obstacle.empty()) return obstacle;
   }
   // Who asks for the plan gets it, to compare.
-  if (device.forced_plan.empty() && channel_share(p) < least_channel_share(p)) {
+  const double least = least_channel_share(p, trains);
+  if (device.forced_plan.empty() && channel_share(p) < least) {
     return concat("channels fill ", 100 * channel_share(p), "% of the tiles, and cuDNN is quicker below ",
-                  100 * least_channel_share(p), "%");
+                  100 * least, "%");
   }
   instance = compared_instance(p, device, instances);
   if (!instance)

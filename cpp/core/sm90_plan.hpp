@@ -17,8 +17,10 @@ namespace upconv3d {
 inline constexpr int kHopper = 90;  // compute capability, major*10 + minor
 
 /// Why the SM90 kernels cannot run, or "" with `instance` set, by which they are compared with other plans.
+/// \param trains as for least_channel_share
 std::string sm90_obstacle(const Problem& problem, const Device& device,
-                          const std::vector<ConvInstance>& instances, std::optional<ConvInstance>& instance);
+                          const std::vector<ConvInstance>& instances, bool trains,
+                          std::optional<ConvInstance>& instance);
 
 /// Whether the linear mode's epilogue applies the activation; else it is a pass of its own.
 inline bool is_in_epilogue(Activation activation) {
