@@ -106,3 +106,11 @@ def kernels(request, monkeypatch):
 def keeping_kernels(monkeypatch):
     """The same by kernels that keep something."""
     return _stand_in(True, monkeypatch)
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """Arguments of the operator that casts parameters of recorded calls under autocast, a tuple per call."""
+    from recorded_casts import watch_casts
+
+    return watch_casts(monkeypatch)

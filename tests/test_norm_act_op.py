@@ -386,7 +386,7 @@ def test_autocast_leaves_parameters_to_the_operator(kernels, recorded):
         torch.testing.assert_close(call.ours(), call.eager(), rtol=0.05, atol=0.05)
         if kernels.keeps or not recorded:
             input, *others = kernels.given
-            # Autograd records casts, for a backward that reads what was cast.
+            # What is recorded is cast before, for a backward that reads what was cast.
             expected = torch.bfloat16 if recorded else torch.float32
             assert input.dtype is torch.bfloat16 and _dtypes(others) == {expected}
         if recorded:

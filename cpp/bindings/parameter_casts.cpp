@@ -18,9 +18,22 @@
 namespace upconv3d::bindings {
 namespace {
 
-bool is_cast(const Tensor& parameter, std::int32_t dtype) {
-  const std::int32_t own = kind_of(parameter).dtype;
-  return own == aoti_torch_dtype_float32() && own != dtype;
+/// Whether the argument is to be cast to a tensor on the device of `input`, whose kind is `like`.
+/// \throws RuleViolation, as of a call whose tensors have been cast, where a kernel could not read it.
+bool is_cast(const char* argument, const Tensor& parameter, const Tensor& input, const TensorKind& like) {
+  const TensorKind own = kind_of(parameter);
+  if (own.dtype != aoti_torch_dtype_float32() || own.dtype == like.dtype) return false;
+  if (own.layout != aoti_torch_layout_strided()) {
+    throw RuleViolation(concat("upconv3d: ", argument, " must be a dense (strided) tensor; got ", argument,
+                               ".layout=", describe_tensor(parameter).layout, ". Pass ", argument,
+                               ".to_dense()."));
+  }
+  if (own.device_type != like.device_type || own.device_index != like.device_index) {
+    throw RuleViolation(concat("upconv3d: all tensors must be on the device of input; got input.device=",
+                               describe_tensor(input).device, ", ", argument, ".device=",
+                               describe_tensor(parameter).device, ". Pass ", argument, ".to(input.device)."));
+  }
+  return true;
 }
 
 #if UPCONV3D_WITH_CUDA
@@ -63,14 +76,22 @@ Parameters cast_parameters(const Tensor& input, const Parameters& parameters) {
   Parameters cast = parameters;
   const TensorKind kind = kind_of(input);
   std::vector<Tensor*> tensors;
-  if (is_cast(cast.w, kind.dtype)) tensors.push_back(&cast.w);
-  for (std::optional<Tensor>* const vector : {&cast.bias, &cast.gamma, &cast.beta, &cast.slopes}) {
-    if (*vector && is_cast(**vector, kind.dtype)) tensors.push_back(&**vector);
+  if (is_cast("weight", cast.w, input, kind)) tensors.push_back(&cast.w);
+  const std::pair<const char*, std::optional<Tensor>*> vectors[] = {{"bias", &cast.bias},
+                                                                    {"norm_weight", &cast.gamma},
+                                                                    {"norm_bias", &cast.beta},
+                                                                    {"activation_param", &cast.slopes}};
+  for (const auto& [argument, vector] : vectors) {
+    if (*vector && is_cast(argument, **vector, input, kind)) tensors.push_back(&**vector);
   }
   if (tensors.empty()) return cast;
+  const bool is_bfloat16 = kind.dtype == aoti_torch_dtype_bfloat16();
+  if (!is_bfloat16 && kind.dtype != aoti_torch_dtype_float16()) {
+    throw UnsupportedViolation(concat("upconv3d: parameters are cast to 16 bit; got input.dtype=",
+                                      describe_tensor(input).dtype, ". Cast them by Tensor.to first."));
+  }
 #if UPCONV3D_WITH_CUDA
   if (kind.device_type == aoti_torch_device_type_cuda()) {
-    const bool is_bfloat16 = kind.dtype == aoti_torch_dtype_bfloat16();
     cast_together(input, is_bfloat16 ? DType::kBFloat16 : DType::kFloat16, tensors);
     return cast;
   }

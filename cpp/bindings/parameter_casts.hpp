@@ -2,9 +2,9 @@
 /// \file
 /// A call whose parameters are float32 where its input is 16 bit, as a module's are under autocast.
 ///
-/// Where nothing is recorded for a backward, that is: what it reads would have to be what was cast. One
-/// allocation and one launch, of which PyTorch's casts take several (perf/NOTES.md, "Host time inside whole
-/// models").
+/// One allocation and one launch, of which PyTorch's casts take several (perf/NOTES.md, "Host time inside
+/// whole models"). Where a call is recorded for a backward, it is an operator of its own, _cast_parameters:
+/// the backward reads what was cast, as PyTorch's does, whatever the parameters hold by then.
 #pragma once
 
 #include <optional>
@@ -25,6 +25,7 @@ struct Parameters {
 
 /// Those that are float32 in the dtype of `input`, which is 16 bit and on CUDA; the others as they are. What
 /// does not lie dense is copied by PyTorch first.
+/// \throws RuleViolation, before any launch, for one that is cast and sparse or on another device.
 Parameters cast_parameters(const Tensor& input, const Parameters& parameters);
 
 /// What cast_parameters makes of a tensor, if it is one: its metadata.

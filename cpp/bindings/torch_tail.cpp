@@ -4,8 +4,9 @@
 /// (block_settings.hpp), for calls that nothing but a CUDA kernel is to see. And _for_training, the same with
 /// what _numbered_tail_backward (torch_backward.cpp) reads. And _tail and _tail_for_training, these with the
 /// public operator's own arguments, which graphs of torch.compile call: a number holds for one process alone.
-/// And _numbered_norm_act, what follows the convolution of one that is given.
-/// The public operator is Python's; on the CPU it is PyTorch's operators.
+/// And _numbered_norm_act, what follows the convolution of one that is given. And _cast_parameters, for a
+/// call under autocast that is recorded. The public operator is Python's; on the CPU it is PyTorch's
+/// operators.
 
 #include <torch/csrc/stable/library.h>
 
@@ -19,6 +20,7 @@
 
 #include "bindings/block_call.hpp"
 #include "bindings/block_settings.hpp"
+#include "bindings/parameter_casts.hpp"
 #include "bindings/prepared_call.hpp"
 #include "bindings/torch_calls.hpp"
 #include "core/backward_plan.hpp"
@@ -84,6 +86,15 @@ std::tuple<std::optional<Tensor>, std::optional<Tensor>> numbered_tail_for_train
   CallExtras extras;
   const Tensor y = run_prepared(*call, arguments, extras);
   return {y, extras.saved};
+}
+
+/// Parameters of a call, those that are float32 in the dtype of its `input`, which is 16 bit.
+std::tuple<Tensor, std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>>
+cast_parameters_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+                   const std::optional<Tensor>& slopes) {
+  const Parameters cast = cast_parameters(input, {weight, bias, norm_weight, norm_bias, slopes});
+  return {cast.w, cast.bias, cast.gamma, cast.beta, cast.slopes};
 }
 
 /// y of what PyTorch, say, has computed.
@@ -153,6 +164,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(upconv3d, library) {
       "_numbered_norm_act(Tensor input, Tensor? norm_weight, Tensor? norm_bias, Tensor? slopes, int "
       "settings) "
       "-> Tensor");
+  library.def(
+      "_cast_parameters(Tensor input, Tensor(a) weight, Tensor(b)? bias, Tensor(c)? norm_weight, "
+      "Tensor(d)? norm_bias, Tensor(e)? slopes) -> "
+      "(Tensor(a), Tensor(b)?, Tensor(c)?, Tensor(d)?, Tensor(e)?)");
   const std::string whole =
       "(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] output_padding, "
       "int groups, int[] dilation, str order, int num_groups, Tensor? norm_weight, Tensor? norm_bias, "
@@ -177,5 +192,6 @@ STABLE_TORCH_LIBRARY_IMPL(upconv3d, CUDA, library) {
   library.impl("_tail_for_training", TORCH_BOX(&upconv3d::bindings::tail_for_training));
   library.impl("_numbered_tail", TORCH_BOX(&upconv3d::bindings::numbered_tail));
   library.impl("_numbered_norm_act", TORCH_BOX(&upconv3d::bindings::numbered_norm_act));
+  library.impl("_cast_parameters", TORCH_BOX(&upconv3d::bindings::cast_parameters_of));
   library.impl("_numbered_tail_for_training", TORCH_BOX(&upconv3d::bindings::numbered_tail_for_training));
 }

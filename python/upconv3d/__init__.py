@@ -15,6 +15,7 @@ from . import (  # noqa: E402  (they register with the operator that _C has just
     _graphs,
     _in_graphs,
     _numbered,
+    _recorded_casts,
     _tail_autocast,
     _tail_op,
     _transforms,
@@ -54,6 +55,7 @@ _autocast.register()
 _fake.register()
 _in_graphs.register()
 _numbered.register()
+_recorded_casts.register()
 _tail_op.register()
 _tail_autocast.register()
 _transforms.register()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import _C
 from ._autograd import AUTOCAST_KEYS, record_block
@@ -14,6 +14,7 @@ from ._geometry import batched, memory_format_of
 from ._graphs import is_traced
 from ._numbered import numbered_block, settings_number
 from ._plan_questions import FEW_CHANNELS_KERNEL, PlanQuestion, about_values
+from ._recorded_casts import LOW_DTYPES, OWN_CLASSES, cast_leaves, casts_leaves, is_dense
 from ._tail import composite
 
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
@@ -61,7 +62,6 @@ def _is_quicker_in_float32(
     return _quicker_in_float32(kind, input, weight, settings, inference_dtype)
 
 
-_LOW_DTYPES = frozenset({torch.float16, torch.bfloat16})
 # Output values of a block up to which the casts of its tensors are expected to take longer, on the host, than
 # float32 costs the device. An estimate: on an H200 a strided block of 2^26 takes 0.44 ms in float32 and 0.3
 # in bfloat16, and the casts of a call 0.15 to 0.45 of host time.
@@ -99,7 +99,7 @@ def computes_in_float32(
     """
     input, weight = tensors[:2]
     assert input is not None and weight is not None
-    if not input.is_cuda or low not in _LOW_DTYPES or not _has_float32_parameters(tensors, low):
+    if not input.is_cuda or low not in LOW_DTYPES or not _has_float32_parameters(tensors, low):
         return False
     fits = about_values(input, weight, settings[0], settings[3]) <= most_values or (
         recording and low is torch.float16
@@ -142,20 +142,11 @@ def graph_without_casts(tensors: Sequence[Tensor | None], low: torch.dtype, sett
     return computes_in_float32(tensors, low, known, records(tensors), _MOST_FLOAT32_VALUES_OF_GRAPHS)
 
 
-# Whose casts are known to be PyTorch's: a subclass, as fake tensors are, has its own .to().
-_OWN_CLASSES = frozenset({Tensor, nn.Parameter})
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether empty_like has the strides that .to() has: not always where axes are permuted or have gaps."""
-    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last_3d)
-
-
 def cast_tensors(tensors: Sequence[Tensor | None], low: torch.dtype, recording: bool) -> tuple[Any, ...]:
     """Every tensor's .to(low), bit by bit and stride by stride.
 
     One after the other, three parameters took a host 55 us of a block's 180, and the device next to nothing:
-    one launch casts them all, unless autograd records the casts, or somebody looks on.
+    one launch casts them all, unless autograd records the casts (see casts_leaves), or somebody looks on.
 
     tensors: input, weight, bias, norm_weight and norm_bias; of the family slopes and skip too.
     """
@@ -165,8 +156,8 @@ def cast_tensors(tensors: Sequence[Tensor | None], low: torch.dtype, recording: 
     for index, tensor in enumerate(tensors):
         if tensor is None or tensor.dtype is low:
             continue
-        is_parameter = 0 < index < 6 and tensor.dtype is torch.float32 and type(tensor) in _OWN_CLASSES
-        if alone or not is_parameter or not _is_dense(tensor):
+        is_parameter = 0 < index < 6 and tensor.dtype is torch.float32 and type(tensor) in OWN_CLASSES
+        if alone or not is_parameter or not is_dense(tensor):
             cast[index] = tensor.to(low)
         else:
             together.append(index)
@@ -210,18 +201,22 @@ def block_under_autocast(
     """
     input: Any = tensors[0]
     low = autocast_dtype(input)
+    cast: tuple[Any, ...] | None = None
     if low is not None and computes_in_float32(tensors, low, block, recording):
         tensors = [input.float(), *tensors[1:]]
         block = (*block[:7], "tf32")
     elif recording and low is not None and casts_cost_gradients(low, input.device.type):
         return three_calls(tensors, block)
+    elif recording and low is not None and casts_leaves(tensors, low):
+        tensors = [input.to(low), *tensors[1:]]
+        cast = cast_leaves(tensors)
     elif low is not None:
         tensors = cast_tensors(tensors, low, recording)
     number = None if watched else settings_number(block)
     y: Tensor
     with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
         if recording:
-            y = record_block(*tensors, block, number, recompute)
+            y = record_block(*tensors, block, number, recompute, cast)
         elif number is not None:
             y = numbered_block(*tensors, number)
         else:

@@ -30,6 +30,7 @@ from ._facts import block_facts, is_concrete, kept_of
 from ._geometry import batched, dense_as, memory_format_of
 from ._graphs import is_traced, record_operator, record_plainly
 from ._numbered import numbered_block_for_training
+from ._recorded_casts import keep_leaves, tied
 
 _NAME = "conv_transpose3d_relu_group_norm"
 _aten = torch.ops.aten
@@ -279,6 +280,7 @@ def _gradients(
     input, weight, bias, norm_weight, saved = ctx.saved_tensors
     args = BlockArguments(*ctx.block)
     if torch.is_grad_enabled():
+        weight, bias, norm_weight = tied(ctx, (weight, bias, norm_weight))
         gradients = _differentiable_backward(
             batched(grad_y), batched(input), weight, bias, norm_weight, args, mask
         )
@@ -322,13 +324,18 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
         block: tuple[Any, ...],
         number: int | None,
         recompute: bool,
+        cast: tuple[Any, ...] | None = None,
     ) -> Tensor:
         """`block` holds the fields of BlockArguments; the named tuple itself costs a tenth of this node.
 
         number: settings_number(block), None where the operator is to be called by its public name.
+        cast: what cast_leaves made of the tensors behind `input`, if it did.
         """
         y: Tensor
         saved: Tensor | None = None
+        if cast is not None:
+            keep_leaves(ctx, (weight, bias, norm_weight, norm_bias), cast)
+            weight, bias, norm_weight, norm_bias = cast[:4]
         if number is not None and not recompute:
             y, saved = numbered_block_for_training(input, weight, bias, norm_weight, norm_bias, number)
             ctx.save_for_backward(input, weight, bias, norm_weight, saved)
@@ -361,7 +368,7 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_gradients(ctx, grad_y, ctx.needs_input_grad[:5], ctx.number), None, None, None)
+        return (*_gradients(ctx, grad_y, ctx.needs_input_grad[:5], ctx.number), None, None, None, None)
 
 
 # Function.apply without what it does for torch.func's transforms, under which this node is not used.

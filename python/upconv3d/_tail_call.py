@@ -13,6 +13,7 @@ from ._autocast import autocast_dtype, cast_tensors, computes_in_float32
 from ._autograd import AUTOCAST_KEYS
 from ._facts import is_concrete
 from ._geometry import surely
+from ._recorded_casts import cast_leaves, casts_leaves
 from ._tail import autocast_result_dtype, composite, is_apart, keeps_operand, settings_of_kept
 from ._tail_arguments import facts_of, refuse_empty, runs_kernels
 from ._tail_op import numbered_tail, public_tail, record_tail, tail_number
@@ -68,7 +69,8 @@ class CudaCall(NamedTuple):
             autograd records the call.
         low: what autocast casts to; None without it.
         casts: what is cast to it or, for "input", to float32; for "parameters" input, and the others by the
-            operator; None where PyTorch's operators are to run.
+            operator; for "all" those of a recorded call by one of their own, where casts_leaves; None where
+            PyTorch's operators are to run.
         dtype: of the result under autocast.
         recording: whether autograd records the call.
         spares_host: as of tail_number.
@@ -90,14 +92,18 @@ class CudaCall(NamedTuple):
         if casts is None:
             return None
         assert self.low is not None
+        cast: tuple[Tensor | None, ...] | None = None
         if casts == "input":
             tensors = (tensors[0].float(), *tensors[1:])
         elif casts == "parameters" and self.number is not None and not self._is_watched():
             tensors = (tensors[0].to(self.low), *tensors[1:])
+        elif self.recording and self.number is not None and casts_leaves(tensors, self.low):
+            tensors = (tensors[0].to(self.low), *tensors[1:])
+            cast = cast_leaves(tensors)
         else:
             tensors = cast_tensors(tensors, self.low, self.recording)
         with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
-            pair = self._run_kernels(tensors)
+            pair = self._run_kernels(tensors, cast)
         if pair is None or pair[0].dtype is self.dtype:
             return pair
         return pair[0].to(self.dtype), pair[1]
@@ -107,14 +113,16 @@ class CudaCall(NamedTuple):
         that one would choose another plan: a profile shows what runs without it."""
         return _tracing() or _dispatch_modes() > 0 or (_profiling() and not self.spares_host)
 
-    def _run_kernels(self, tensors: tuple[Any, ...]) -> Pair | None:
+    def _run_kernels(
+        self, tensors: tuple[Any, ...], cast: tuple[Tensor | None, ...] | None = None
+    ) -> Pair | None:
         """The call by upconv3d's kernels, without autocast; None where PyTorch's operators are to run."""
         number = self.number
         if self.recording:
             # A mode is to see what PyTorch's calls show it; of other calls the operator itself sees to that.
             if number is None or (keeps_operand(tensors, self.settings) and _dispatch_modes() > 0):
                 return None
-            return record_tail(tensors, self.settings, number)
+            return record_tail(tensors, self.settings, number, cast)
         if number is not None and not self._is_watched():
             pair: Pair = numbered_tail(*tensors, number)
             return pair

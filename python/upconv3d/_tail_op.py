@@ -19,6 +19,7 @@ from ._facts import Kept, empty_kept, is_concrete, kept_of
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
 from ._graphs import record_operator
 from ._numbered import settings_number
+from ._recorded_casts import keep_leaves, tied
 from ._tail import (
     ACTIVATIONS,
     ORDERS,
@@ -359,10 +360,14 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         """arguments: Tensors, what was computed, Settings, and the number that the kernels get.
 
         Computed were y, the convolution where it is returned, and what is kept: what
-        _numbered_tail_for_training returned, or the operand, where one is read. They come as one tuple, so
-        that autograd does not take them for arguments.
+        _numbered_tail_for_training returned, or the operand, where one is read; with them is what
+        cast_leaves made of the parameters, if it did. They come as one tuple, so that autograd does not take
+        them for arguments.
         """
-        *tensors, (y, conv, saved), settings, number = arguments
+        *tensors, (y, conv, saved, cast), settings, number = arguments
+        if cast is not None:
+            keep_leaves(ctx, tensors[1:6], cast)
+            tensors[1:6] = cast
         ctx.save_for_backward(*tensors, saved)
         ctx.settings, ctx.number = settings, number
         ctx.begins_with_operand = keeps_operand(tensors, settings)
@@ -385,6 +390,7 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         if not any(mask):
             gradients = [None] * len(tensors)
         elif torch.is_grad_enabled():
+            tensors[1:6] = tied(ctx, tensors[1:6])
             gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)
         elif (
             grad_y is None
@@ -417,28 +423,32 @@ def _is_block(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
 
 
 def record_tail(
-    tensors: tuple[Any, ...], settings: tuple[Any, ...], number: int
+    tensors: tuple[Any, ...],
+    settings: tuple[Any, ...],
+    number: int,
+    cast: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None] | None:
     """y by our kernels, recorded by autograd; None where they keep nothing for a backward.
 
     And the convolution, where that is returned.
 
-    number: CudaCall's.
+    number: CudaCall's. cast: of cast_leaves, which the kernels get in the place of the parameters.
     """
+    given = tensors if cast is None else (tensors[0], *cast, tensors[6])
     if keeps_operand(tensors, settings):
         with _BelowAutograd():
-            computed = _with_operand(tensors, settings, number)
+            computed = _with_operand(given, settings, number)
         if computed[0] is None:
             return None
-        recorded = _record(*tensors, computed, settings, number)
+        recorded = _record(*tensors, (*computed, cast), settings, number)
         return recorded if settings[-1] else (recorded, None)
     with _BelowAutograd():
-        y, saved = _numbered_tail_for_training(*tensors, number)
+        y, saved = _numbered_tail_for_training(*given, number)
     if y is not None:
-        return _record(*tensors, (y, None, saved), settings, number), None
+        return _record(*tensors, (y, None, saved, cast), settings, number), None
     if _is_block(tensors, settings):
         numbers = settings[:8]
-        return record_block(*tensors[:5], numbers, settings_number(numbers), False), None
+        return record_block(*tensors[:5], numbers, settings_number(numbers), False, cast), None
     return None
 
 
