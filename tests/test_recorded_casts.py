@@ -55,6 +55,21 @@ def test_no_casts_are_recorded(keeping_kernels, casts):
     assert all("AccumulateGrad" in node.name() for node in of_parameters)
 
 
+@of_cases([*CASES, ALONE])
+def test_gradients_are_cast_together(keeping_kernels, casts, case, monkeypatch):
+    batches, copy = [], torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: batches.append(len(of)) or copy(to, of))
+    call = make(case).leaves()
+    results = forward(call)
+    made = []
+    results[0].grad_fn.register_hook(lambda gradients, _: made.extend(gradients))
+    torch.autograd.grad(loss_of(results), list(call.tensors.values()))
+    parameters = [name for name in call.tensors if name not in ("input", "skip")]
+    assert batches == [len(parameters)]
+    if len(made) > 1:  # else the hook is on the cast of a result
+        assert [g.dtype for g in made if g is not None].count(torch.float32) == len(parameters)
+
+
 @pytest.mark.parametrize("times", [2, 3])
 @of_cases([*CASES, ALONE])
 def test_higher_derivatives(keeping_kernels, casts, case, times):

@@ -30,7 +30,7 @@ from ._facts import block_facts, is_concrete, kept_of
 from ._geometry import batched, dense_as, memory_format_of
 from ._graphs import is_traced, record_operator, record_plainly
 from ._numbered import numbered_block_for_training
-from ._recorded_casts import keep_leaves, tied
+from ._recorded_casts import in_float32, keep_leaves, tied
 
 _NAME = "conv_transpose3d_relu_group_norm"
 _aten = torch.ops.aten
@@ -333,8 +333,8 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
         """
         y: Tensor
         saved: Tensor | None = None
+        keep_leaves(ctx, (weight, bias, norm_weight, norm_bias), cast)
         if cast is not None:
-            keep_leaves(ctx, (weight, bias, norm_weight, norm_bias), cast)
             weight, bias, norm_weight, norm_bias = cast[:4]
         if number is not None and not recompute:
             y, saved = numbered_block_for_training(input, weight, bias, norm_weight, norm_bias, number)
@@ -368,7 +368,12 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_gradients(ctx, grad_y, ctx.needs_input_grad[:5], ctx.number), None, None, None, None)
+        gradients: Sequence[Tensor | None] = [
+            *_gradients(ctx, grad_y, ctx.needs_input_grad[:5], ctx.number),
+        ]
+        if not (torch.is_grad_enabled() or _is_transformed(grad_y)):
+            gradients = in_float32(ctx, gradients)
+        return (*gradients, None, None, None, None)
 
 
 # Function.apply without what it does for torch.func's transforms, under which this node is not used.

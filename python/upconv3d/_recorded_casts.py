@@ -2,8 +2,8 @@
 """Autocast's casts of a call that autograd records: of its parameters by one operator.
 
 Recorded one by one, they are up to five operators and as many nodes. Here the call's own node takes the
-float32 parameters, saves what was cast of them, and leaves it to autograd's engine to cast the gradients. So
-a backward reads what the forward read, whatever the parameters hold by then, as it does of recorded casts.
+float32 parameters, saves what was cast of them, and casts the gradients, or leaves that to autograd's engine.
+So a backward reads what the forward read, whatever the parameters hold by then, as it does of recorded casts.
 """
 
 from collections.abc import Sequence
@@ -69,12 +69,15 @@ def cast_leaves(tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
     return cast
 
 
-def keep_leaves(ctx: Any, parameters: Sequence[Any], cast: Sequence[Any]) -> None:
+def keep_leaves(ctx: Any, parameters: Sequence[Any], cast: Sequence[Any] | None) -> None:
     """Keeps the parameters that were cast for `tied`, as attributes: autograd refuses saved tensors that
     were changed, as by an optimizer's step. None of those that need no gradient, whatever they need later.
 
-    ctx: of a node whose inputs are an input and, behind it, `parameters`.
+    ctx: of a node whose inputs are an input and, behind it, `parameters`. cast: None where nothing was.
     """
+    if cast is None:
+        ctx.leaves = None
+        return
     needed = ctx.needs_input_grad[1:]
     ctx.leaves = [
         given if needs and given is not found else None
@@ -115,10 +118,31 @@ def tied(ctx: Any, values: Sequence[Tensor | None]) -> Sequence[Any]:
 
     values: as they were saved, weight first.
     """
-    leaves = getattr(ctx, "leaves", None)
+    leaves = getattr(ctx, "leaves", None)  # nodes of operators by their public names keep none
     if leaves is None:
         return values
     return [_tied(leaf, value) for leaf, value in zip(leaves, values, strict=False)]
+
+
+def in_float32(ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Gradients of what keep_leaves kept, cast by one launch; autograd's engine casts them one by one.
+
+    gradients: of the node's inputs, as kernels computed them; none that autograd records.
+    """
+    if ctx.leaves is None:
+        return gradients
+    places = [
+        place for place, leaf in enumerate(ctx.leaves, 1) if leaf is not None and gradients[place] is not None
+    ]
+    if len(places) < 2:
+        return gradients
+    found: list[Any] = list(gradients)
+    low = [found[place] for place in places]
+    wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in low]
+    torch._foreach_copy_(wide, low)
+    for place, gradient in zip(places, wide, strict=True):
+        found[place] = gradient
+    return found
 
 
 def _cast_elsewhere(input: Tensor, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:

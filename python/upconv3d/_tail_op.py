@@ -19,7 +19,7 @@ from ._facts import Kept, empty_kept, is_concrete, kept_of
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
 from ._graphs import record_operator
 from ._numbered import settings_number
-from ._recorded_casts import keep_leaves, tied
+from ._recorded_casts import in_float32, keep_leaves, tied
 from ._tail import (
     ACTIVATIONS,
     ORDERS,
@@ -365,8 +365,8 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         them for arguments.
         """
         *tensors, (y, conv, saved, cast), settings, number = arguments
+        keep_leaves(ctx, tensors[1:6], cast)
         if cast is not None:
-            keep_leaves(ctx, tensors[1:6], cast)
             tensors[1:6] = cast
         ctx.save_for_backward(*tensors, saved)
         ctx.settings, ctx.number = settings, number
@@ -402,12 +402,13 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         elif ctx.begins_with_operand:
             consume_saved = not ctx.saved_is_returned and not _keeps_graph()
             what = (tensors, settings, mask, saved, ctx.number)
-            gradients = gradients_from_operand(grad_y, grad_conv, *what, consume_saved)
+            gradients = in_float32(ctx, gradients_from_operand(grad_y, grad_conv, *what, consume_saved))
         else:
             # Where the graph is not kept, nobody reads `saved` again.
             consume_saved = not _keeps_graph()
             what = (tensors, settings, mask, saved, ctx.number)
-            gradients = gradients_from_saved(grad_y, *what, consume_saved, as_computed=True)
+            found = gradients_from_saved(grad_y, *what, consume_saved, as_computed=True)
+            gradients = in_float32(ctx, found)
         return (*gradients, None, None, None)
 
 
