@@ -65,7 +65,8 @@ def turns_ms(
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """The median, and two of the values, between which the true one lies in 95 % of all samples or more.
 
-    How many of n values lie below the true median is binomial (n, 1/2), whatever their distribution: the
+    Of independent values, that is: a pace that drifts over many rounds makes it too narrow. How many of n
+    values lie below the true median is then binomial (n, 1/2), whatever their distribution: the
     k-th smallest lies above it with the probability of fewer than k. k is the largest for which that is at
     most 2.5 %; the k-th largest is the other end. (W. J. Conover, Practical Nonparametric Statistics, 3rd
     edition, section 3.2; for many values k is n/2 - 1.96 sqrt(n)/2.)

@@ -133,6 +133,9 @@ def test_one_voxel_is_left_to_pytorch_where_it_is_recorded(monkeypatch):
         block = find_block([conv, torch.nn.GroupNorm(8, 8)], 0)
         found = {r: accelerated_block._plan_is_library(block, x, weight, "tf32", r) for r in (False, True)}
         assert found == left, dilation
+        # With a bias, a convolution that is returned is PyTorch's.
+        returned = block._replace(returns_conv=True)
+        assert accelerated_block._plan_is_library(returned, x, weight, "tf32", False)
 
 
 _CHANNELS_LAST = {"memory_format": torch.channels_last_3d}

@@ -55,6 +55,18 @@ def test_no_casts_are_recorded(keeping_kernels, casts):
     assert all("AccumulateGrad" in node.name() for node in of_parameters)
 
 
+def test_values_of_the_other_sign(keeping_kernels, casts):
+    """Kernels would read a view that negates as it lies."""
+    call = make("prelu").leaves()
+    call = exchanged(call, bias=torch._neg_view(call.tensors["bias"].detach()).requires_grad_())
+    results, found = gradients_of(call)
+    assert not casts and call.tensors["bias"].is_neg()
+    plain = exchanged(call, bias=call.tensors["bias"].detach().resolve_neg().requires_grad_())
+    expected, right = gradients_of(plain)
+    check_same(results, expected)
+    check_same(found, right)
+
+
 @of_cases([*CASES, ALONE])
 def test_gradients_are_cast_together(keeping_kernels, casts, case, monkeypatch):
     batches, copy = [], torch._foreach_copy_

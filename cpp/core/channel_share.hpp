@@ -39,7 +39,8 @@ inline double least_channel_share(const Problem& p, bool trains) {
   // few inputs of many outputs, whose volume is y: 1 > 96, 1 > 256, 1 > 512 and 2 > 96 took 0.2 to 1.1 of the
   // library plan's time in bfloat16 and tf32, mostly 0.3 to 0.6; trained 0.7 to 1.4.
   constexpr std::int64_t kManyOutputs = 64;
-  if (p.groups == 1 && !trains && p.c < kChannelUnit && p.k > kManyOutputs && !p.is_ieee()) return 0.0;
+  const bool many_outputs = p.c < kChannelUnit && p.k > kManyOutputs && p.tail.norm && !p.is_ieee();
+  if (p.groups == 1 && !trains && many_outputs) return 0.0;
   if (p.groups == 1) return std::min(p.c, p.k) < kChannelUnit ? 1.0 / 32 : 0.0;
   if (p.dtype != DType::kFloat32) return 3.0 / 8;
   return p.precision == Precision::kIEEE || p.stride != Extent3{1, 1, 1} ? 1.0 / 32 : 1.0 / 4;

@@ -174,16 +174,6 @@ bool has_compared_channels_of_ieee(const Problem& p, const Device& device) {
   return hides_tf32_words(p) && inputs <= most && outputs <= kOutputs;
 }
 
-/// Whether conv_transpose_few_channels_sm80 is compared with others of more outputs than was_compared says:
-/// of at most four inputs and stride 1, where other plans multiply zeros, or copy taps. With a stride it took
-/// 0.6 to 1.9 of the SM90 plan's time, and no estimate told which (perf/NOTES.md, "Few inputs and many
-/// outputs").
-bool has_many_outputs_of_few_inputs(const Problem& p) {
-  constexpr std::int64_t kLeast = 64, kMost = 512;
-  return p.groups == 1 && !p.is_ieee() && p.tail.norm && p.stride == Extent3{1, 1, 1} &&
-         volume(p.kernel) > 1 && has_few_inputs(p) && p.k > kLeast && p.k <= kMost;
-}
-
 /// Whether the estimates of the direct plan's kernel were compared with such convolutions.
 bool was_compared(const Problem& p, const Device& device, const Plan& direct) {
   if (!direct.few_channels) return has_few_inputs(p);
@@ -192,9 +182,9 @@ bool was_compared(const Problem& p, const Device& device, const Plan& direct) {
   // Of groups of fewer inputs, CUDA cores were compared.
   constexpr std::int64_t kLeastOfGroup = 4;
   if (p.groups > 1 && inputs < kLeastOfGroup) return false;
-  const bool few =
-      p.is_ieee() ? has_compared_channels_of_ieee(p, device)
-                  : has_many_outputs_of_few_inputs(p) || (inputs <= kInputs && group_outputs(p) <= outputs);
+  const bool few = p.is_ieee() ? has_compared_channels_of_ieee(p, device)
+                               : has_many_outputs_of_few_inputs(p, device) ||
+                                     (inputs <= kInputs && group_outputs(p) <= outputs);
   return few && *std::max_element(p.kernel.begin(), p.kernel.end()) <= kTaps &&
          *std::max_element(p.stride.begin(), p.stride.end()) <= kStride;
 }
@@ -304,6 +294,13 @@ double less_for_half_blocks(const Problem& p, const Plan& sm90, bool in_place) {
 
 }  // namespace
 
+bool has_many_outputs_of_few_inputs(const Problem& p, const Device& device) {
+  constexpr std::int64_t kLeast = 64, kMost = 512;
+  return device.compute_capability == kHopper && p.groups == 1 && !p.is_ieee() && p.tail.norm &&
+         p.stride == Extent3{1, 1, 1} && volume(p.kernel) > 1 && has_few_inputs(p) && p.k > kLeast &&
+         p.k <= kMost;
+}
+
 std::string direct_obstacle(const Problem& p, const Device& device) {
   FewChannelsLayout layout;
   const std::string obstacle = cuda_cores_obstacle(p, device);
@@ -354,7 +351,7 @@ bool beats_sm90(const Problem& p, const Device& device, const Plan& direct, cons
     if (expected_us >= near_library_us(p, device, sm90)) return false;
     // Of many outputs at stride 1 it took 0.75 to 1.15 of its estimate, the SM90 plan 0.8 to 1.4.
     constexpr double kOfManyOutputs = 1.15;
-    if (has_many_outputs_of_few_inputs(p)) return expected_us < kOfManyOutputs * sm90_us(p, sm90);
+    if (has_many_outputs_of_few_inputs(p, device)) return expected_us < kOfManyOutputs * sm90_us(p, sm90);
     const bool in_place = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
     return direct.estimated_direct_ms <
            less_for_half_blocks(p, sm90, in_place) * narrow_sm90_ms(p, sm90, in_place);

@@ -11,6 +11,11 @@
 
 namespace upconv3d {
 
+/// Whether conv_transpose_few_channels_sm80 is compared with the SM90 plan of more outputs than few: of at
+/// most four inputs and stride 1, where that one multiplies zeros, or copies taps. With a stride it took 0.6
+/// to 1.9 of the SM90 plan's time, and no estimate told which (perf/NOTES.md, "Few inputs and many outputs").
+bool has_many_outputs_of_few_inputs(const Problem& problem, const Device& device);
+
 /// Why the kernels of this plan cannot run, or "".
 std::string direct_obstacle(const Problem& problem, const Device& device);
 

@@ -156,11 +156,14 @@ std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, cons
   // A backward pass reads what the SM90 plan keeps, or PyTorch's convolution.
   if (keeps_activation && !is_slow) advantage = training_advantage(p, device, sm90);
   if (!keeps_activation) {
-    const bool compares = !is_slow && !(device.spares_host && sm90_spares_host(p, sm90));
+    const bool spares_host = device.spares_host && sm90_spares_host(p, sm90);
+    const bool compares = !is_slow && !spares_host;
+    // Of many outputs it has a launch more than the SM90 plan.
+    const bool considers_direct = !spares_host || !has_many_outputs_of_few_inputs(p, device);
     if (compares) {
       advantage = p.tail.norm ? library_advantage(p, device, sm90) : advantage_without_norm(p, sm90);
     }
-    if (is_slow || advantage.reason.empty()) {
+    if (considers_direct && (is_slow || advantage.reason.empty())) {
       std::string reason = is_slow ? "not the SM90 kernel: " + advantage.reason : "";
       if (auto direct = choose_direct(p, device, is_slow ? nullptr : &sm90, reason)) return direct;
       if (compares) advantage = library_advantage_at_length(p, device, sm90);
@@ -336,8 +339,13 @@ std::optional<Plan> own_convolution(const Problem& p, const Device& device,
   if (!p.tail.norm && !forced.empty() && forced != "sm90" && forced != "stored") return std::nullopt;
   const auto is_ours = [](const Plan& plan) { return plan.algorithm == Algorithm::kSm90ImplicitGemm; };
   const Plan alone = choose(convolution_alone(p), device, instances, false);
-  const bool is_own =
-      is_ours(alone) && (!p.tail.norm || is_ours(choose(normalized, device, instances, false)));
+  bool is_own = is_ours(alone);
+  if (is_own && p.tail.norm) {
+    const Plan whole = choose(normalized, device, instances, false);
+    // The direct kernel, which adds no skip, was compared with the SM90 plan, not with cuDNN's convolution.
+    const bool instead = whole.algorithm == Algorithm::kCudaDirect;
+    is_own = is_ours(whole) || (instead && has_many_outputs_of_few_inputs(normalized, device));
+  }
   return is_own ? std::optional<Plan>(alone) : std::nullopt;
 }
 

@@ -403,8 +403,9 @@ TwiceMerging twice_merging(const Problem& problem, std::int64_t moments) {
   // A block takes 0.4 us for 1024 partials, most of it conversions to double; that segments are merged once
   // more, by whoever is the last, takes 2 us.
   constexpr std::int64_t kWorthSegments = 8192, kSegmentPartials = 1024, kBlocks = 128;
-  const std::int64_t segments =
-      partials <= kWorthSegments ? 1 : std::min(kBlocks / groups, ceil_div(partials, kSegmentPartials));
+  const std::int64_t segments = partials <= kWorthSegments || groups == 0
+                                    ? 1
+                                    : std::min(kBlocks / groups, ceil_div(partials, kSegmentPartials));
   return {groups, partials, std::max<std::int64_t>(segments, 1)};
 }
 

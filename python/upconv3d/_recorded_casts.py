@@ -45,7 +45,8 @@ def casts_leaves(tensors: Sequence[Any], low: torch.dtype) -> bool:
             continue
         dtype = tensor.dtype
         if dtype is torch.float32 and type(tensor) in OWN_CLASSES and tensor.is_leaf:
-            if tensor.grad_dtype is not dtype:  # autograd would not cast its gradient to float32
+            # Autograd would not cast its gradient to float32, or a kernel read values without their sign.
+            if tensor.grad_dtype is not dtype or tensor.is_neg():
                 return False
             found = True
         elif dtype is not low:

@@ -157,6 +157,37 @@ void test_many_outputs_of_few_inputs() {
   }
 }
 
+/// Where the kernel for few channels was not compared with the SM90 plan, or could not run, all stays as it
+/// is.
+void test_others_of_few_inputs() {
+  Problem p;
+  p.n = 1, p.c = 4, p.k = 512, p.in = {16, 16, 16}, p.kernel = {3, 3, 3}, p.padding = {1, 1, 1};
+  p.num_groups = 32, p.dtype = DType::kFloat32, p.precision = Precision::kTF32;
+  expect(select_plan(p, hopper(), all_compiled()).few_channels, "by that kernel");
+  Device sparing = hopper();
+  sparing.spares_host = true;
+  expect(select_plan(p, sparing, all_compiled()).algorithm == Algorithm::kSm90ImplicitGemm,
+         "two launches where the host is to be spared");
+  Device ampere = hopper();
+  ampere.compute_capability = 80, ampere.sm_count = 108;
+  expect(!select_plan(p, ampere, all_compiled()).few_channels, "times are an H200's");
+  Problem with_skip = p;
+  with_skip.c = 3, with_skip.n = 4, with_skip.k = 96, with_skip.in = {48, 48, 48};
+  with_skip.tail.has_skip = true;
+  expect(select_plan(with_skip, hopper(), all_compiled()).own_convolution, "a skip has our convolution");
+  Problem bare = p;
+  bare.n = 4, bare.c = 1, bare.k = 72, bare.in = {32, 32, 32}, bare.kernel = {2, 2, 2}, bare.num_groups = 1;
+  bare.tail = make_tail("act_norm", false, "gelu", 0.0, false);
+  expect(select_plan(bare, hopper(), all_compiled()).algorithm == Algorithm::kCudaDirect, "without a norm");
+  // More partial moments than are worth merging by several blocks, of no norm group.
+  for (const std::int64_t inputs : {1, 64}) {
+    Problem empty = p;
+    empty.n = 0, empty.c = inputs, empty.k = 128, empty.in = {64, 64, 64}, empty.num_groups = 1;
+    empty.kernel = empty.stride = {2, 2, 2}, empty.padding = {0, 0, 0};
+    expect(!select_plan(empty, hopper(), all_compiled()).reason.empty(), "a plan without samples");
+  }
+}
+
 void test_no_norm_is_one_launch() {
   Problem p = mednext(64, 64);
   p.tail.norm = false, p.num_groups = 1;
@@ -233,6 +264,7 @@ int main() {
   upconv3d::test_tiling();
   upconv3d::test_choice();
   upconv3d::test_many_outputs_of_few_inputs();
+  upconv3d::test_others_of_few_inputs();
   upconv3d::test_no_norm_is_one_launch();
   upconv3d::test_estimate_is_described();
   upconv3d::test_shared_memory();

@@ -107,7 +107,8 @@ def _plan_is_library(block: Block, x: Tensor, weight: Tensor, precision: str, re
     # Of one voxel per sample ours is a matrix product, of which cuDNN makes 50 to 330 us more of the device's
     # time; recorded, it takes the host as long as PyTorch's calls and more (perf/NOTES.md, "One voxel, and
     # half tiles").
-    if not recording and plans[0]["one_voxel"]:
+    is_product = plans[0]["one_voxel"] and (not block.returns_conv or conv.bias is None)
+    if is_product and not recording:
         return False
     return any(plan["algorithm"] == "cuda_library" for plan in plans)
 
