@@ -14,8 +14,8 @@ is the median of the model as it was, ms of the accelerated one; compile_ms and 
 torch.compile. x_eager and x_compile are after divided by before, below 1 is quicker: the median of the
 rounds' ratios, and the ends of its interval of 95 %. x_copy and x_compiled_copy are those of an unchanged
 copy of the model, in the same rounds, and should be "alike"; each is compiled with a cache of its own.
-verdict is "slower" where x_eager's interval, in two decimals, lies above 1, "quicker" where it lies below,
-else "alike": the rounds do not tell the two apart.
+verdict is "slower" where x_eager's interval, widened by what x_copy is off 1, lies above 1 in two decimals,
+"quicker" where it lies below, else "alike": the rounds do not tell the two apart.
 
 x_queued and x_queued_copy are of training steps of which four are started one after the other, and only the
 last is waited for, as where a loop reads no loss: the host runs ahead of the device, if it can. They are
@@ -202,6 +202,7 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
             eager_calls = {name: calls[name] for name in models}
             queued = turns_ms(eager_calls, device, args.seconds, args.seed, QUEUED)
     x_eager = ratio_fields("x_eager", times, "ours", "eager")
+    x_copy = ratio_fields("x_copy", times, "copy", "eager")
     good = finite and err <= max(ERROR_FACTOR * eager_err, ROUNDING[dtype])
     return {
         "name": model.name,
@@ -217,8 +218,8 @@ def measure(model: Model, kind: str, dtype: str, layout: str, args: argparse.Nam
         "eager_ms": medians["eager"],
         "ms": medians["ours"],
         **x_eager,
-        "verdict": verdict(x_eager["x_eager_low"], x_eager["x_eager_high"]),
-        **ratio_fields("x_copy", times, "copy", "eager"),
+        "verdict": verdict(x_eager | x_copy, "x_eager"),
+        **x_copy,
         "queued_rounds": len(queued["eager"]) if queued else None,
         **ratio_fields("x_queued", queued, "ours", "eager"),
         **ratio_fields("x_queued_copy", queued, "copy", "eager"),

@@ -71,7 +71,8 @@ MODEL_COLUMNS = [
 
 PAIRED = (
     "Every step is waited for, but for queued ones. A ratio is the median of its rounds', in brackets its\n"
-    '95 % interval: "slower" where that lies above 1, "quicker" where it lies below, else "alike".'
+    '95 % interval: "slower" where that, widened by what the copy is off 1, lies above 1, "quicker"\n'
+    'where it lies below, else "alike".'
 )
 
 
@@ -83,7 +84,7 @@ def model_cell(row: dict[str, Any], key: str, form: str) -> str:
     if ends is None:
         return form.format(row[key])
     low, high = (form.format(end) for end in ends)
-    return f"{form.format(row[key])} [{low}, {high}] {verdict(*ends)}"
+    return f"{form.format(row[key])} [{low}, {high}] {verdict(row, key)}"
 
 
 def models_report(result: dict[str, Any]) -> str:

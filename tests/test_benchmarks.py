@@ -171,7 +171,7 @@ def test_too_few_values_have_no_interval(perf_scripts):
 )
 def test_a_verdict(perf_scripts, factor, said):
     """A host whose pace changes by 40 % meanwhile, and calls that scatter by 3 %."""
-    from paired import interval, ratio_fields, verdict
+    from paired import ratio_fields, verdict
 
     draw = random.Random(0)
     pace = [1 + 0.4 * (i // 10 % 2) for i in range(100)]
@@ -180,14 +180,23 @@ def test_a_verdict(perf_scripts, factor, said):
     ours[7] *= 20  # one call that was interrupted
     row = ratio_fields("x", {"eager": eager, "ours": ours}, "ours", "eager")
     assert row["x_low"] < factor < row["x_high"] and row["x_low"] < row["x"] < row["x_high"]
-    assert verdict(*interval(row, "x")) == said
+    assert verdict(row, "x") == said
 
 
 def test_ends_are_judged_as_shown(perf_scripts):
     from paired import interval, ratio_fields, verdict
 
-    assert verdict(1.002, 1.003) == "alike" and verdict(0.996, 0.997) == "alike"
-    assert verdict(1.006, 1.02) == "slower" and verdict(0.98, 0.994) == "quicker"
+    def said(low, high, copy=None):
+        row = {"x_eager": low, "x_eager_low": low, "x_eager_high": high, "x_copy": copy}
+        return verdict(row, "x_eager")
+
+    assert said(1.002, 1.003) == "alike" and said(0.996, 0.997) == "alike"
+    assert said(1.006, 1.02) == "slower" and said(0.98, 0.994) == "quicker"
+    # A copy that is no copy of the model's pace says how far a ratio can be off.
+    assert said(1.02, 1.03, copy=0.97) == said(0.97, 0.98, copy=1.03) == "alike"
+    assert said(1.05, 1.06, copy=0.97) == "slower" and said(0.94, 0.95, copy=0.97) == "quicker"
+    with pytest.raises(ValueError, match="without x_copy_low"):
+        verdict({"x_copy": 1.0}, "x_copy")
     assert ratio_fields("x", {"eager": [1.0]}, "ours", "eager") == dict.fromkeys(("x", "x_low", "x_high"))
     assert interval({"x": 1.0}, "x") is None
 
