@@ -80,9 +80,9 @@ def _reaching_taps(
     grad_c: Tensor, x: Tensor, weight: Tensor, args: Sequence[Any]
 ) -> tuple[slice, slice, slice] | None:
     """Of each axis the taps, one per output, that a convolution of one voxel per sample multiplies by
-    (cpp/core/one_voxel.hpp); None where x has more voxels, or an output no tap."""
+    (cpp/core/one_voxel.hpp); None where it has groups, or an output no tap."""
     _, padding, _, groups, dilation = args[:5]
-    if x.shape[2:] != _ONE or groups != 1:
+    if groups != 1:
         return None
     taps = []
     for out, kernel, begin, step in zip(grad_c.shape[2:], weight.shape[2:], padding, dilation, strict=True):
@@ -112,11 +112,10 @@ def _multiplies_strictly(x: Tensor, precision: str) -> bool:
 def _product_backward(
     grad_c: Tensor, x: Tensor, weight: Tensor, args: Sequence[Any], mask: Sequence[bool]
 ) -> Sequence[Tensor | None] | None:
-    """convolution_backward where the convolution is a matrix product; None where it is not, or w lies in
-    neither order."""
-    # Where gradients are recorded, autocast would cast those of torch.mm, as it does not a convolution's. On
-    # the CPU float32 is float32, whatever the setting of matrix products says.
-    if torch.is_grad_enabled() or not (x.is_cuda or x.dtype is not torch.float32):
+    """convolution_backward of an x of one voxel, where the convolution is a matrix product; None where it is
+    not, or w lies in neither order."""
+    # On the CPU float32 is float32, whatever the setting of matrix products says.
+    if not (x.is_cuda or x.dtype is not torch.float32):
         return None
     n, c = x.size(0), x.size(1)
     reaching = _reaching_taps(grad_c, x, weight, args)
@@ -161,8 +160,12 @@ def convolution_backward(
     grads: Sequence[Tensor | None]
 
     def computed() -> Sequence[Tensor | None]:
-        if product := _product_backward(grad_c, x, weight, args, mask):
-            return product
+        # Asked here, since so few calls are: a function of Python's costs a host more than the question.
+        # Where gradients are recorded, autocast would cast those of torch.mm, not those of a convolution.
+        if not torch.is_grad_enabled() and x.shape[2:] == _ONE:
+            product = _product_backward(grad_c, x, weight, args, mask)
+            if product is not None:
+                return product
         outputs = [grad_c.size(1)]
         grads = _aten_backward(
             *(grad_c, x, weight, outputs, stride, padding, dilation, True, output_padding, groups, mask)
