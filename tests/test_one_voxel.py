@@ -228,3 +228,17 @@ def test_explain_says_so(cuda):
     block = _block("latent_vector", "NDHWC", device=cuda, dtype=torch.bfloat16, num_groups=2)
     plan = upconv3d.explain(block.input, block.weight, block.bias, num_groups=2)
     assert plan.algorithm == "cuda_library" and "one voxel per sample" in str(plan)
+
+
+def test_accelerate_takes_it_without_gradients(cuda):
+    modules = (torch.nn.ConvTranspose3d(64, 32, 4), torch.nn.ReLU(), torch.nn.GroupNorm(8, 32))
+    model = torch.nn.Sequential(*modules).to(cuda)
+    x = torch.randn(2, 64, 1, 1, 1, device=cuda)
+    expected = model(x)
+    report = upconv3d.accelerate(model, sample=(x,))
+    assert [finding.plan for finding in report.findings] == ["cuda_library"]
+    assert type(model(x).grad_fn).__name__ == "NativeGroupNormBackward0"
+    with torch.no_grad():
+        y = model(x)
+    # Either may multiply in TF32.
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)

@@ -236,7 +236,8 @@ def _plan(block: Block | str, meta: Tensor | None, options: Options) -> str | No
     if not takes(x) or not admits(block, x):
         return None
     weight = sized_weight(conv, x, device)
-    way = Way.PLANNED if options.precision is not None else way_of(block, x, weight)
+    with torch.no_grad():
+        way = Way.PLANNED if options.precision is not None else way_of(block, x, weight)
     if way is Way.MODULES:
         return "small: PyTorch's calls"
     positional, named = call_of(block, x, options, weight)
