@@ -40,7 +40,7 @@ struct Work {
   double products;  // per value, those with an input
   explicit Work(const Problem& p) {
     outputs = static_cast<double>(p.n * p.k) * static_cast<double>(p.positions()) / kMillion;
-    products = p.useful_flops() / 2 / kMillion / outputs;
+    products = p.n == 0 ? 0.0 : p.useful_flops() / 2 / kMillion / outputs;
   }
 };
 

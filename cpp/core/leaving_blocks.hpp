@@ -18,6 +18,7 @@ namespace upconv3d {
 /// \param tiles of all `samples`
 inline int leaving_blocks(double multiply, double normalize, bool steps, std::int64_t tiles,
                           std::int64_t samples, int sm_count) {
+  if (samples == 0) return 0;
   // Of the card's bandwidth, what the normalization gets of one multiprocessor where it has few: 40 GB/s of
   // 4200 were seen of 16 bits with a step, 60 to 90 of others.
   const double bandwidth_share = (steps ? 40.0 : 60.0) / 4200.0;
