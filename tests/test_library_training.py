@@ -89,7 +89,7 @@ def test_autocast_asks_for_a_plan_once(monkeypatch):
         def explain(arguments):
             asked.append(arguments)
             fits = arguments["weight"]["sizes"][1] >= 8
-            few = arguments["weight"]["dtype"] != "float32" and arguments["weight"]["sizes"][1] == 8
+            few = arguments["weight"]["dtype"] != "float32" and arguments["weight"]["sizes"][1] in (8, 72)
             kernel = "conv_transpose_few_channels_sm80" if few else "another"
             instead = arguments["weight"]["sizes"][1] == 4  # col2im, where the SM90 plan could train
             algorithm = "sm90_implicit_gemm" if fits else "cuda_col2im" if instead else "cuda_library"
@@ -106,12 +106,12 @@ def test_autocast_asks_for_a_plan_once(monkeypatch):
             assert _autocast._is_quicker_in_float32(x, weight, settings, None) is expected
     assert len(asked) == 3
     assert all(a["input"]["dtype"] == "float32" and a["precision"] == "tf32" for a in asked)
-    # Where nothing is recorded, unless 16 bit takes the direct plan on tensor cores.
-    for k, expected in ((2, False), (8, False), (16, True)):
+    # Where nothing is recorded, unless 16 bit takes the direct plan on tensor cores, of few outputs.
+    for k, expected in ((2, False), (8, False), (16, True), (72, True)):
         weight = torch.zeros(4, k, 2, 2, 2)
         for _ in range(3):
             assert _autocast._is_quicker_in_float32(x, weight, settings, torch.bfloat16) is expected
-    assert len(asked) == 3 + 1 + 2 + 2
+    assert len(asked) == 3 + 1 + 2 + 2 + 1
     low = [a for a in asked if a["weight"]["dtype"] == "bfloat16"]
     assert len(low) == 2 and all(a["input"]["dtype"] == "bfloat16" and "training" not in a for a in low)
 
