@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 import upconv3d
+from modes import OperatorNames
 from oracles import check_like_eager, make_block
 from test_values import shape_block
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 OP_NAME = "upconv3d::conv_transpose3d_relu_group_norm"
@@ -121,18 +121,6 @@ def test_plan_is_printed_while_asked(capfd, monkeypatch):
     assert "plan:" not in capfd.readouterr().err
 
 
-class _Operators(TorchDispatchMode):
-    """Names of the operators that reach PyTorch's dispatch modes."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def public_name(requires_grad):
     """The operator of a call that keeps something for its backward has a name of its own."""
     return f"{OP_NAME}_for_training" if requires_grad else OP_NAME
@@ -142,7 +130,7 @@ def public_name(requires_grad):
 def test_dispatch_modes_see_the_operator(requires_grad):
     block = shape_block("padding")
     block = block.requires_grad() if requires_grad else block
-    with _Operators() as seen:
+    with OperatorNames() as seen:
         y = block.ours()
     assert seen.names.count(public_name(requires_grad)) == 1
     assert y.requires_grad == requires_grad

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import pytest
 import torch
+from modes import OperatorNames
 from oracles import make_block
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from upconv3d import _C
 from upconv3d._numbered import numbered_block, numbered_block_for_training, settings_number
 
@@ -84,16 +84,6 @@ def test_same_tensors_under_every_number(device):
                 torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
 
 
-class _Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 class _Wrapped(torch.Tensor):
     """A tensor that others than __torch_function__ look at."""
 
@@ -118,7 +108,7 @@ class _Wrapped(torch.Tensor):
 def test_others_than_kernels_get_the_public_operator():
     given, number = tensors(), settings_number(BASE)
     expected = public(BASE, *given)
-    with _Names() as seen:
+    with OperatorNames() as seen:
         assert torch.equal(numbered_block(*given, number), expected)
         numbered_block_for_training(*given, number)
     assert seen.names.count(PUBLIC) == 1 and seen.names.count(f"{PUBLIC}_for_training") == 1

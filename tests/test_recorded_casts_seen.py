@@ -9,6 +9,7 @@ import copy
 
 import pytest
 import torch
+from modes import OperatorNames
 from recorded_casts import (
     ALONE,
     CASES,
@@ -24,7 +25,6 @@ from recorded_casts import (
     of_cases,
     one_by_one,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -53,22 +53,12 @@ def test_errors(keeping_kernels, casts, case, wrong):
             assert _message(changed) == _message(changed, one_by_one)
 
 
-class Watching(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 @of_cases(["prelu", "returned", ALONE])
 def test_modes_see_pytorchs_casts(kernels, casts, case):
     call = make(case).leaves()
-    with Watching() as ours:
+    with OperatorNames() as ours:
         results = gradients_of(call)
-    with one_by_one(), Watching() as theirs:
+    with one_by_one(), OperatorNames() as theirs:
         expected = gradients_of(call)
     assert casts == [] and ours.names == theirs.names
     for a, b in zip(results, expected, strict=True):

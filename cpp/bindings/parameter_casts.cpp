@@ -23,15 +23,12 @@ namespace {
 bool is_cast(const char* argument, const Tensor& parameter, const Tensor& input, const TensorKind& like) {
   const TensorKind own = kind_of(parameter);
   if (own.dtype != aoti_torch_dtype_float32() || own.dtype == like.dtype) return false;
-  if (own.layout != aoti_torch_layout_strided()) {
-    throw RuleViolation(concat("upconv3d: ", argument, " must be a dense (strided) tensor; got ", argument,
-                               ".layout=", describe_tensor(parameter).layout, ". Pass ", argument,
-                               ".to_dense()."));
-  }
-  if (own.device_type != like.device_type || own.device_index != like.device_index) {
-    throw RuleViolation(concat("upconv3d: all tensors must be on the device of input; got input.device=",
-                               describe_tensor(input).device, ", ", argument, ".device=",
-                               describe_tensor(parameter).device, ". Pass ", argument, ".to(input.device)."));
+  // Described, which takes the host longer than a cast, where a rule may be broken alone.
+  const bool is_strided = own.layout == aoti_torch_layout_strided();
+  if (!is_strided || own.device_type != like.device_type || own.device_index != like.device_index) {
+    const TensorDesc described = describe_tensor(parameter);
+    require_strided(argument, described);
+    require_device(argument, described, describe_tensor(input));
   }
   return true;
 }

@@ -55,20 +55,13 @@ Precision parse_precision(const std::string& precision) {
 
 void check_kind(const Arguments& a) {
   for (const auto& [argument, tensor] : given_tensors(a)) {
-    if (tensor->layout != "strided") {
-      throw RuleViolation(concat("upconv3d: ", argument, " must be a dense (strided) tensor; got ", argument,
-                                 ".layout=", tensor->layout, ". Pass ", argument, ".to_dense()."));
-    }
+    require_strided(argument, *tensor);
     if (tensor->dtype != a.input.dtype) {
       throw RuleViolation(
           concat("upconv3d: all tensors must have the dtype of input; got input.dtype=", a.input.dtype, ", ",
                  argument, ".dtype=", tensor->dtype, ". Pass ", argument, ".to(input.dtype)."));
     }
-    if (tensor->device != a.input.device) {
-      throw RuleViolation(
-          concat("upconv3d: all tensors must be on the device of input; got input.device=", a.input.device,
-                 ", ", argument, ".device=", tensor->device, ". Pass ", argument, ".to(input.device)."));
-    }
+    require_device(argument, *tensor, a.input);
   }
   const std::string type = a.input.device.substr(0, a.input.device.find(':'));
   if (type != "cpu" && type != "cuda" && type != "meta") {
@@ -163,6 +156,19 @@ Tail complete_tail(const Arguments& a) {
 }
 
 }  // namespace
+
+void require_strided(const std::string& argument, const TensorDesc& tensor) {
+  if (tensor.layout == "strided") return;
+  throw RuleViolation(concat("upconv3d: ", argument, " must be a dense (strided) tensor; got ", argument,
+                             ".layout=", tensor.layout, ". Pass ", argument, ".to_dense()."));
+}
+
+void require_device(const std::string& argument, const TensorDesc& tensor, const TensorDesc& input) {
+  if (tensor.device == input.device) return;
+  throw RuleViolation(
+      concat("upconv3d: all tensors must be on the device of input; got input.device=", input.device, ", ",
+             argument, ".device=", tensor.device, ". Pass ", argument, ".to(input.device)."));
+}
 
 bool is_dense(std::span<const std::int64_t> sizes, std::span<const std::int64_t> strides, Layout layout) {
   std::int64_t expected = 1;

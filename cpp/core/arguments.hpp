@@ -50,6 +50,11 @@ struct Arguments {
 /// \throws RuleViolation or ValueViolation (core/errors.hpp): the rule, the value it got and the remedy.
 Problem make_problem(const Arguments& arguments);
 
+/// Rules on one argument that a kernel could not read, as make_problem checks them of all.
+/// \throws RuleViolation: a sparse tensor; one that is not on the device of `input`.
+void require_strided(const std::string& argument, const TensorDesc& tensor);
+void require_device(const std::string& argument, const TensorDesc& tensor, const TensorDesc& input);
+
 /// Whether a [N,C,D,H,W] tensor lies dense in the order `layout`, axes of size 1 aside.
 bool is_dense(std::span<const std::int64_t> sizes, std::span<const std::int64_t> strides, Layout layout);
 

@@ -12,6 +12,9 @@
 
 namespace upconv3d {
 
+/// Output channels up to which there are few: of more, y is most of what a block of few inputs moves.
+inline constexpr std::int64_t kFewOutputs = 64;
+
 /// Share of the tensor cores' products that are wanted: of k-blocks and tiles of 64 channels, the rest is
 /// padding.
 inline double channel_share(const Problem& p) {
@@ -38,8 +41,7 @@ inline double least_channel_share(const Problem& p, bool trains) {
   // In multiples of 8, channels of one group have not been compared and always run here; so do, in inference,
   // few inputs of many outputs, whose volume is y: 1 > 96, 1 > 256, 1 > 512 and 2 > 96 took 0.2 to 1.1 of the
   // library plan's time in bfloat16 and tf32, mostly 0.3 to 0.6; trained 0.7 to 1.4.
-  constexpr std::int64_t kManyOutputs = 64;
-  const bool many_outputs = p.c < kChannelUnit && p.k > kManyOutputs && p.tail.norm && !p.is_ieee();
+  const bool many_outputs = p.c < kChannelUnit && p.k > kFewOutputs && p.tail.norm && !p.is_ieee();
   if (p.groups == 1 && !trains && many_outputs) return 0.0;
   if (p.groups == 1) return std::min(p.c, p.k) < kChannelUnit ? 1.0 / 32 : 0.0;
   if (p.dtype != DType::kFloat32) return 3.0 / 8;

@@ -7,6 +7,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "core/channel_share.hpp"
 #include "core/channels.hpp"
 #include "core/direct_limits.hpp"
 #include "core/direct_tiling.hpp"
@@ -295,10 +296,10 @@ double less_for_half_blocks(const Problem& p, const Plan& sm90, bool in_place) {
 }  // namespace
 
 bool has_many_outputs_of_few_inputs(const Problem& p, const Device& device) {
-  constexpr std::int64_t kLeast = 64, kMost = 512;
+  constexpr std::int64_t kMostOutputs = 512;
   return device.compute_capability == kHopper && p.groups == 1 && !p.is_ieee() && p.tail.norm &&
-         p.stride == Extent3{1, 1, 1} && volume(p.kernel) > 1 && has_few_inputs(p) && p.k > kLeast &&
-         p.k <= kMost;
+         p.stride == Extent3{1, 1, 1} && volume(p.kernel) > 1 && has_few_inputs(p) && p.k > kFewOutputs &&
+         p.k <= kMostOutputs;
 }
 
 std::string direct_obstacle(const Problem& p, const Device& device) {

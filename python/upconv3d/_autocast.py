@@ -14,7 +14,7 @@ from ._geometry import batched, memory_format_of
 from ._graphs import is_traced
 from ._numbered import numbered_block, settings_number
 from ._plan_questions import FEW_CHANNELS_KERNEL, PlanQuestion, about_values
-from ._recorded_casts import LOW_DTYPES, OWN_CLASSES, cast_leaves, casts_leaves, is_dense
+from ._recorded_casts import LOW_DTYPES, OWN_CLASSES, cast_leaves, casts_leaves, copies_in, is_dense
 from ._tail import composite
 
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
@@ -168,9 +168,7 @@ def cast_tensors(tensors: Sequence[Tensor | None], low: torch.dtype, recording: 
     if len(together) == 1:
         cast[together[0]] = cast[together[0]].to(low)
     elif together:
-        originals = [cast[index] for index in together]
-        results = [torch.empty_like(tensor, dtype=low) for tensor in originals]
-        torch._foreach_copy_(results, originals)
+        results = copies_in(low, [cast[index] for index in together])
         for index, result in zip(together, results, strict=True):
             cast[index] = result
     return tuple(cast)

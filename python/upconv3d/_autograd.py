@@ -368,9 +368,8 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: Sequence[Tensor | None] = [
-            *_gradients(ctx, grad_y, ctx.needs_input_grad[:5], ctx.number),
-        ]
+        gradients: Sequence[Tensor | None]
+        gradients = list(_gradients(ctx, grad_y, ctx.needs_input_grad[:5], ctx.number))
         if not (torch.is_grad_enabled() or _is_transformed(grad_y)):
             gradients = in_float32(ctx, gradients)
         return (*gradients, None, None, None, None)

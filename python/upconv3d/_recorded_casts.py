@@ -29,6 +29,13 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last_3d)
 
 
+def copies_in(dtype: torch.dtype, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Every tensor's .to(dtype), of dense ones, by one launch."""
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(copies, list(tensors))
+    return copies
+
+
 def casts_leaves(tensors: Sequence[Any], low: torch.dtype) -> bool:
     """Whether cast_leaves is to cast the parameters of a call on CUDA, the input apart, to `low`.
 
@@ -138,9 +145,7 @@ def in_float32(ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor 
     if len(places) < 2:
         return gradients
     found: list[Any] = list(gradients)
-    low = [found[place] for place in places]
-    wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in low]
-    torch._foreach_copy_(wide, low)
+    wide = copies_in(torch.float32, [found[place] for place in places])
     for place, gradient in zip(places, wide, strict=True):
         found[place] = gradient
     return found

@@ -104,12 +104,11 @@ def _plan_is_library(block: Block, x: Tensor, weight: Tensor, precision: str, re
     one_product = precision == "tf32" or (x.dtype if low is None else low) is not torch.float32
     asked = facts | {"spares_host": one_product}
     plans = [_C.explain(asked | {"training": training})["plan"] for training in {recording, False}]
-    # Of one voxel per sample ours is a matrix product, of which cuDNN makes 50 to 330 us more of the device's
+    # Of one voxel per sample ours is a matrix product, of which cuDNN makes 20 to 330 us more of the device's
     # time; recorded, it takes the host as long as PyTorch's calls and more (perf/NOTES.md, "One voxel, and
-    # half tiles").
-    is_product = plans[0]["one_voxel"] and (not block.returns_conv or conv.bias is None)
-    if is_product and not recording:
-        return False
+    # half tiles" and "Few inputs and many outputs").
+    if not recording and (not block.returns_conv or conv.bias is None):
+        plans = [plan for plan in plans if not plan["one_voxel"]]
     return any(plan["algorithm"] == "cuda_library" for plan in plans)
 
 
