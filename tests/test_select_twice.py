@@ -2,7 +2,7 @@
 """What is stored and what is computed twice: selection without a GPU, as in test_select_plan.py."""
 
 import pytest
-from test_select_plan import facts, plan_of
+from test_select_plan import ALONE, facts, plan_of
 
 
 def test_computing_twice_reads_weights_where_they_lie():
@@ -100,3 +100,25 @@ def test_stored_or_computed_twice(sizes, numbers, layout, dtype, twice):
     block = facts(n, c, k, extent, (kernel,) * 3, dtype, layout, weight_layout=layout, **triples)
     plan = plan_of(block | {"precision": "tf32" if dtype == "float32" else "ieee"})
     assert plan.algorithm == "sm90_implicit_gemm" and plan.twice == twice
+
+
+def test_activations_before_a_norm_by_name():
+    """A backward pass needs the convolution before what is no floor; so does computing twice."""
+    tail = ALONE | {"order": "act_norm", "num_groups": 8, "activation": "silu"}
+    assert plan_of(facts(**tail)).algorithm == "sm90_implicit_gemm" and not plan_of(facts(**tail)).twice
+    assert plan_of(facts(**tail, training=True)).keeps_conv
+    with pytest.raises(RuntimeError, match="got twice, but silu comes before the normalization"):
+        plan_of(facts(**tail, kernel=(2, 2, 2), stride=[2, 2, 2]), forced_plan="twice")
+    for forced in ("sm90", "stored", "twice"):
+        with pytest.raises(RuntimeError, match=f"got {forced}, but a backward pass follows, which needs"):
+            plan_of(facts(**tail, training=True), forced_plan=forced)
+
+
+def test_once_without_a_norm():
+    """Kernel = stride, in either layout; with few tiles for each set of weights it is stored."""
+    block = ALONE | {"kernel": (2, 2, 2), "stride": [2, 2, 2], "activation": "none"}
+    for layout in ("NCDHW", "NDHWC"):
+        plan = plan_of(facts(**block, layout=layout, weight_layout=layout))
+        assert plan.twice and plan.stages[-1] == plan.kernel and "computed once" in str(plan)
+    few = block | {"kernel": (4, 4, 4), "stride": [4, 4, 4], "extent": (8, 8, 8), "n": 1, "c": 256, "k": 320}
+    assert not plan_of(facts(**few, weight_layout="NDHWC")).twice

@@ -51,7 +51,7 @@ std::string describe(const Plan& plan) {
     }
   }
   const bool direct = plan.algorithm == Algorithm::kCudaDirect;
-  if (direct && plan.tiles == 0) {
+  if ((direct && plan.tiles == 0) || (plan.twice && plan.linear)) {
     text += "\n  convolution: computed once, and stored as y";
   } else if (plan.twice || direct) {
     text += "\n  convolution: computed for its moments, and once more to be normalized and stored";
@@ -66,7 +66,8 @@ std::string describe(const Plan& plan) {
   if (plan.estimated_stored_ms > 0 || plan.estimated_twice_ms > 0) {
     const auto estimate = [](double ms) { return ms > 0 ? concat(ms, " ms") : "not possible"; };
     text += concat("\n  estimates after packing: stored ", estimate(plan.estimated_stored_ms),
-                   ", computed twice ", estimate(plan.estimated_twice_ms));
+                   plan.linear ? ", by conv_transpose_twice_sm90 " : ", computed twice ",
+                   estimate(plan.estimated_twice_ms));
   }
   if (direct) text += concat("\n  estimate: ", plan.estimated_direct_ms, " ms");
   if (plan.split_axes > 0) {

@@ -41,7 +41,7 @@ struct ConvInstance {
   int block_channels;   // output channels of a tile
   int block_positions;  // output positions of a tile
   int block_inputs;     // SM90: input channels of a k-block, kBlockInputs or half of it
-  bool twice;           // conv_transpose_twice_sm90: before(conv) is never stored
+  bool twice;           // conv_transpose_twice_sm90: nothing is stored but the result
   bool compiled;        // false in a build without CUDA, or without an arch it runs on
 };
 
@@ -119,12 +119,13 @@ struct Plan {
                                          // convolution
   int launches = 1;                      // SM90: of a stored convolution, among which its slabs are divided
   std::int64_t window_tiles = 0;         // SM90: position tiles of a window of the launch order, 0: none
-  bool twice = false;                    // SM90: the convolution is computed for its moments, and once more
+  bool twice = false;                    // SM90: the convolution is computed for its moments, and once more,
+                                         // or, where linear, once; by conv_transpose_twice_sm90
   double scheduled_multiply_ms = 0.0;    // SM90: the convolution alone, stored (sm90_schedule.hpp)
   std::optional<ConvInstance> compared_instance;  // SM90: by whose estimate plans are compared
   double estimated_stored_ms = 0.0;  // SM90: that estimate (sm90_compared.hpp), without packing, before(conv)
                                      // stored in between; 0 where that cannot run
-  double estimated_twice_ms = 0.0;   // the same, computed twice; 0 where that cannot run
+  double estimated_twice_ms = 0.0;   // the same by that kernel; 0 where that cannot run
   bool few_channels = false;         // direct: on tensor cores, not on CUDA cores
   double estimated_direct_ms = 0.0;  // direct: all launches
   double expected_us = 0.0;          // col2im and library: all launches, where they were compared; else 0

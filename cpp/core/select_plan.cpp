@@ -197,8 +197,7 @@ std::optional<Plan> sm90_choice(const Problem& problem, const Device& device,
     if (forced == "twice") plan.reason += "; stored, because the backward reads what is stored";
     return plan;
   }
-  std::string twice_obstacle = problem.tail.norm ? consider_twice(problem, device, instances, plan)
-                                                 : std::string("nothing is normalized");
+  std::string twice_obstacle = consider_twice(problem, device, instances, plan);
   if (const auto transposed = twice_transposed_plan(problem, device, instances, plan)) {
     plan = *transposed;
     twice_obstacle = "";

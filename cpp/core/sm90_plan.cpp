@@ -19,6 +19,7 @@
 #include "core/text.hpp"
 #include "core/tile_order.hpp"
 #include "core/twice_layout.hpp"
+#include "core/without_norm.hpp"
 
 namespace upconv3d {
 namespace {
@@ -42,17 +43,20 @@ bool wants_whole_values(const Problem& p) {
 }
 
 /// What follows the convolution that the SM90 kernels do not do, or "".
-std::string tail_obstacle(const Problem& p) {
+std::string tail_obstacle(const Problem& p, bool trains) {
   const Tail& tail = p.tail;
   if (tail.has_skip) return "a skip is added to the convolution";
   if (!tail.norm) return tail.returns_conv ? "the convolution is wanted beside what follows it" : "";
   const Activation before = tail.before();
-  if (before != Activation::kNone && before != Activation::kRelu) {
-    return concat(name(before), " comes before the normalization");
-  }
   const bool whole_rows = p.y_layout == Layout::kNCDHW || p.k % kChannelUnit == 0;
-  if (tail.returns_conv && (before == Activation::kRelu || !whole_rows)) {
-    return "the convolution is wanted too, of which relu or rows that are no multiple of 16 bytes are stored";
+  if (tail.returns_conv && (before != Activation::kNone || !whole_rows)) {
+    return concat("the convolution is wanted too, where ",
+                  whole_rows ? name(before) : "rows that are no multiple of 16 bytes",
+                  whole_rows ? " of it is stored" : " are stored");
+  }
+  // ReLU's result tells what it let through.
+  if (trains && !is_floor(before)) {
+    return concat("a backward pass follows, which needs the convolution before ", name(before));
   }
   return "";
 }
@@ -178,7 +182,8 @@ double normalize_ms(const Problem& p, const ConvInstance& instance) {
 
 /// Estimated time of the convolution computed twice: the same multiplication with nothing to write, then with
 /// y, of whose bandwidth a quarter was seen not to hide, all of it where y is float32; between the two,
-/// blocks wait for each other. x in NCDHW is read and packed before, as it is for a stored plan.
+/// blocks wait for each other. Without a norm the second alone, without its activation. x in NCDHW is read
+/// and packed before, as it is for a stored plan.
 double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_count) {
   constexpr double kWaitMs = 0.006;
   const double unhidden = p.dtype == DType::kFloat32 ? 1.0 : 0.25;
@@ -191,7 +196,7 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
     const double tile = static_cast<double>(twice_tile_cycles(from, c_blocks, block_inputs, staged));
     const std::int64_t sets = static_cast<std::int64_t>(from.sets.size());
     const double tiles = static_cast<double>(p.n * sets * ceil_div(from.window.positions(), kTwicePositions));
-    if (!is_piecewise_linear(p.tail.after()))
+    if (p.tail.norm && !is_piecewise_linear(p.tail.after()))
       exponentials += tiles * kExponentialCycles * (from.units[1].count == 0 ? 1 : 2);
     longest = std::max(longest, tile);
   }
@@ -203,7 +208,7 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
   const bool in_pieces = p.y_layout == Layout::kNCDHW && p.out()[2] * size_of(p.dtype) % 16 != 0;
   const double again = pass + exponentials / std::max(sm_count, 1) / kCyclesPerMs;
   const double written = std::max(again + unhidden * y, x + y) + (in_pieces ? 5 * y : 0);
-  return std::max(pass, x) + written + kWaitMs;
+  return p.tail.norm ? std::max(pass, x) + written + kWaitMs : written;
 }
 
 /// Of a few weights, with the wait for it.
@@ -214,6 +219,8 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
                            std::optional<ConvInstance>& instance, TwiceLayout& layout) {
   if (p.k % kChannelUnit != 0) return concat("output channels, ", p.k, ", are no multiple of ", kChannelUnit);
   if (p.tail.returns_conv) return "the convolution is to be stored";
+  if (p.tail.norm && !is_floor(p.tail.before()))
+    return concat(name(p.tail.before()), " comes before the normalization");
   if (p.groups != 1) return concat("groups ", p.groups, " is not 1");
   const Family family = family_of(p);
   if (family.products != 1) return "float32's accuracy takes three products, which that kernel lacks";
@@ -240,12 +247,34 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
                                 ceil_div(from.window.positions(), kTwicePositions));
   }
   if (!within_im2col(p, windows)) return "phases taken together are beyond TMA's im2col limits";
-  const std::int64_t moments = twice_moments(layout), floats = twice_table_floats(p, moments);
-  if (std::max({tiles, floats, twice_merging(p, moments).partials}) > kMaxSm90Count) {
-    return "its tiles, groups or their partial moments exceed 32-bit counters";
+  if (p.tail.norm) {
+    const std::int64_t moments = twice_moments(layout), floats = twice_table_floats(p, moments);
+    tiles = std::max({tiles, floats, twice_merging(p, moments).partials});
   }
+  if (tiles > kMaxSm90Count) return "its tiles, groups or their partial moments exceed 32-bit counters";
   instance = *found;
   return "";
+}
+
+/// Whether the kernel that computes twice is expected to be quicker than `stored`, which has its estimate.
+/// \param packing in ms, of a launch that `stored` does without
+bool twice_is_quicker(const Problem& p, const TwiceLayout& layout, const Plan& stored, double packing) {
+  // Of more phases than a launch stores, channels_last_3d was measured computed twice alone; but with few
+  // tiles per set of weights, 1, 256 > 320, 8^3, k4 s4, 280 us and stored 59 (2, 512 > 192, 3x6x6: 65, 62).
+  // Once, with four of them, 34 and 58 (1, 256 > 256, 16x16x4).
+  constexpr std::int64_t kFewTiles = 4, kFewOnce = 2;
+  std::int64_t tiles_of_set = 0;
+  for (const TwiceClass& from : layout.classes)
+    tiles_of_set = std::max(tiles_of_set, p.n * ceil_div(from.window.positions(), kTwicePositions));
+  if (!p.tail.norm) {
+    Plan once = stored;
+    once.twice = true;
+    const bool few = stored.launches > 1 && tiles_of_set <= kFewOnce;
+    return !few && sm90_us_without_norm(p, once) + 1e3 * packing < sm90_us_without_norm(p, stored);
+  }
+  if (stored.launches > 1 && p.y_layout == Layout::kNDHWC) return tiles_of_set > kFewTiles;
+  return stored.estimated_twice_ms + packing <
+         seen_of_stored(*stored.compared_instance) * stored.estimated_stored_ms;
 }
 
 }  // namespace
@@ -265,7 +294,7 @@ std::string sm90_obstacle(const Problem& p, const Device& device, const std::vec
     return concat("compute capability ", device.compute_capability / 10, '.', device.compute_capability % 10,
                   " is not 9.0");
   }
-  for (const std::string& obstacle : {tail_obstacle(p), sm90_shape_obstacle(p)}) {
+  for (const std::string& obstacle : {tail_obstacle(p, trains), sm90_shape_obstacle(p)}) {
     if (!obstacle.empty()) return obstacle;
   }
   // Who asks for the plan gets it, to compare.
@@ -330,7 +359,6 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& compa
     plan.stages.push_back("unpack_rows");
   if (plan.linear) {
     if (!plan.activation_in_y) plan.stages.push_back("unpack_rows");
-    if (!is_in_epilogue(p.tail.activation)) plan.stages.push_back(name(p.tail.activation));
   } else if (!plan.normalizes) {
     plan.stages.push_back("group_norm_normalize");
   }
@@ -348,16 +376,7 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
       p.y_layout == Layout::kNDHWC && reads_w_in_place(p) && twice_reads_w_in_place(layout);
   // One that the stored plan does without.
   const double packing = !w_in_place && plan.w_in_place && !plan.pack_x ? kPackingLaunchMs : 0;
-  // Of more phases than a launch stores, channels_last_3d was measured computed twice alone; but with few
-  // tiles per set of weights, 1, 256 > 320, 8^3, k4 s4, 280 us and stored 59 (2, 512 > 192, 3x6x6: 65, 62).
-  constexpr std::int64_t kFewTiles = 4;
-  std::int64_t tiles_of_set = 0;
-  for (const TwiceClass& from : layout.classes)
-    tiles_of_set = std::max(tiles_of_set, p.n * ceil_div(from.window.positions(), kTwicePositions));
-  const double stored = seen_of_stored(*plan.compared_instance) * plan.estimated_stored_ms;
-  const bool quicker = plan.launches > 1 && p.y_layout == Layout::kNDHWC
-                           ? tiles_of_set > kFewTiles
-                           : plan.estimated_twice_ms + packing < stored;
+  const bool quicker = twice_is_quicker(p, layout, plan, packing);
   if (device.forced_plan == "stored" || (device.forced_plan != "twice" && !quicker)) return "";
   plan.twice = true;
   plan.instance = instance;
@@ -370,7 +389,8 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
   plan.piles_views = layout.pile > 1;
   plan.tiles = twice_moments(layout);
   // This kernel's own registers hold what it normalizes, so any activation may follow.
-  plan.normalizes = plan.activation_in_y = true;
+  plan.normalizes = p.tail.norm;
+  plan.activation_in_y = true;
   plan.conv_layout = p.y_layout;
   plan.channels = channels_text(p, true);
   plan.stages.clear();

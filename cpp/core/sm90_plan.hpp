@@ -22,11 +22,6 @@ std::string sm90_obstacle(const Problem& problem, const Device& device,
                           const std::vector<ConvInstance>& instances, bool trains,
                           std::optional<ConvInstance>& instance);
 
-/// Whether the linear mode's epilogue applies the activation; else it is a pass of its own.
-inline bool is_in_epilogue(Activation activation) {
-  return activation == Activation::kNone || activation == Activation::kRelu;
-}
-
 /// Time in ms that an H200 takes to read or write [n,channels,positions] of `bytes` each.
 double tensor_ms(const Problem& problem, std::int64_t channels, double positions, std::int64_t bytes);
 
@@ -40,7 +35,8 @@ Plan sm90_plan(const Problem& problem, const Device& device, const ConvInstance&
 
 /// Why the convolution cannot be computed twice, or "". In that case `plan`, which stores before(conv), gets
 /// the estimate, and becomes one that computes twice where that is quicker, or device.forced_plan asks for
-/// it, or y is NDHWC, the stored plan takes several launches and the tiles are many.
+/// it, or y is NDHWC, the stored plan takes several launches and the tiles are many. Without a norm that
+/// kernel computes once.
 std::string consider_twice(const Problem& problem, const Device& device,
                            const std::vector<ConvInstance>& instances, Plan& plan);
 

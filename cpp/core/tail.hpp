@@ -67,6 +67,11 @@ inline bool is_piecewise_linear(Activation activation) {
          activation == Activation::kLeakyRelu || activation == Activation::kPrelu;
 }
 
+/// Whether an activation is max(v, a constant): ReLU, or nothing.
+inline bool is_floor(Activation activation) {
+  return activation == Activation::kNone || activation == Activation::kRelu;
+}
+
 /// "relu, then group norm", "group norm, then silu, returning the convolution" and so on.
 std::string describe(const Tail& tail);
 

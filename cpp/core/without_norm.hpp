@@ -10,6 +10,9 @@
 
 namespace upconv3d {
 
+/// What the SM90 plan of a problem whose tail has no norm is expected to take, in us, with packing.
+double sm90_us_without_norm(const Problem& problem, const Plan& sm90);
+
 /// \param sm90 the SM90 plan of the problem, whose tail has no norm
 LibraryAdvantage advantage_without_norm(const Problem& problem, const Plan& sm90);
 

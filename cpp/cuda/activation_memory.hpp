@@ -38,7 +38,9 @@ struct ActivationMemory {
     steps = carver.take<std::int8_t>(stores_steps(plan) ? problem.n * plan.tiles * channels : 0);
     moment_of = carver.take<std::int32_t>(stores_steps(plan) && read_elsewhere ? problem.positions() : 0);
     std::int64_t floats = 0;
-    if (plan.twice) {
+    if (plan.linear) {
+      floats = 0;
+    } else if (plan.twice) {
       floats = twice_table_floats(problem, plan.tiles);
     } else if (plan.normalizes || plan.keeps_activation) {
       floats = 4 * problem.num_groups * problem.n;

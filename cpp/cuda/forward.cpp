@@ -9,7 +9,6 @@
 
 #include "core/channels.hpp"
 #include "core/held_norm.hpp"
-#include "core/sm90_plan.hpp"
 #include "core/twice_layout.hpp"
 #include "core/twice_transposed.hpp"
 #include "cuda/activation_memory.hpp"
@@ -126,20 +125,6 @@ void unpack_rows(const Problem& problem, const void* rows, void* dense, cudaStre
   launch_unpack_rows(params, stream);
 }
 
-/// What is left to do on the linear kernel's output: channels of padded rows, and activations that its
-/// epilogue does not have.
-void finish_linear(const Problem& problem, const Plan& plan, const ForwardTensors& tensors, const void* rows,
-                   cudaStream_t stream) {
-  if (!plan.activation_in_y) unpack_rows(problem, rows, tensors.y, stream);
-  if (is_in_epilogue(problem.tail.activation)) return;
-  NormalizeParams activate = normalize_params(problem, plan, tensors);
-  activate.a_layout = problem.y_layout;
-  activate.before = activation_params(problem.tail, problem.tail.before(), tensors);
-  activate.a = tensors.y;
-  const StageRange range("upconv3d::activation");
-  launch_group_norm_normalize(activate, stream);
-}
-
 /// The convolution's launch on the SM90 plan.
 ConvTransposeParams conv_params(const Problem& problem, const Plan& plan, const Device& device,
                                 const ForwardTensors& tensors, const Sm90Workspace& workspace,
@@ -154,6 +139,7 @@ ConvTransposeParams conv_params(const Problem& problem, const Plan& plan, const 
   conv.w_hi = workspace.operands.w(plan, tensors);
   conv.w_lo = workspace.operands.w_lo;
   conv.bias = tensors.bias;
+  conv.before = activation_params(problem.tail, problem.tail.before(), tensors);
   conv.a = activation.a;
   conv.counters = workspace.counters;
   conv.clears_counters = PackedOperands::packs_nothing(plan);
@@ -167,7 +153,6 @@ ConvTransposeParams conv_params(const Problem& problem, const Plan& plan, const 
   conv.linear = plan.linear;
   if (plan.linear) {
     conv.channels_first = plan.activation_in_y && problem.y_layout == Layout::kNCDHW;
-    if (!is_in_epilogue(problem.tail.activation)) conv.problem.tail.activation = Activation::kNone;
     return conv;
   }
   conv.gamma = tensors.gamma;
@@ -228,7 +213,10 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
     const StageRange range("upconv3d::conv_transpose_relu_group_norm");
     find_conv_transpose_launcher(plan.instance->name)(conv, stream);
   }
-  if (plan.linear) return finish_linear(problem, plan, tensors, activation.a, stream);
+  if (plan.linear) {
+    if (!plan.activation_in_y) unpack_rows(problem, activation.a, tensors.y, stream);
+    return;
+  }
   if (plan.launches > 1) finalize_slabs(problem, plan, tensors, workspace, activation, stream);
   if (tensors.c && tensors.c != activation.a) unpack_rows(problem, activation.a, tensors.c, stream);
   if (transposes_result(problem, plan)) return transpose_result(problem, plan, tensors, activation, stream);
@@ -239,7 +227,7 @@ void run_sm90(const Problem& problem, const Plan& plan, const Device& device, co
   normalize.a_pitch = padded_channels(problem.k);
   normalize.table = workspace.channel_table;
   normalize.steps = conv.steps;
-  normalize.signed_steps = problem.tail.before() == Activation::kNone;
+  normalize.signed_steps = problem.tail.before() != Activation::kRelu;
   normalize.moment_of = conv.moment_of;
   if (conv.normalized_beside) {
     normalize.merged = workspace.counters + merged_counters(problem);

@@ -25,8 +25,8 @@ class Plan:
         kernel: name of the compiled variant, None for the direct, col2im and library plans.
         tile: output channels and output positions of one tile of that kernel.
         conv_layout: memory order in which the convolution runs and stores.
-        activation: dtype of what is normalized, relu(conv) or conv, between convolution and normalize. Under
-            "tf32" it is stored in 16 bits with a step, as the plan's text says.
+        activation: dtype of what is normalized, the convolution or an activation of it, between the two.
+            Under "tf32" it is stored in 16 bits with a step, as the plan's text says.
         pack_x: whether input is copied into operand form first.
         w_in_place: whether the kernel reads weight where it lies; else it packs a copy.
         activation_in_y: whether that is stored in the result's memory and normalized in place.
@@ -42,10 +42,11 @@ class Plan:
         leaving_blocks: of the convolution, as many of its blocks as end after the first sample, so that a
             normalization which is a kernel of its own runs beside it; 0 where that begins behind it.
         channels: how channels are padded or kept apart by convolution group; "" where they lie as they are.
-        twice: whether the convolution is computed for its moments and then once more instead of being stored.
+        twice: whether the convolution is computed for its moments and then once more instead of being stored;
+            without a norm, by the same kernel, once.
         estimated_stored_ms, estimated_twice_ms: what that choice rests on (with what such blocks were seen to
             take of the former), without packing; 0 where a plan cannot run. The former is of the tiles that
-            plans are compared by, which need not be those that run.
+            plans are compared by, which need not be those that run. (Without a norm other figures decide.)
         estimated_direct_ms: of the direct plan, what it is expected to take; else 0.
         saves_us: of the col2im plan where it is chosen, by how much less time it is expected to take than the
             plan that it runs in place of; else 0.

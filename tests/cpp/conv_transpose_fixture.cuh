@@ -11,6 +11,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -185,7 +186,8 @@ class Fixture {
       if (is_quantized(instance_)) params.steps = steps.get();
       if (keeps_steps) params.moment_of = moment_of.get();
     }
-    if (normalizes(launch.mode)) params.after = after();
+    params.before = activation(problem_.tail.before());
+    if (normalizes(launch.mode)) params.after = activation(problem_.tail.after());
     if (launch.mode == Mode::kBeside) params.y = y_.get();
     params.split_axes = launch.cut.split_axes;
     params.share_taps = launch.cut.share_taps;
@@ -210,6 +212,9 @@ class Fixture {
 
   const Problem& problem() const { return problem_; }
   const ConvInstance& instance() const { return instance_; }
+
+  /// Whether another activation than ReLU comes before the norm, or without one.
+  bool has_curve() const { return !is_floor(problem_.tail.before()); }
 
   /// Half a step at most, where 16 bits with steps are stored, relative to the channel's largest magnitude.
   double step_roundoff() const {
@@ -241,10 +246,19 @@ class Fixture {
 
  private:
   void set_tail(const Tail& tail) {
-    if (expected.empty() || problem_.tail.before() != tail.before()) {
-      expected = tail.before() == Activation::kRelu ? rectified(convolved_) : convolved_;
-    }
+    const auto before = [](const Tail& t) { return std::tuple(t.before(), t.parameter, t.slopes); };
+    const bool is_known = !expected.empty() && before(tail) == before(problem_.tail);
     problem_.tail = tail;
+    if (is_known) return;
+    expected = convolved_;
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      expected[i] = activated(tail, tail.before(), expected[i], std::int64_t(i) % problem_.k);
+    }
+    // Of 16 bit the moments are those of what is stored; sums of integers are stored as they are.
+    if (has_curve() && !is_real && !kScaled) {
+      const std::vector<Output> stored = rounded<Output>(expected);
+      for (std::size_t i = 0; i < expected.size(); ++i) expected[i] = double(float(stored[i]));
+    }
   }
 
   /// What a kernel beside this one waits for.
@@ -269,9 +283,9 @@ class Fixture {
     cuda::launch_group_norm_finalize_slabs(params, nullptr);
   }
 
-  cuda::ActivationParams after() const {
+  cuda::ActivationParams activation(Activation kind) const {
     cuda::ActivationParams params;
-    params.kind = problem_.tail.after();
+    params.kind = kind;
     params.parameter = float(problem_.tail.parameter);
     if (params.kind == Activation::kPrelu) params.slopes = slopes_.get();
     params.slope_step = problem_.tail.slopes > 1 ? 1 : 0;

@@ -29,17 +29,26 @@ inline std::vector<Tail> piecewise_linear_tails(std::int64_t k) {
           tail_of(Order::kNormAct, Activation::kPrelu, 0.0, k)};
 }
 
-/// Every activation with exponentials after the normalization.
-inline std::vector<Tail> smooth_tails() {
-  return {tail_of(Order::kNormAct, Activation::kElu, 0.75), tail_of(Order::kNormAct, Activation::kSilu),
-          tail_of(Order::kNormAct, Activation::kGelu), tail_of(Order::kNormAct, Activation::kGeluTanh)};
+/// Every activation with exponentials, as a rule after the normalization.
+inline std::vector<Tail> smooth_tails(Order order = Order::kNormAct) {
+  return {tail_of(order, Activation::kElu, 0.75), tail_of(order, Activation::kSilu),
+          tail_of(order, Activation::kGelu), tail_of(order, Activation::kGeluTanh)};
 }
 
-/// A tail without normalization.
-inline Tail linear_tail(Activation activation) {
-  Tail tail = tail_of(Order::kActNorm, activation);
-  tail.norm = false;
-  return tail;
+/// Slopes before the normalization, whose products are exact in float.
+inline std::vector<Tail> slope_tails(std::int64_t k) {
+  return {tail_of(Order::kActNorm, Activation::kLeakyRelu, 0.25),
+          tail_of(Order::kActNorm, Activation::kPrelu, 0.0, k)};
+}
+
+/// Every activation other than ReLU, without normalization.
+inline std::vector<Tail> linear_tails(std::int64_t k) {
+  std::vector<Tail> tails = smooth_tails(Order::kActNorm);
+  for (const Tail& tail : slope_tails(k)) tails.push_back(tail);
+  tails.push_back(tail_of(Order::kActNorm, Activation::kPrelu, 0.0, 1));
+  tails.push_back(tail_of(Order::kActNorm, Activation::kNone));
+  for (Tail& tail : tails) tail.norm = false;
+  return tails;
 }
 
 /// PReLU's slope of a channel: exact in 16 bits, of either sign or 0, none larger than 1.

@@ -52,10 +52,12 @@ using upconv3d::tests::kCuts;
 using upconv3d::tests::kModes;
 using upconv3d::tests::kRealCases;
 using upconv3d::tests::Launch;
-using upconv3d::tests::linear_tail;
+using upconv3d::tests::linear_tails;
 using upconv3d::tests::Mode;
 using upconv3d::tests::normalizes;
 using upconv3d::tests::piecewise_linear_tails;
+using upconv3d::tests::slope_tails;
+using upconv3d::tests::smooth_tails;
 using upconv3d::tests::Tally;
 
 /// The case that is launched again and again: five samples, several channel tiles, most work.
@@ -63,6 +65,9 @@ constexpr int kRepeatedCase = 9;
 
 /// Few blocks, so that each walks several tiles and waits for the others.
 constexpr int kFewBlocks = 5;
+
+/// What activations with exponentials are held to, of values that are not small: 32 roundings of float.
+constexpr double kCurveAccuracy = 32 * 0x1p-24;
 
 /// What float statistics and their use are held to: 32 roundings.
 constexpr double kStatAccuracy = 32 * 0x1p-24;
@@ -112,7 +117,7 @@ std::string disagreement(const char* what, std::int64_t n, std::int64_t index, s
 }
 
 /// before(conv) exactly; with steps to half of one, which is small against the channel's largest magnitude.
-/// Of reals, whose sums are about 1, to their rounding.
+/// Of reals, whose sums are about 1, and of activations but ReLU to their rounding.
 template <class Fixture>
 std::string check_activation(const Fixture& fixture) {
   const std::int64_t k = fixture.problem().k, positions = fixture.problem().positions();
@@ -125,7 +130,11 @@ std::string check_activation(const Fixture& fixture) {
     if (i % k >= fixture.channels) continue;
     const double got = double(float(fixture.a[i])), want = fixture.expected[i];
     double slack = 0;
-    if (fixture.is_real) slack = 0x1p-14 + 1.01 * unit_roundoff(fixture.instance().output) * std::abs(want);
+    if (fixture.has_curve()) {
+      slack = kCurveAccuracy * (1 + std::abs(want)) +
+              1.01 * unit_roundoff(fixture.instance().output) * std::abs(want);
+    }
+    if (fixture.is_real) slack += 0x1p-14 + 1.01 * unit_roundoff(fixture.instance().output) * std::abs(want);
     if (is_quantized(fixture.instance())) {
       slack += 1.01 * fixture.half_step[i] + 0x1p-23 * std::abs(want);  // a float is what was rounded
       if (fixture.is_real) slack += fixture.half_step[i];  // what ReLU lets through is a step or more
@@ -327,20 +336,26 @@ void run_cuts(Fixture& fixture, int index, int sm_count, Tally& tally) {
   }
 }
 
-/// Every mode with one of the other tails; these, cuts and group counts take turns.
+/// Every mode with one of the other tails, without a norm with ReLU and two others; these, cuts and group
+/// counts take turns.
 template <class Fixture>
 void run_tails(Fixture& fixture, int index, int sm_count, Tally& tally) {
   const Problem& problem = fixture.problem();
   const std::vector<std::int64_t> counts = group_counts(kCases[index]);
-  const std::vector<Tail> tails = piecewise_linear_tails(problem.k);
+  std::vector<Tail> tails = slope_tails(problem.k);
+  for (const Tail& tail : piecewise_linear_tails(problem.k)) tails.push_back(tail);
   for (const Mode mode : kModes) {
     const int turn = index + int(mode);
     Launch launch{kCuts[turn % std::size(kCuts)], 1, turn % 3 != 0, mode, tails[turn % tails.size()]};
     if (!can_launch(fixture.instance(), problem, mode, launch.cut)) launch.cut = {0, false};
     if (!can_launch(fixture.instance(), problem, mode, launch.cut)) continue;
     if (is_linear(mode)) {
-      for (const Activation activation : {Activation::kNone, Activation::kRelu}) {
-        launch.tail = linear_tail(activation);
+      const std::vector<Tail> others = linear_tails(problem.k);
+      const std::size_t half = others.size() / 2;
+      launch.tail.norm = false;
+      launch.tail.activation = Activation::kRelu;
+      for (const Tail& tail : {launch.tail, others[turn % half], others[half + turn % half]}) {
+        launch.tail = tail;
         run_launch(fixture, launch, tally);
       }
       continue;
@@ -354,13 +369,16 @@ void run_tails(Fixture& fixture, int index, int sm_count, Tally& tally) {
   }
 }
 
-/// What tensor cores round as they add up: with ReLU and without an activation, a norm group per channel.
+/// What tensor cores round as they add up: with ReLU, without an activation and with those before the norm
+/// that have exponentials, a norm group per channel.
 template <class Operand, class Output>
 void run_reals(const ConvInstance& instance, std::uint64_t& state, Tally& tally) {
   if (instance.products != 1) return;  // integers are what x and w are split into
   for (const Case& shape : kRealCases) {
     Fixture<Operand, Output> fixture(instance, shape, state);
-    for (const Tail& tail : {Tail{}, piecewise_linear_tails(shape.k).front()}) {
+    std::vector<Tail> tails = smooth_tails(upconv3d::Order::kActNorm);
+    tails.insert(tails.end(), {Tail{}, piecewise_linear_tails(shape.k).front()});
+    for (const Tail& tail : tails) {
       run_launch(fixture, {{0, false}, shape.k, false, Mode::kMoments, tail}, tally);
     }
   }

@@ -44,6 +44,7 @@ using upconv3d::volume;
 using upconv3d::cuda::check;
 using upconv3d::tests::activated;
 using upconv3d::tests::DeviceBuffer;
+using upconv3d::tests::linear_tails;
 using upconv3d::tests::next_random;
 using upconv3d::tests::packed;
 using upconv3d::tests::piecewise_linear_tails;
@@ -242,6 +243,8 @@ class Fixture {
     unscale_column_.upload(std::vector<std::int32_t>(shape.k, kColumnExponent));
   }
 
+  const ConvInstance& instance() const { return instance_; }
+
   /// Whether the variant takes the case's w as it lies.
   bool can_read_w_in_place() const {
     return !kScaled && problem.y_layout == Layout::kNDHWC &&
@@ -250,12 +253,14 @@ class Fixture {
 
   /// Launches the kernel once.
   ///
+  /// \param tail linear where it has no norm
   /// \param affine gamma and beta are given
   /// \param w_in_place w and, where it can be, x are as they lie, and counters are the launch's to clear
   void launch(const Tail& tail, std::int64_t num_groups, bool affine, int sm_count, bool w_in_place) {
     problem.tail = tail;
     problem.num_groups = num_groups;
-    expected = tail.before() == Activation::kRelu ? rectified(convolved_) : convolved_;
+    // Without a norm compared as it is.
+    expected = tail.norm && tail.before() == Activation::kRelu ? rectified(convolved_) : convolved_;
     const std::int64_t moments = upconv3d::twice_moments(upconv3d::twice_layout(problem));
     DeviceBuffer<float> part(problem.n * moments * (problem.k >> twice_granule_shift(problem)) * 2);
     DeviceBuffer<float> table(twice_table_floats(problem, moments));
@@ -275,11 +280,11 @@ class Fixture {
     }
     if (affine) params.gamma = gamma_.get(), params.beta = beta_.get();
     if (kScaled) params.unscale_sample = unscale_sample_.get(), params.unscale_column = unscale_column_.get();
-    params.after.kind = tail.after();
-    params.after.parameter = float(tail.parameter);
-    params.after.slopes = slopes_.get();
-    params.after.slope_step = tail.slopes > 1 ? 1 : 0;
-    params.a = y_.get(), params.part = part.get(), params.table = table.get();
+    params.before = activation(tail.before());
+    params.after = activation(tail.after());
+    params.a = y_.get();
+    params.linear = !tail.norm;
+    if (tail.norm) params.part = part.get(), params.table = table.get();
     params.counters = counters.get();
     params.sm_count = sm_count;
     upconv3d::cuda::find_conv_transpose_launcher(instance_.name)(params, nullptr);
@@ -295,6 +300,15 @@ class Fixture {
 
  private:
   static constexpr bool kScaled = std::is_same_v<Output, float>;
+
+  upconv3d::cuda::ActivationParams activation(Activation kind) const {
+    upconv3d::cuda::ActivationParams params;
+    params.kind = kind;
+    params.parameter = problem.tail.parameter;
+    params.slopes = slopes_.get();
+    params.slope_step = problem.tail.slopes > 1 ? 1 : 0;
+    return params;
+  }
 
   const ConvInstance& instance_;
   DeviceBuffer<Operand> x_, x_in_place_, w_, w_in_place_;
@@ -359,6 +373,27 @@ std::string check_y(const Fixture& fixture, bool affine) {
   return "";
 }
 
+/// y of a block without a norm, to its own rounding and that of an activation's float.
+template <class Fixture>
+std::string check_linear(const Fixture& fixture) {
+  const Problem& problem = fixture.problem;
+  const std::int64_t k = problem.k, positions = problem.positions();
+  const double of_float = is_piecewise_linear(problem.tail.activation) ? 0 : kStatAccuracy;
+  for (std::int64_t i = 0; i < fixture.samples * positions * k; ++i) {
+    const std::int64_t channel = i % k, row = i / k;
+    const double want = activated(problem.tail, problem.tail.before(), fixture.expected[i], channel);
+    const std::int64_t in_planes = (row / positions * k + channel) * positions + row % positions;
+    const double got = double(float(fixture.y[problem.y_layout == Layout::kNDHWC ? i : in_planes]));
+    const double slack =
+        1.01 * unit_roundoff(problem.dtype) * std::abs(want) + of_float * (1 + std::abs(want));
+    if (!(std::abs(got - want) <= slack)) {
+      return "y of row " + std::to_string(row) + ", k " + std::to_string(channel) + " is " +
+             std::to_string(got) + ", expected " + std::to_string(want);
+    }
+  }
+  return "";
+}
+
 /// 20 launches, by few blocks and by all that fit, with w packed and as it lies, give the same bits.
 template <class Fixture>
 std::string check_repeats(Fixture& fixture, const Tail& tail, std::int64_t groups, int sm_count) {
@@ -375,8 +410,31 @@ std::string check_repeats(Fixture& fixture, const Tail& tail, std::int64_t group
   return "";
 }
 
+/// The case without a norm, with ReLU and three others, which take turns, by few blocks and by many.
+template <class Fixture>
+void run_linear(Fixture& fixture, const std::string& label, int index, int sm_count, Tally& tally) {
+  const ConvInstance& instance = fixture.instance();
+  std::vector<Tail> tails = linear_tails(fixture.problem.k);
+  std::rotate(tails.begin(), tails.begin() + index % std::ptrdiff_t(tails.size()), tails.end());
+  tails.resize(4);
+  tails.back().activation = Activation::kRelu;
+  for (const Tail& tail : tails) {
+    const std::string name = label + ", " + describe(tail);
+    for (const bool w_in_place : {false, true}) {
+      if (w_in_place && !fixture.can_read_w_in_place()) continue;
+      tally.run(instance, name + (w_in_place ? ", w in place" : ""), [&] {
+        fixture.launch(tail, 1, false, (index + w_in_place) % 2 ? kFewBlocks : sm_count, w_in_place);
+        return check_linear(fixture);
+      });
+    }
+  }
+  if (!is_repeated(index)) return;
+  tally.run(instance, label + ", linear, repeated",
+            [&] { return check_repeats(fixture, tails.front(), 1, sm_count); });
+}
+
 /// Every case with layer norm, instance norm and what lies between, by few blocks and by many; with ReLU
-/// before a norm, and with one of the others of either kind, which take turns.
+/// before a norm, and with one of the others of either kind, which take turns. And without a norm.
 template <class Operand, class Output>
 void run_instance(const ConvInstance& instance, Layout y_layout, int sm_count, Tally& tally) {
   std::uint64_t state = 0x9e3779b97f4a7c15ull;
@@ -388,6 +446,7 @@ void run_instance(const ConvInstance& instance, Layout y_layout, int sm_count, T
     ++cases;
     Fixture<Operand, Output> fixture(instance, kCases[index], y_layout, state);
     const std::vector<std::int64_t> counts = group_counts(kCases[index].k);
+    run_linear(fixture, "case " + std::to_string(index) + ", " + name(y_layout), index, sm_count, tally);
     const std::vector<Tail> others = piecewise_linear_tails(kCases[index].k), smooth = smooth_tails();
     for (std::size_t turn = 0; turn < counts.size(); ++turn) {
       for (const Tail& tail :

@@ -10,7 +10,8 @@
 ///   part  [N,moments,K/granule,2]     float    (mean, M2) of before(conv + bias) as it is stored
 ///   table [N,G,4]                     float    mean, rest of the mean, 1/sqrt(var + eps)
 ///
-/// before() is ReLU or nothing; y = after(normalized a), after() nothing, ReLU or a slope (core/tail.hpp).
+/// before() is ReLU or nothing, in kernels of their own (CURVED) any activation; y = after(normalized a),
+/// after() nothing, ReLU or a slope (core/tail.hpp).
 ///
 /// Where y is to be [N,K,Z,P,Q], or its rows are no whole 16-byte chunks, a is scratch memory of rows that
 /// are, and this kernel ends with the moments, as channel_table [3,N,K]; so it does where after() is another
@@ -40,13 +41,11 @@
 ///                (drain_tiles_sm90.cuh)
 ///   warp 3       merges moments and normalizes finished samples; warps 1 and 2 normalize too, between two
 ///                tiles, and when no tile is left, so do the warps that multiplied, the block's last tile
-///                from where it was staged (group_norm_sm90.cuh).
-///                Or a few blocks leave their multiprocessors to group_norm_normalize, launched beside this
-///                kernel.
+///                from where it was staged (group_norm_sm90.cuh). Or a few blocks leave their
+///                multiprocessors to group_norm_normalize, launched beside this kernel.
 ///
 /// Where no launch packs anything, none has cleared the counters either: block 0 does, and all others wait
 /// for it at a barrier of the cooperative launch.
-///
 /// With three products, operands come as v = hi + lo and every k-block accumulates hi*lo + lo*hi + hi*hi in
 /// the tensor cores, then adds that into float registers: tensor cores truncate as they accumulate, and only
 /// short sums may be left to them (Ootomo & Yokota, arXiv:2203.03341).
@@ -137,7 +136,7 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, char* sha
     if constexpr (Traits::PRODUCTS != 1) look_up();
     int step[2];
     float2* const rows = takes_moments ? control.row[warpgroup] : nullptr;
-    Epilogue::prepare(params, terms, valid, acc, step, rows);
+    Epilogue::prepare(params, terms, channel, valid, acc, step, rows);
     Epilogue::stage(params, valid, acc, step, rows, staging, control.step[warpgroup]);
     hand_over();
     if constexpr (Traits::STAGE_ROUNDS == 2) {
@@ -384,7 +383,7 @@ void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType 
   const Problem& problem = params.problem;
   to.linear = params.linear;
   to.channels_first = params.channels_first;
-  to.floor = activation_floor(params);
+  to.floor = activation_floor(checked_before(params));
   to.normalizes = params.channel_table == nullptr && !params.linear;
   to.normalized_beside = params.normalized_beside;
   to.in_place = to.normalizes && params.y == nullptr;
@@ -434,6 +433,7 @@ void point_to(const ConvTransposeParams& params, KernelParams<Traits>& to) {
   to.unscale_column = params.unscale_column;
   to.steps = params.steps;
   to.moment_of = params.moment_of;
+  to.before = params.before;
   to.gamma = static_cast<const Output*>(params.gamma);
   to.beta = static_cast<const Output*>(params.beta);
   if (to.normalizes) to.after = checked_linear_after(params);
@@ -448,7 +448,7 @@ void point_to(const ConvTransposeParams& params, KernelParams<Traits>& to) {
 }
 
 /// A launch of one persistent block per multiprocessor, all at once.
-template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS, int BLK_C>
+template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS, int BLK_C, bool CURVED>
 class ConvTransposeLaunchSm90 : public RememberedLaunch {
  public:
   explicit ConvTransposeLaunchSm90(const ConvTransposeParams& params) : shown_(mapped_addresses(params)) {
@@ -473,7 +473,7 @@ class ConvTransposeLaunchSm90 : public RememberedLaunch {
   }
 
  private:
-  using Traits = ConvTransposeTraitsSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS, BLK_C>;
+  using Traits = ConvTransposeTraitsSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS, BLK_C, CURVED>;
   static constexpr const char* kName = "conv_transpose_relu_group_norm_sm90";
   static inline const void* const kKernel =
       reinterpret_cast<const void*>(conv_transpose_relu_group_norm_sm90<Traits>);
@@ -484,11 +484,17 @@ class ConvTransposeLaunchSm90 : public RememberedLaunch {
   int blocks_ = 0;
 };
 
-template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS, int BLK_C = int(kBlockInputs)>
-void launch_conv_transpose_relu_group_norm_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
-  using Launch = ConvTransposeLaunchSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS, BLK_C>;
+template <class Launch>
+void launch_slabs(const ConvTransposeParams& params, cudaStream_t stream) {
   params.launches > 1 ? run_remembered<SlabLaunchesSm90<Launch>>(params, stream)
                       : run_remembered<Launch>(params, stream);
+}
+
+template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS, int BLK_C = int(kBlockInputs)>
+void launch_conv_transpose_relu_group_norm_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
+  using Launch = ConvTransposeLaunchSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS, BLK_C, false>;
+  using Curved = ConvTransposeLaunchSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS, BLK_C, true>;
+  is_floor(params.before.kind) ? launch_slabs<Launch>(params, stream) : launch_slabs<Curved>(params, stream);
 }
 
 }  // namespace upconv3d::cuda

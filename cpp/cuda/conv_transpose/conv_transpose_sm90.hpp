@@ -22,8 +22,7 @@ namespace upconv3d::cuda {
 /// M2 of fewer positions than others have with a minus, its table [twice_table_floats]
 /// (core/twice_layout.hpp).
 ///
-/// a is before(conv + bias): problem.tail.before(), which must be ReLU or nothing. Linear: the same where it
-/// is ReLU, else conv + bias.
+/// a is before(conv + bias).
 struct ConvTransposeParams {
   Problem problem;
   const void* x_hi = nullptr;  // [N,D,H,W,C] operand, 16-byte aligned, or packed:
@@ -47,6 +46,8 @@ struct ConvTransposeParams {
   bool channels_first = false;
   const void* gamma = nullptr;  // [K] dtype, or null for 1
   const void* beta = nullptr;   // [K] dtype, or null for 0
+  // problem.tail.before(); in conv_transpose_twice_sm90 ReLU or nothing, unless linear.
+  ActivationParams before;
   // problem.tail.after(), where this kernel normalizes; piecewise linear except in conv_transpose_twice_sm90
   ActivationParams after;
   // before(conv + bias), written: [N,Z,P,Q,padded_channels(K)] of as many bits as the instance stores; where

@@ -17,15 +17,18 @@
 /// normalized in registers and written, nothing is read back. That moves fewer bytes where the arithmetic is
 /// small against the output (kernel = stride, few channels), and rounds but once.
 ///
+/// Kernels of their own (LINEAR) compute it once: y = before(conv + bias), any activation, of a block without
+/// normalization, with none of part, merged and table.
+///
 /// Rows of a tile are output channels, columns are positions of one phase of the stride
 /// (core/twice_layout.hpp says which share a block). One block per multiprocessor, three warpgroups:
 ///   warp 0       deals tiles out (twice_tiles_sm90.cuh) and loads x through a ring (twice_loads_sm90.cuh)
 ///   warps 1-2    finish what warpgroups hand over (twice_helper_sm90.cuh)
 ///   warp 3       loads sets of weights, which stay
 ///   warps 4-11   two warpgroups take turns: one multiplies while the other has its epilogue
-/// Blocks wait for each other twice, before moments are merged and before these are used, so the launch is
-/// cooperative. Where no launch packs anything, none has cleared the counters either: block 0 does, and all
-/// others wait for it first.
+/// Blocks wait for each other twice, before moments are merged and before these are used (not LINEAR ones),
+/// so the launch is cooperative. Where no launch packs anything, none has cleared the counters either: block
+/// 0 does, and all others wait for it first.
 ///
 /// A tile's moments are its own, and merged in an order that the problem decides: results repeat bit for bit,
 /// whatever the number of blocks and whichever block computes it.
@@ -338,25 +341,28 @@ CUTLASS_DEVICE void multiply_twice(TwiceParams<Traits> const& params, TwiceShare
       partition_fragment_C(typename Traits::TiledMma{},
                            Shape<Int<Traits::ROWS>, Int<Traits::BLK_POS>>{});  // ((2,2,BLK_POS/8),1,1)
   TwiceTile tile = tiles.next(), next;
-  CUTLASS_PRAGMA_NO_UNROLL
-  for (; tile.set >= 0; tile = next) {
-    multiplier.multiply(tile, acc, [&] {
-      epilogue.hand_over_sums();
-      next = tiles.next();
-    });
-    epilogue.add_moments(tile, acc);
+  [[maybe_unused]] bool merged = false;
+  if constexpr (!Traits::LINEAR) {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; tile.set >= 0; tile = next) {
+      multiplier.multiply(tile, acc, [&] {
+        epilogue.hand_over_sums();
+        next = tiles.next();
+      });
+      epilogue.add_moments(tile, acc);
+    }
+    epilogue.hand_over_sums();
+    epilogue.end_sums();  // the helpers arrive at the first wait
+    tile = tiles.next();
+    // The second pass's first tile is multiplied while other blocks have not arrived; beside scales there are
+    // no registers for both.
+    merged = Traits::SCALED || tile.set < 0;
+    if (merged) merge_moments(params, *shared.control);
   }
-  epilogue.hand_over_sums();
-  epilogue.end_sums();  // the helpers arrive at the first wait
-  tile = tiles.next();
-  // The second pass's first tile is multiplied while other blocks have not arrived; beside scales there are
-  // no registers for both.
-  bool merged = Traits::SCALED || tile.set < 0;
-  if (merged) merge_moments(params, *shared.control);
   CUTLASS_PRAGMA_NO_UNROLL
   for (; tile.set >= 0; tile = next) {
     multiplier.multiply(tile, acc, [&] { next = tiles.next(); });
-    if constexpr (!Traits::SCALED) {
+    if constexpr (!Traits::SCALED && !Traits::LINEAR) {
       if (!merged) merge_moments(params, *shared.control);
       merged = true;
     }
@@ -371,10 +377,12 @@ template <class Traits>
 CUTLASS_DEVICE void help_twice(TwiceParams<Traits> const& params, TwiceShared<Traits> const& shared,
                                int group) {
   TwiceHelper<Traits> helper(params, shared, group);
-  helper.write_moments();
-  __threadfence();
-  cutlass::arch::NamedBarrier::sync(kHelperThreads, kHelpers);
-  if (threadIdx.x == 32) arrive_for_all_blocks(params.arrivals);
+  if constexpr (!Traits::LINEAR) {
+    helper.write_moments();
+    __threadfence();
+    cutlass::arch::NamedBarrier::sync(kHelperThreads, kHelpers);
+    if (threadIdx.x == 32) arrive_for_all_blocks(params.arrivals);
+  }
   if constexpr (!Traits::CHANNELS_FIRST) helper.store();
 }
 

@@ -50,9 +50,12 @@ using SmemAtomOf = std::conditional_t<BLK_C == int(kBlockInputs), cute::GMMA::La
 /// Tiles that the producer may be ahead of who stores them.
 inline constexpr int kTileSlots = 4;
 
+/// \tparam CURVED_ before() may be any activation, else ReLU or nothing: the code of the others, though no
+///                 launch without one runs it, took every other launch 1 % longer
 template <class Operand_, int PRODUCTS_, class Stored_, int BLK_K_, int BLK_POS_,
-          int BLK_C_ = int(kBlockInputs)>
+          int BLK_C_ = int(kBlockInputs), bool CURVED_ = false>
 struct ConvTransposeTraitsSm90 {
+  static constexpr bool CURVED = CURVED_;
   using Operand = Operand_;
   using Stored = Stored_;  // before(conv) between the epilogue and the normalization
   static constexpr bool QUANTIZED = std::is_same_v<Stored, Stepped16>;
@@ -304,7 +307,8 @@ struct KernelParams {
   int first_kept;                      // sample from which on blocks keep their last tile; samples: none do
   bool linear;                         // a is the result: no moments either
   bool channels_first;                 // linear only: a is [N,K,Z*P*Q]
-  float floor;                         // of a: 0 for ReLU, -infinity for none
+  float floor;                         // of a: 0 for ReLU, else -infinity
+  ActivationParams before;             // of a, of CURVED kernels
   Output const* bias;                  // [K], or null
   std::int32_t const* unscale_sample;  // [N] exponents, or [1] with a step of 0; float32 output only
   int unscale_step;                    // from one sample's exponent to the next's

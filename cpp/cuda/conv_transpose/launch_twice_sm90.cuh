@@ -218,12 +218,12 @@ void fill_twice_params(const ConvTransposeParams& params, DType operand, DType o
   to.k = cutlass::FastDivmod(static_cast<int>(problem.k));
   to.eps = problem.eps;
   to.eps_float = static_cast<float>(problem.eps);
-  to.floor = activation_floor(params);
+  if (!Traits::LINEAR) to.floor = checked_floor(params);
   to.granule_shift = twice_granule_shift(problem);
   to.groups = static_cast<int>(problem.num_groups);
   const std::int64_t group_channels = problem.k / problem.num_groups;
   to.group_channels = cutlass::FastDivmod(static_cast<int>(group_channels));
-  const TwiceMerging merging = twice_merging(problem, to.moments);
+  const TwiceMerging merging = Traits::LINEAR ? TwiceMerging{0, 0, 1} : twice_merging(problem, to.moments);
   to.group_partials = static_cast<int>(merging.partials);
   to.groups_of_all = static_cast<int>(merging.groups);
   to.segments = cutlass::FastDivmod(static_cast<int>(merging.segments));
@@ -239,7 +239,7 @@ void point_to(const ConvTransposeParams& params, TwiceParams<Traits>& to) {
   to.unscale_column = params.unscale_column;
   to.gamma = static_cast<const Output*>(params.gamma);
   to.beta = static_cast<const Output*>(params.beta);
-  to.after = checked_after(params);
+  to.after = Traits::LINEAR ? checked_before(params) : checked_after(params);
   to.part = reinterpret_cast<float2*>(params.part);
   to.table = reinterpret_cast<float4*>(params.table);
   to.merged = to.table + to.groups_of_all;
@@ -250,7 +250,8 @@ void point_to(const ConvTransposeParams& params, TwiceParams<Traits>& to) {
 }
 
 /// A launch of one persistent block per multiprocessor, all at once.
-template <class Operand, class Output, bool kChannelsFirst, bool kWInPlace, bool kPiled, int BLK_C>
+template <class Operand, class Output, bool kChannelsFirst, bool kWInPlace, bool kPiled, int BLK_C,
+          bool kLinear>
 class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
  public:
   explicit ConvTransposeTwiceLaunchSm90(const ConvTransposeParams& params)
@@ -277,7 +278,7 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
   }
 
  private:
-  using Traits = TwiceTraitsSm90<Operand, Output, kChannelsFirst, kWInPlace, kPiled, BLK_C>;
+  using Traits = TwiceTraitsSm90<Operand, Output, kChannelsFirst, kWInPlace, kPiled, BLK_C, kLinear>;
   static constexpr const char* kName = "conv_transpose_twice_sm90";
   static inline const void* const kKernel = reinterpret_cast<const void*>(conv_transpose_twice_sm90<Traits>);
 
@@ -288,31 +289,37 @@ class ConvTransposeTwiceLaunchSm90 : public RememberedLaunch {
 };
 
 /// The kernel of such views that stores y in the problem's layout and takes w as it lies or packed.
-/// \tparam kPiled as TwiceTraitsSm90's
-template <class Operand, class Output, bool kPiled, int BLK_C>
+/// \tparam kPiled, kLinear as TwiceTraitsSm90's
+template <class Operand, class Output, bool kPiled, int BLK_C, bool kLinear>
 void launch_twice_of_views(const ConvTransposeParams& params, cudaStream_t stream) {
   if (params.problem.y_layout == Layout::kNCDHW) {
-    run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, true, false, kPiled, BLK_C>>(params, stream);
+    run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, true, false, kPiled, BLK_C, kLinear>>(
+        params, stream);
     return;
   }
   if constexpr (std::is_same_v<Operand, Output> && !kPiled) {
     if (params.w_in_place) {
-      run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, true, false, BLK_C>>(params,
-                                                                                               stream);
+      run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, true, false, BLK_C, kLinear>>(
+          params, stream);
       return;
     }
   }
-  run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, false, kPiled, BLK_C>>(params, stream);
+  run_remembered<ConvTransposeTwiceLaunchSm90<Operand, Output, false, false, kPiled, BLK_C, kLinear>>(params,
+                                                                                                      stream);
+}
+
+/// That of the block's tail.
+template <class Operand, class Output, bool kPiled, int BLK_C>
+void launch_twice_of_tail(const ConvTransposeParams& params, cudaStream_t stream) {
+  params.linear ? launch_twice_of_views<Operand, Output, kPiled, BLK_C, true>(params, stream)
+                : launch_twice_of_views<Operand, Output, kPiled, BLK_C, false>(params, stream);
 }
 
 /// The kernel that the plan chose.
 template <class Operand, class Output, int BLK_C = int(kBlockInputs)>
 void launch_conv_transpose_twice_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
-  if (params.piles_views) {
-    launch_twice_of_views<Operand, Output, true, BLK_C>(params, stream);
-  } else {
-    launch_twice_of_views<Operand, Output, false, BLK_C>(params, stream);
-  }
+  params.piles_views ? launch_twice_of_tail<Operand, Output, true, BLK_C>(params, stream)
+                     : launch_twice_of_tail<Operand, Output, false, BLK_C>(params, stream);
 }
 
 }  // namespace upconv3d::cuda

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// The epilogue's first half, by the consumer warps: unscale, bias, activation, conversion, the moments of
+/// The epilogue's first half, by the consumer warps: unscale, bias, before(), conversion, the moments of
 /// tiles of few k-blocks or with a step, and the way into shared memory, where drain_sm90.cuh takes over.
 ///
 /// A consumer warpgroup holds 64 output channels x WG_POS output positions in wgmma's accumulator layout: a
@@ -15,6 +15,7 @@
 #include "cutlass/epilogue/thread/activation.h"
 #include "cutlass/numeric_conversion.h"
 
+#include "cuda/conv_transpose/accumulator_activation_sm90.cuh"
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
 #include "cuda/conv_transpose/matrix_moments_sm90.cuh"
 #include "cuda/conv_transpose/running_moments_sm90.cuh"
@@ -61,7 +62,7 @@ struct ReluEpilogue {
 
   using Output = typename Traits::Output;
 
-  /// Of values that are rounded to 16 bit the activation comes with that.
+  /// Of values that are rounded to 16 bit ReLU comes with that.
   static constexpr bool ROUNDS = sizeof(Output) == 2;
   /// Whether tensor cores add up the channels' values, as they are staged.
   static constexpr bool SUMS_BY_MATRIX = Traits::TAKES_ROW_MOMENTS && ROUNDS;
@@ -87,27 +88,33 @@ struct ReluEpilogue {
     return terms;
   }
 
-  /// Makes of acc ((2,2,WG_POS/8),1,1) what is to be staged, of 16 bit but for the activation.
-  ///
+  /// Makes of acc ((2,2,WG_POS/8),1,1) what is to be staged, of 16 bit but for ReLU.
   /// \param valid positions inside the slab; those beyond belong to the next sample
   /// \param step  written: exponents of the thread's two channels, Stepped16 only
   /// \param rows  [64] written by Stepped16, by others in `stage`, unless null: (mean, M2) of the channels;
   ///              some position is valid then
   template <class Accumulator>
   CUTLASS_DEVICE static void prepare(KernelParams<Traits> const& params, Terms const& terms,
-                                     [[maybe_unused]] int valid, Accumulator& acc,
-                                     [[maybe_unused]] int (&step)[2], [[maybe_unused]] float2* rows) {
-    if constexpr (Traits::QUANTIZED) {
-      params.floor < 0.f ? quantize<true>(params, terms, valid, acc, step, rows)
-                         : quantize<false>(params, terms, valid, acc, step, rows);
-    } else if constexpr (ROUNDS) {
+                                     [[maybe_unused]] int channel0, [[maybe_unused]] int valid,
+                                     Accumulator& acc, [[maybe_unused]] int (&step)[2],
+                                     [[maybe_unused]] float2* rows) {
+    Terms left = terms;
+    if constexpr (ROUNDS) {
       if (params.bias != nullptr) add_bias(terms, acc);
-      if (SUMS_BY_MATRIX && rows != nullptr && valid < WG_POS) {
-        float const zeros[2] = {0.f, 0.f};
-        fill_beyond(valid, zeros, acc);
-      }
-    } else {
-      activate(params, terms, acc);
+    } else if constexpr (!Traits::QUANTIZED || Traits::CURVED) {
+      add_terms(params, terms, acc);
+      left = {};
+    }
+    if constexpr (Traits::CURVED) {
+      // Always so. Without a branch ptxas spills four bytes.
+      if (params.before.kind != Activation::kNone) activate(params, channel0, acc);
+    }
+    if constexpr (Traits::QUANTIZED) {
+      Traits::CURVED || params.floor < 0.f ? quantize<true>(params, left, valid, acc, step, rows)
+                                           : quantize<false>(params, left, valid, acc, step, rows);
+    } else if (SUMS_BY_MATRIX && rows != nullptr && valid < WG_POS) {
+      float const zeros[2] = {0.f, 0.f};
+      fill_beyond(valid, zeros, acc);
     }
   }
 
@@ -183,10 +190,18 @@ struct ReluEpilogue {
     }
   }
 
-  /// acc = activation(unscaled acc + bias).
+  /// acc = before(acc).
   template <class Accumulator>
-  CUTLASS_DEVICE static void activate(KernelParams<Traits> const& params, Terms const& terms,
-                                      Accumulator& acc) {
+  CUTLASS_DEVICE static void activate(KernelParams<Traits> const& params, int channel0, Accumulator& acc) {
+    int const row = channel0 + accumulator_row(), last = params.k - 1;  // as in load_terms
+    int const channels[2] = {min(row, last), min(row + 8, last)};
+    activate_accumulator<Output, Traits::PRODUCTS == 3, 16>(params.before, channels, acc);
+  }
+
+  /// acc = unscaled acc + bias, raised to the floor.
+  template <class Accumulator>
+  CUTLASS_DEVICE static void add_terms(KernelParams<Traits> const& params, Terms const& terms,
+                                       Accumulator& acc) {
     int const exponent[2] = {terms.unscale_sample + terms.unscale_column[0],
                              terms.unscale_sample + terms.unscale_column[1]};
     scale_beyond_float(exponent, acc);
@@ -372,10 +387,10 @@ struct ReluEpilogue {
     }
   }
 
-  /// acc = activation(unscaled acc + bias) / 2^step rounded to an integer of less than 2^step_bits, plus the
-  /// zero point, in the lower half of the float's bits; one step per channel, from its largest magnitude in
-  /// this half tile. All scales are powers of two and multiply acc at once.
-  /// \tparam IS_SIGNED there is no activation; else it is ReLU
+  /// acc = relu(unscaled acc + bias), or without ReLU, / 2^step rounded to an integer of less than
+  /// 2^step_bits, plus the zero point, in the lower half of the float's bits; one step per channel, from its
+  /// largest magnitude in this half tile. All scales are powers of two and multiply acc at once.
+  /// \tparam IS_SIGNED there is no ReLU
   template <bool IS_SIGNED, class Accumulator>
   CUTLASS_DEVICE static void quantize(KernelParams<Traits> const& params, Terms const& terms, int valid,
                                       Accumulator& acc, int (&steps)[2], float2* rows) {

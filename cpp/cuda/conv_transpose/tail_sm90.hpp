@@ -12,19 +12,33 @@
 
 namespace upconv3d::cuda {
 
-/// problem.tail.before() as what conv + bias is raised to: 0 for ReLU, -infinity for none. Where the launch
-/// is linear, who reads a applies what is neither.
-/// \throws std::logic_error elsewhere, and for a skip input, which the kernels do not read.
-inline float activation_floor(const ConvTransposeParams& params) {
+/// params.before.
+/// \throws std::logic_error where that is not problem.tail.before(), and for a skip input, which the kernels
+/// do not read.
+inline const ActivationParams& checked_before(const ConvTransposeParams& params) {
   const Tail& tail = params.problem.tail;
-  const Activation before = tail.before();
-  const bool left_to_others = before != Activation::kNone && before != Activation::kRelu;
-  if (tail.has_skip || (left_to_others && !params.linear)) {
-    throw std::logic_error("upconv3d: the SM90 kernels add no skip input and apply relu or nothing to the " +
-                           std::string("convolution; got ") + describe(tail) +
-                           ". select_plan must choose another plan.");
+  if (tail.has_skip || params.before.kind != tail.before()) {
+    throw std::logic_error("upconv3d: the SM90 kernels add no skip input and apply their tail's activation " +
+                           std::string("to the convolution; got ") + name(params.before.kind) + " for " +
+                           describe(tail) + ". Set `before`, or choose another plan.");
   }
-  return before == Activation::kRelu ? 0.f : -std::numeric_limits<float>::infinity();
+  return params.before;
+}
+
+/// What conv + bias is raised to before anything else: by ReLU to 0, else to -infinity.
+inline float activation_floor(const ActivationParams& before) {
+  return before.kind == Activation::kRelu ? 0.f : -std::numeric_limits<float>::infinity();
+}
+
+/// The same where activation_floor is all that is applied.
+/// \throws std::logic_error elsewhere.
+inline float checked_floor(const ConvTransposeParams& params) {
+  const ActivationParams& before = checked_before(params);
+  if (!is_floor(before.kind)) {
+    throw std::logic_error("upconv3d: this SM90 kernel applies relu or nothing to the convolution; got " +
+                           describe(params.problem.tail) + ". select_plan must choose another plan.");
+  }
+  return activation_floor(before);
 }
 
 /// params.after, for a launch that normalizes.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// The two epilogues of conv_transpose_twice_sm90, in the registers of the warpgroup that multiplied: moments
-/// after the first time, normalization and the way to memory after the second.
+/// after the first time, normalization and the way to memory after the second. (Of LINEAR kernels the second
+/// alone, whose scale is 1 and whose shift is the bias.)
 ///
 /// A thread holds two rows (accumulator_row and 8 further) and, in each block of 8 positions, the pair at
 /// 2*(lane%4). Beside the other warpgroup's wgmma an instruction takes several cycles, so what counts here is
@@ -19,6 +20,7 @@
 #include "cutlass/arch/barrier.h"
 
 #include "cuda/activation.cuh"
+#include "cuda/conv_transpose/accumulator_activation_sm90.cuh"
 #include "cuda/conv_transpose/merge_moments_sm90.cuh"
 #include "cuda/conv_transpose/twice_channels_first_sm90.cuh"
 #include "cuda/conv_transpose/twice_helper_sm90.cuh"
@@ -104,7 +106,7 @@ class TwiceEpilogue {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4 * kBlocks; ++i) {
       int const j = i / 2 % 2;
-      acc(i) = floored(acc(i), low_[j]) * scale_[j] + shift_[j];
+      acc(i) = (Traits::LINEAR ? acc(i) : floored(acc(i), low_[j])) * scale_[j] + shift_[j];
     }
     if constexpr (Traits::CHANNELS_FIRST) {
       // As store_channels_first takes them. Both rows are of one channel: what follows tells them not apart.
@@ -133,18 +135,20 @@ class TwiceEpilogue {
   /// acc = after(acc).
   template <class Accumulator>
   CUTLASS_DEVICE void activate(Accumulator& acc) const {
-    if (params_.after.kind == Activation::kRelu) {
+    if constexpr (Traits::LINEAR) {
+      activate_accumulator<Output, false, 32>(params_.after, channel_, acc);
+    } else if (params_.after.kind == Activation::kRelu) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = FloorActivation{0.f}(acc(i));
-      return;
-    }
-    float parameter[2];
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < 2; ++j) parameter[j] = activation_parameter<Output>(params_.after, channel_[j]);
-    with_activation(params_.after.kind, [&](auto after) {
+    } else {
+      float parameter[2];
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = after.value(acc(i), parameter[i / 2 % 2]);
-    });
+      for (int j = 0; j < 2; ++j) parameter[j] = activation_parameter<Output>(params_.after, channel_[j]);
+      with_activation(params_.after.kind, [&](auto after) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 4 * kBlocks; ++i) acc(i) = after.value(acc(i), parameter[i / 2 % 2]);
+      });
+    }
   }
 
   /// max(v, low); NaN stays NaN.
@@ -282,6 +286,17 @@ class TwiceEpilogue {
   /// for the last tile.
   CUTLASS_DEVICE void load_maps(int sample) {
     maps_sample_ = sample;
+    if constexpr (Traits::LINEAR) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        scale_[j] = unit(j);
+        shift_[j] = bias_[j];
+      }
+    } else {
+      load_norm_maps(sample);
+    }
+  }
+  CUTLASS_DEVICE void load_norm_maps(int sample) {
     float4 merged[2];
     float gamma[2], beta[2];
     CUTLASS_PRAGMA_UNROLL

@@ -35,11 +35,11 @@ class TwiceLoader {
     begun_ = true;
   }
 
-  /// Every other tile of both passes. Nothing here waits for the moments: the second pass's first operands
-  /// are there when it begins.
+  /// Every other tile of both passes, or of the only one. Nothing here waits for the moments: the second
+  /// pass's first operands are there when it begins.
   CUTLASS_DEVICE void run() {
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int pass = 0; pass < 2; ++pass) {
+    for (int pass = 0; pass < (Traits::LINEAR ? 1 : 2); ++pass) {
       TwiceTile tile = dealer_.resolve(begun_ ? dealer_.request() : dealer_.begin_pass(pass == 1));
       begun_ = false;
       CUTLASS_PRAGMA_NO_UNROLL
