@@ -76,6 +76,14 @@ def _autoencoder_kl(small: bool) -> nn.Module:
     )
 
 
+def _dynunet(small: bool) -> nn.Module:
+    from monai.networks.nets import DynUNet
+
+    channels = [8, 16, 32] if small else [32, 64, 128, 256, 320, 320]
+    twos = [2] * (len(channels) - 1)
+    return DynUNet(3, 1, 2, [3] * len(channels), [1, *twos], twos, filters=channels)
+
+
 def _residual_unet(small: bool) -> nn.Module:
     from pytorch3dunet.unet3d.model import ResidualUNet3D
 
@@ -138,6 +146,13 @@ MODELS = [
         (1, 64, 5, 5, 2),
         lambda small: OccupancyHead((64, 32, 16) if small else (256, 128, 64)),
         None,
+    ),
+    Model(
+        "monai_dynunet",
+        "MONAI DynUNet, nnU-Net's, 32..320 channels, InstanceNorm, LeakyReLU; bare transposed convolutions",
+        (2, 1, 128, 128, 128),
+        (1, 1, 16, 16, 16),
+        _dynunet,
     ),
     Model(
         "residual_unet3d",
