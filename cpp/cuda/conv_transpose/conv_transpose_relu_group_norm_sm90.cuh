@@ -30,8 +30,7 @@
 ///
 /// Tiles belong to slabs: boxes of positions of one phase of the stride, which the same taps reach
 /// (core/border_slabs.hpp). Zeros that a stride inserts, and padding, are thus not multiplied. A tile never
-/// straddles two samples, so part needs no atomics and results repeat bit for bit, whichever block computes a
-/// tile.
+/// straddles two samples: part needs no atomics, and results repeat bit for bit, whichever block has a tile.
 ///
 /// One block per multiprocessor, three warpgroups:
 ///   warp 0       hands out tiles and loads their operands by TMA (mainloop_sm90.cuh)
@@ -46,6 +45,7 @@
 ///
 /// Where no launch packs anything, none has cleared the counters either: block 0 does, and all others wait
 /// for it at a barrier of the cooperative launch.
+///
 /// With three products, operands come as v = hi + lo and every k-block accumulates hi*lo + lo*hi + hi*hi in
 /// the tensor cores, then adds that into float registers: tensor cores truncate as they accumulate, and only
 /// short sums may be left to them (Ootomo & Yokota, arXiv:2203.03341).
