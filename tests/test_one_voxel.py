@@ -230,7 +230,8 @@ def test_explain_says_so(cuda):
     assert plan.algorithm == "cuda_library" and "one voxel per sample" in str(plan)
 
 
-def test_accelerate_takes_it_without_gradients(cuda):
+def test_accelerate_takes_it_without_gradients(cuda, small_blocks_left, monkeypatch):
+    monkeypatch.setattr("upconv3d._accelerated.block.SMALL_BLOCK_VALUES", small_blocks_left)
     modules = (torch.nn.ConvTranspose3d(64, 32, 4), torch.nn.ReLU(), torch.nn.GroupNorm(8, 32))
     model = torch.nn.Sequential(*modules).to(cuda)
     x = torch.randn(2, 64, 1, 1, 1, device=cuda)
