@@ -46,6 +46,17 @@ KINDS = [
 FORMATS = ["NCDHW", "NDHWC", "input NDHWC", "weight NDHWC", "every other"]
 
 
+def without_idle_ends(axes: list[dict[str, int]]) -> list[dict[str, int]]:
+    """The axes without outputs behind every tap's reach, where enough are left.
+
+    Torch 2.13's bfloat16 convolution by oneDNN was seen to leave some of those unwritten (136 > 72, kernel
+    (3, 4, 1), stride (3, 2, 3), output_padding (1, 0, 1)); whether that shows depends on what lay in memory.
+    """
+    reached = [axis | {"output_padding": min(axis["output_padding"], axis["padding"])} for axis in axes]
+    outputs_left = list(map(outputs_of_axis, reached))
+    return reached if min(outputs_left) > 0 and math.prod(outputs_left) >= 4 else axes
+
+
 def random_call(index: int, device: torch.device) -> tuple[str, Call, bool, bool]:
     """A call, its description for messages, whether autocast is on, and whether volumes are to be strided."""
     rng = random.Random(f"{SEED}/calls/{index}")
@@ -65,6 +76,9 @@ def random_call(index: int, device: torch.device) -> tuple[str, Call, bool, bool
     c = groups * inputs
     order, norm, activation = rng.choice(COMBINATIONS)
     dtype, precision, autocast = rng.choice(KINDS)
+    if device.type == "cpu" and (autocast or dtype == torch.bfloat16):
+        axes = without_idle_ends(axes)
+        numbers["output_padding"] = tuple(axis["output_padding"] for axis in axes)
     torch.manual_seed(SEED + index)
 
     def normal(*sizes, scale=1.0, shift=0.0):
