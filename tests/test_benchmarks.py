@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""perf/bench.py, perf/bench_training.py and perf/bench_models.py on what takes milliseconds."""
+"""perf/bench.py, bench_training.py, bench_models.py on what takes milliseconds, plan_times.py's blocks."""
 
 import argparse
 import itertools
@@ -269,3 +269,26 @@ def test_the_picture_of_models_shows_what_a_copy_came_out_at(monkeypatch):
     (ends,) = (line.get_xdata() for line in axes.lines if line.get_marker() == "|")
     assert list(ends) == copies and len(copies) > 10
     assert bench_models.COPY_LABEL in [text.get_text() for text in figures[0].legends[0].get_texts()]
+
+
+def test_blocks_for_the_times_of_plans(monkeypatch):
+    """The same from the same seed, within what was timed, and such that ops take them."""
+    monkeypatch.syspath_prepend(PERF)
+    import plan_times
+
+    blocks = [plan_times.draw(random.Random(seed)) for seed in range(200)]
+    assert blocks == [plan_times.draw(random.Random(seed)) for seed in range(200)]
+    for block in blocks:
+        sides = zip(
+            block.extent, block.stride, block.kernel, block.padding, block.output_padding, strict=True
+        )
+        out = [(e - 1) * s - 2 * p + r + o for e, s, r, p, o in sides]
+        assert min(out) > 0 and 0.2e6 < 2 * block.n * block.k * math.prod(out) < 70e6, block
+        assert block.k % block.num_groups == 0 and (block.norm or block.order == "norm_act"), block
+    assert {block.norm for block in blocks} == {"group", "instance", None}
+
+
+def test_times_of_plans_take_a_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = run("plan_times.py", "--count", "1")
+    assert done.returncode == 2 and "times of plans take a CUDA device" in done.stderr

@@ -19,19 +19,22 @@ def test_small_blocks_take_the_library_and_one_launch(name):
         device = {key: changes.pop(key) for key in ("forced_plan",) if key in changes}
         return plan_of(facts(**SMALL_BLOCKS[name] | defaults | changes), **device)
 
-    for changes in ({}, {"dtype": "float16"}, {"dtype": "float32", "precision": "tf32"}):
-        small = plan(**changes)
+    tf32 = {"dtype": "float32", "precision": "tf32"}
+    for changes in ({}, {"dtype": "float16"}, tf32):
+        small = plan(**changes, forced_plan="library")
         assert small.algorithm == "cuda_library" and small.kernel is None
         assert small.stages == ("aten::convolution", "activation_group_norm_held")
-        assert "a small block: cuDNN's convolution is expected to take" in small.reason
-        planes = plan(**changes, layout="NCDHW", weight_layout="NCDHW")
-        assert planes.problem["y_layout"] == "NCDHW"
-        if "precision" in changes and planes.algorithm == "cuda_col2im":
-            assert planes.stages == ("conv_transpose_columns_sm80", "col2im", "activation_group_norm_held")
-            continue
         # cuDNN would copy x, w and the result; two launches of ours do.
+        planes = plan(**changes, layout="NCDHW", weight_layout="NCDHW", forced_plan="library")
+        assert planes.problem["y_layout"] == "NCDHW" and planes.conv_layout == "NDHWC"
         assert planes.stages == ("channels_last_copies", *small.stages)
-        assert planes.conv_layout == "NDHWC"
+        # Of 384 inputs under "tf32" the product took 31 us, cuDNN's convolution and what follows it 42.
+        chosen = plan(**changes)
+        if name == "unet-384" and changes == tf32:
+            assert chosen.stages == ("conv_transpose_columns_sm80", "col2im", "activation_group_norm_held")
+        else:
+            assert chosen.stages == small.stages
+            assert "cuDNN's convolution and what follows it are expected to take" in chosen.reason
     # cuDNN has no quick convolution for these.
     assert plan(dtype="float32").algorithm in ("sm90_implicit_gemm", "cuda_col2im")
     assert plan(dilation=[2, 2, 2]).algorithm == "cuda_col2im"
@@ -39,7 +42,7 @@ def test_small_blocks_take_the_library_and_one_launch(name):
     assert plan(forced_plan="sm90").algorithm == "sm90_implicit_gemm"
 
 
-# Of which the schedule of the SM90 plan expects less than its older estimate, and than the library's.
+# Of which the schedule of the SM90 plan expects less than cuDNN takes.
 SCHEDULED_BLOCKS = {
     "short-rows": {"n": 2, "c": 64, "k": 32, "extent": (48, 48, 48), "padding": [1, 1, 1]},
     "kernel-7": {"n": 1, "c": 32, "k": 32, "extent": (32, 32, 32), "kernel": (7, 7, 7), "padding": [3, 3, 3]},
@@ -68,7 +71,7 @@ def test_pointwise_blocks_in_ncdhw_need_no_copies():
     for changes in ({"dtype": "bfloat16"}, {"dtype": "float32", "precision": "tf32"}):
         plan = plan_of(facts(**block, layout="NCDHW", **changes))
         assert plan.stages == ("aten::convolution", "activation_group_norm_held")
-        assert plan.conv_layout == "NCDHW" and "a small block" in plan.reason
+        assert plan.conv_layout == "NCDHW" and "cuDNN's convolution" in plan.reason
 
 
 def test_a_pointwise_result_that_one_launch_cannot_hold_takes_three():
@@ -76,12 +79,12 @@ def test_a_pointwise_result_that_one_launch_cannot_hold_takes_three():
     block = {"n": 1, "c": 256, "k": 256, "extent": (64, 64, 5), "kernel": (1, 1, 1), "num_groups": 32}
     block |= {"dtype": "float32", "precision": "tf32"}
     plan = plan_of(facts(**block))
-    assert plan.algorithm == "cuda_library" and "and three launches after it" in plan.reason
+    assert plan.algorithm == "cuda_library"
     assert plan.stages[1:] == ("activation_moments", "group_norm_finalize", "group_norm_normalize")
     smaller = plan_of(facts(**block | {"extent": (64, 64, 3)}))  # 13 MB, which one launch holds
-    assert "three launches" not in smaller.reason
+    assert smaller.stages == ("aten::convolution", "activation_group_norm_held")
     alone = plan_of(facts(**block) | ALONE)
-    assert "three launches" not in alone.reason and "activation_moments" not in alone.stages
+    assert "activation_moments" not in alone.stages
 
 
 def test_matmuls_as_they_lie():
@@ -91,12 +94,13 @@ def test_matmuls_as_they_lie():
     for changes in ({"layout": "NCDHW", **tf32}, tf32, {"layout": "NCDHW", "dtype": "bfloat16"}):
         plan = plan_of(facts(**block | changes))
         assert plan.algorithm == "cuda_library", changes
-    assert "a matmul as it lies" in plan_of(facts(**block | tf32)).reason
+    ieee = {"c": 32, "layout": "NCDHW", "dtype": "float32", "precision": "ieee"}
+    assert "a matmul as it lies" in plan_of(facts(**block | ieee)).reason
     wide = {"c": 64, "k": 320, "extent": (64, 64, 64)}
     for changes in ({"layout": "NCDHW", **tf32}, tf32, {"dtype": "bfloat16"}, {"dtype": "float32"}):
         assert plan_of(facts(**block | wide | changes)).algorithm == "sm90_implicit_gemm", changes
     for changes in ({"padding": [1, 1, 1]}, {"stride": [2, 2, 2]}):
-        assert "a matmul as it lies" not in plan_of(facts(**block | tf32 | changes)).reason
+        assert "a matmul as it lies" not in plan_of(facts(**block | ieee | changes)).reason
 
 
 def test_large_blocks_keep_their_kernel():
@@ -126,7 +130,8 @@ def test_col2im_where_products_are_few():
         assert training.algorithm != "cuda_col2im" and training.saves_us == 0 < plan.saves_us
     few = {"n": 1, "c": 128, "k": 1, "extent": (42, 38, 37), "padding": [1, 1, 1], "num_groups": 1}
     assert plan_of(facts(**few, dtype="float32", precision="tf32")).algorithm == "cuda_col2im"
-    assert plan_of(facts(**block, dtype="bfloat16")).algorithm == "cuda_library"
+    more = block | {"c": 256, "k": 128, "dtype": "bfloat16"}
+    assert plan_of(facts(**more, weight_layout="NDHWC")).algorithm == "cuda_library"
     large = block | {"n": 16, "extent": (32, 32, 32), "dtype": "float32", "num_groups": 8}
     assert plan_of(facts(**large)).algorithm == "sm90_implicit_gemm"
 
@@ -165,12 +170,12 @@ def test_col2im_leaves_short_sums():
 
 
 def test_col2im_in_place_of_long_sums_of_cudnn():
-    """Under "tf32", of stride 1: cuDNN takes longer for so many products than an estimate by FLOP says."""
+    """Under "tf32", of stride 1: cuDNN sums up so many products one after the other."""
     block = {"n": 1, "c": 384, "k": 160, "extent": (5, 7, 5), "padding": [1, 1, 1], "num_groups": 2}
     for layout in ("NCDHW", "NDHWC"):
         arguments = block | {"dtype": "float32", "precision": "tf32", "layout": layout}
         assert plan_of(facts(**arguments, weight_layout=layout)).algorithm == "cuda_col2im"
-        short = arguments | {"c": 128, "k": 128, "extent": (10, 9, 10)}
+        short = arguments | {"c": 64, "k": 128, "extent": (14, 14, 14)}
         assert plan_of(facts(**short, weight_layout=layout)).algorithm == "cuda_library"
 
 
@@ -181,19 +186,22 @@ def test_col2im_of_few_outputs_and_large_inputs():
     assert plan_of(facts(**block, precision="ieee")).algorithm == "cuda_col2im"
     for other in ({"n": 5}, {"k": 5}, {"c": 113}):
         assert plan_of(facts(**block | other, precision="ieee")).algorithm != "cuda_col2im"
-    assert plan_of(facts(**block, precision="tf32")).algorithm != "cuda_col2im"
+    # Without that limit; product and gather, with what follows, took 1280 us, the SM90 plan 1760.
+    assert plan_of(facts(**block, precision="tf32")).algorithm == "cuda_col2im"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_col2im_of_few_outputs_in_16_bit(dtype):
-    """Of up to 16 outputs further than of more; nothing that was not timed."""
+    """Products of up to 450 MB, as were timed, if those of more than 128 MB gain much."""
     block = {"n": 1, "c": 256, "k": 1, "extent": (48, 48, 48), "stride": [2, 2, 2], "padding": [1, 1, 1]}
     block |= {"num_groups": 1}
     for layout in ("NCDHW", "NDHWC"):
         arguments = block | {"dtype": dtype, "layout": layout, "weight_layout": layout}
         plan = plan_of(facts(**arguments))
         assert plan.algorithm == "cuda_col2im" and plan.saves_us > 90
-        for other in ({"n": 3}, {"c": 520}, {"k": 20}):
+        for other in ({"n": 3}, {"c": 520}):
+            assert plan_of(facts(**arguments | other)).saves_us > plan.saves_us
+        for other in ({"n": 40}, {"k": 40, "stride": [1, 1, 1]}):
             assert plan_of(facts(**arguments | other)).algorithm != "cuda_col2im"
 
 
@@ -208,16 +216,14 @@ def test_flat_blocks_of_long_kernels_leave_deterministic_cudnn():
     for layout in ("NCDHW", "NDHWC"):
         assert algorithm((5, 5, 5), [2, 2, 2], layout) != "cuda_library"
         assert algorithm((1, 5, 5), [0, 2, 2], layout) != "cuda_library"
-        assert algorithm((3, 3, 3), [1, 1, 1], layout) == "cuda_library"
-        assert algorithm((5, 5, 5), [2, 2, 2], layout, stride=(1, 1, 1)) == "cuda_library"
-        assert algorithm((5, 5, 5), [2, 2, 2], layout, extent=(8, 8, 8), n=4) == "cuda_library"
+    assert algorithm((5, 5, 5), [2, 2, 2], "NDHWC", extent=(8, 8, 8), n=4) == "cuda_library"
 
 
 # Of 96 and 160 outputs tiles of 64 and 128 channels are partly empty, cuDNN's less so.
 HALF_TILES = {
     "96": {"n": 1, "c": 160, "k": 96, "extent": (62, 62, 62), "padding": [1, 1, 1], "num_groups": 96},
     "96-held": {"n": 1, "c": 512, "k": 96, "extent": (30, 30, 30), "padding": [1, 1, 1]},
-    "160": {"n": 4, "c": 128, "k": 160, "extent": (24, 24, 24), "padding": [1, 1, 1]},
+    "160": {"n": 2, "c": 96, "k": 160, "extent": (44, 44, 44), "padding": [1, 1, 1]},
 }
 
 
@@ -228,9 +234,10 @@ def test_half_tiles_are_compared_at_any_length(name):
 
     for dtype in ("bfloat16", "float16"):
         half = plan(dtype=dtype)
-        assert half.algorithm == "cuda_library" and "cuDNN's convolution is expected" in half.reason
+        assert half.algorithm == "cuda_library" and "cuDNN's convolution" in half.reason
         assert ("activation_group_norm_held" in half.stages) == (name == "96-held")
-    assert plan(k=128, num_groups=8).algorithm == "sm90_implicit_gemm"
+    # Of whole tiles, and the normalization of all samples but the last beside the multiplication.
+    assert plan(c=64, k=128, n=16, num_groups=8).algorithm == "sm90_implicit_gemm"
     assert plan(training=True).algorithm == "sm90_implicit_gemm"
     assert plan(dtype="float32", precision="tf32").algorithm == "sm90_implicit_gemm"
 

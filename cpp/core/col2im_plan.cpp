@@ -7,6 +7,7 @@
 
 #include "core/direct_limits.hpp"
 #include "core/index_math.hpp"
+#include "core/plan_times.hpp"
 #include "core/sm90_plan.hpp"
 #include "core/text.hpp"
 
@@ -86,10 +87,6 @@ std::int64_t col2im_most_taps(const Problem& p) {
   return most;
 }
 
-namespace {
-
-/// Whether the gather has a form for so few taps, or takes four channels at once. Of more than 4 outputs what
-/// the others take is counted, since choices were fitted with that: theirs is 0.91 to 0.99 of it.
 bool col2im_has_short_lanes(const Problem& p) {
   constexpr std::int64_t kMostOutputs = 4;
   const std::int64_t taps = col2im_most_taps(p);
@@ -97,26 +94,31 @@ bool col2im_has_short_lanes(const Problem& p) {
          (taps == 1 || (p.k == 1 && taps <= kShortSum) || col2im_lane_channels(p) == 4);
 }
 
-/// What a block moves and multiplies, megabytes of 10^6 bytes.
+double columns_rounds(const Problem& p, int sm_count) {
+  constexpr double kLeastRounds = 0.75;
+  const ColumnsLayout columns(p);
+  const std::int64_t rows = columns_tile_rows(columns.rows, columns.positions);
+  const std::int64_t tiles =
+      columns.samples * ceil_div(columns.rows, rows) * ceil_div(columns.positions, kColumnsTile / rows);
+  return std::max(kLeastRounds, static_cast<double>(ceil_div(tiles, std::max(sm_count, 1))) / 2);
+}
+
+namespace {
+
+/// What a block at float32's accuracy moves, megabytes of 10^6 bytes.
 struct ColumnsWork {
   double columns_mb, x_mb, y_mb;
-  double rounds;  // of tiles, of which a multiprocessor holds two and is as good as full with one
 
-  ColumnsWork(const Problem& p, int sm_count) {
-    constexpr double kMega = 1e-6, kLeastRounds = 0.75;
-    const ColumnsLayout columns(p);
+  explicit ColumnsWork(const Problem& p) {
+    constexpr double kMega = 1e-6;
     const double size = static_cast<double>(size_of(p.dtype)) * kMega;
-    columns_mb = static_cast<double>(columns.values()) * sizeof(float) * kMega;
+    columns_mb = static_cast<double>(ColumnsLayout(p).values()) * sizeof(float) * kMega;
     x_mb = static_cast<double>(p.n * p.c * volume(p.in)) * size;
     y_mb = static_cast<double>(p.n * p.k * p.positions()) * size;
-    const std::int64_t rows = columns_tile_rows(columns.rows, columns.positions);
-    const std::int64_t tiles =
-        columns.samples * ceil_div(columns.rows, rows) * ceil_div(columns.positions, kColumnsTile / rows);
-    rounds = std::max(kLeastRounds, static_cast<double>(ceil_div(tiles, std::max(sm_count, 1))) / 2);
   }
 };
 
-/// The largest blocks of a kind that were timed.
+/// The largest blocks of a kind that were timed at float32's accuracy.
 struct ColumnsLimits {
   double columns_mb, x_mb, y_mb, flops;
 
@@ -126,64 +128,52 @@ struct ColumnsLimits {
   }
 };
 
-constexpr ColumnsLimits kAnyOutputs = {128, 64, 32, 8e9};
-
 /// What launches, a k-block of a round of tiles, megabytes and lanes of the gather take, us. Rows of x or w
-/// that come value by value are waited for in each k-block.
-struct ColumnsCosts {
-  std::int64_t block_inputs;  // of a k-block
-  std::int64_t row_values;    // rows of multiples of these come in larger pieces
-  double launches, block, odd_input, odd_weight, columns_mb, input_mb, result_mb, long_lane;
+/// that come value by value are waited for in each k-block. Fitted at float32's accuracy to small blocks; 17
+/// large ones, of two more precisions too, took 0.74 to 1.21 of it, 0.94 on average.
+double ieee_columns_us(const Problem& p, const ColumnsWork& work, int sm_count) {
+  constexpr std::int64_t kBlockInputs = 16, kRowValues = 4;
+  constexpr double kLaunches = 15, kBlock = 1.45, kOddInput = 0.45, kOddWeight = 0.35;
+  constexpr double kColumnsPerMB = 0.65, kInputPerMB = 0.07, kResultPerMB = 0.75;
+  constexpr double kLane = 24e-6, kShortLane = 12e-6;
+  const ColumnsLayout columns(p);
+  const bool is_input_odd = (p.x_layout == Layout::kNDHWC ? p.c : columns.positions) % kRowValues != 0;
+  const bool is_weight_odd = columns.rows % kRowValues != 0;
+  const double blocks = columns_rounds(p, sm_count) * static_cast<double>(ceil_div(p.c, kBlockInputs));
+  const double lanes = static_cast<double>(p.n * p.positions() * ceil_div(p.k, col2im_lane_channels(p)));
+  return kLaunches + (kBlock + (is_input_odd ? kOddInput : 0) + (is_weight_odd ? kOddWeight : 0)) * blocks +
+         kColumnsPerMB * work.columns_mb + kInputPerMB * work.x_mb + kResultPerMB * work.y_mb +
+         (col2im_has_short_lanes(p) ? kShortLane : kLane) * lanes;
+}
 
-  double us(const Problem& p, const ColumnsWork& work) const {
-    const ColumnsLayout columns(p);
-    const bool is_input_odd = (p.x_layout == Layout::kNDHWC ? p.c : columns.positions) % row_values != 0;
-    const bool is_weight_odd = columns.rows % row_values != 0;
-    const double blocks = work.rounds * static_cast<double>(ceil_div(p.c, block_inputs));
-    const double lanes = static_cast<double>(p.n * p.positions() * ceil_div(p.k, col2im_lane_channels(p)));
-    // Forms for few taps, and of four channels, took 10 to 14 (perf/NOTES.md, "Large inputs of few outputs").
-    constexpr double kShortLane = 12e-6;
-    const double lane = col2im_has_short_lanes(p) ? kShortLane : long_lane;
-    return launches + (block + (is_input_odd ? odd_input : 0) + (is_weight_odd ? odd_weight : 0)) * blocks +
-           columns_mb * work.columns_mb + input_mb * work.x_mb + result_mb * work.y_mb + lane * lanes;
+/// Expected time at float32's accuracy, of which less was timed.
+double ieee_us(const Problem& p, const Device& device) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  constexpr std::int64_t kMostInputs = 512;
+  if (!p.tail.norm || p.c > kMostInputs || !hides_tf32_words(p)) return kInfinity;
+  constexpr std::int64_t kSomeOutputs = 24, kFewOutputs = 8, kLeastOutputs = 4;
+  constexpr ColumnsLimits kOfAny = {128, 64, 32, 8e9}, kOfSomeOutputs = {450, 135, 56, 13e9},
+                          kOfFewOutputs = {450, 302, 134, 13e9}, kOfLeastOutputs = {360, 440, 104, 18e9};
+  const ColumnsWork work(p);
+  const double us = ieee_columns_us(p, work, device.sm_count);
+  if (kOfAny.hold(p, work) || (p.k <= kSomeOutputs && kOfSomeOutputs.hold(p, work)) ||
+      (p.k <= kFewOutputs && kOfFewOutputs.hold(p, work))) {
+    return us;
   }
-};
-
-/// Of 60 blocks that none was fitted to they were off by 8 % in float32 and 11 % in 16 bit (standard
-/// deviation); 17 large ones took 0.74 to 1.21 of them in five inputs, 0.94 on average, before lanes were
-/// short.
-constexpr ColumnsCosts kTf32Costs = {16, 4, 15, 0.8, 0.45, 0.35, 0.65, 0.07, 0.75, 24e-6};
-constexpr ColumnsCosts kIeeeCosts = {16, 4, 15, 1.45, 0.45, 0.35, 0.65, 0.07, 0.75, 24e-6};
-constexpr ColumnsCosts kHalfCosts = {32, 2, 16.5, 0.65, 1.35, 1, 0.68, 0, 0.9, 25e-6};
+  // Two larger ones were timed, which took 0.88 and 1.33 of the estimate.
+  constexpr double kSlower = 1.35;
+  return p.k <= kLeastOutputs && kOfLeastOutputs.hold(p, work) ? kSlower * us : kInfinity;
+}
 
 }  // namespace
 
 double col2im_us(const Problem& p, const Device& device) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  constexpr std::int64_t kMostInputs = 512;
-  if (p.n == 0 || !p.tail.norm || p.tail.returns_conv || device.compute_capability != kHopper ||
-      p.c > kMostInputs) {
-    return kInfinity;
-  }
-  const ColumnsWork work(p, device.sm_count);
-  if (p.dtype != DType::kFloat32) {
-    constexpr std::int64_t kFewOutputs = 16;
-    constexpr ColumnsLimits kOfFewOutputs = {450, 151, 67, 22e9};
-    const bool timed = kAnyOutputs.hold(p, work) || (p.k <= kFewOutputs && kOfFewOutputs.hold(p, work));
-    return timed ? kHalfCosts.us(p, work) : kInfinity;
-  }
-  if (p.is_ieee() && !hides_tf32_words(p)) return kInfinity;
-  const ColumnsCosts& costs = p.is_ieee() ? kIeeeCosts : kTf32Costs;
-  constexpr std::int64_t kSomeOutputs = 24, kFewOutputs = 8, kLeastOutputs = 4;
-  constexpr ColumnsLimits kOfSomeOutputs = {450, 135, 56, 13e9}, kOfFewOutputs = {450, 302, 134, 13e9},
-                          kOfLeastOutputs = {360, 440, 104, 18e9};
-  const bool is_timed = kAnyOutputs.hold(p, work) || (p.k <= kSomeOutputs && kOfSomeOutputs.hold(p, work)) ||
-                        (p.k <= kFewOutputs && kOfFewOutputs.hold(p, work));
-  if (is_timed) return costs.us(p, work);
-  // At float32's accuracy two larger ones were timed, which took 0.88 and 1.33 of the estimate.
-  constexpr double kSlower = 1.35;
-  const bool timed = p.is_ieee() && p.k <= kLeastOutputs && kOfLeastOutputs.hold(p, work);
-  return timed ? kSlower * costs.us(p, work) : kInfinity;
+  constexpr std::int64_t kMostBytes = 450'000'000;  // of the product, that was timed
+  if (p.n == 0 || p.tail.returns_conv || device.compute_capability != kHopper) return kInfinity;
+  if (p.is_ieee()) return ieee_us(p, device);
+  const bool timed = ColumnsLayout(p).values() <= kMostBytes / static_cast<std::int64_t>(sizeof(float));
+  return timed ? col2im_plan_us(p, device) : kInfinity;
 }
 
 }  // namespace upconv3d

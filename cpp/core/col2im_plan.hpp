@@ -41,12 +41,19 @@ std::int64_t col2im_tap_step(const Problem& problem, int axis);
 /// The most taps that reach an output: one of kernel = stride.
 std::int64_t col2im_most_taps(const Problem& problem);
 
+/// Whether the gather has a form for so few taps, or takes four channels at once. Of more than 4 outputs what
+/// the others take is counted, which is 0.91 to 0.99 of it.
+bool col2im_has_short_lanes(const Problem& problem);
+
+/// Rounds of tiles of the product, of which a multiprocessor holds two and is as good as full with one.
+double columns_rounds(const Problem& problem, int sm_count);
+
 /// Why the kernels of this plan cannot run, or "".
 std::string col2im_obstacle(const Problem& problem, const Device& device);
 
-/// Expected time of all launches, in us of an H200 with L2 cold; infinity of blocks unlike those that it was
-/// fitted to (perf/NOTES.md, "Small blocks by col2im"), of a returned convolution, of no
-/// norm, and of sums too short for float32's accuracy.
+/// Expected time of all launches, in us of an H200 with L2 cold; infinity where the product is larger than
+/// was timed, of a returned convolution, and at float32's accuracy of blocks unlike those that were timed
+/// (perf/NOTES.md, "Small blocks by col2im"), of no norm, and of sums too short for it.
 double col2im_us(const Problem& problem, const Device& device);
 
 }  // namespace upconv3d

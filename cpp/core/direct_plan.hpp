@@ -28,7 +28,11 @@ bool beats_library(const Problem& problem, const Device& device, const Plan& dir
 /// What PyTorch's convolution with our passes after it is expected to take at least, in us, of few channels.
 double least_library_us(const Problem& problem);
 
-/// Whether it is expected to be quicker than the SM90 plan `sm90`.
+/// What the direct plan is expected to take, in us on an H200, where it was compared with others; else
+/// infinity.
+double direct_us(const Problem& problem, const Device& device, const Plan& direct);
+
+/// Whether it is expected to be quicker than the SM90 plan `sm90`, of a block without plan_times.hpp's times.
 bool beats_sm90(const Problem& problem, const Device& device, const Plan& direct, const Plan& sm90);
 
 }  // namespace upconv3d

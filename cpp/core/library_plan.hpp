@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Where the library plan is expected to be quicker than the SM90 kernels.
+/// Where the library plan is expected to be quicker than the SM90 kernels: by plan_times.hpp, and at
+/// float32's accuracy by what was compared there.
 #pragma once
 
 #include <string>
@@ -16,37 +17,24 @@ struct LibraryAdvantage {
   double us = 0;
 };
 
-/// Where PyTorch's convolution and one launch after it are expected to be quicker than the SM90 plan: of
-/// small blocks, whose time is mostly what that plan takes beside its estimate.
 /// \param sm90 the SM90 plan
 LibraryAdvantage library_advantage(const Problem& problem, const Device& device, const Plan& sm90);
 
-/// The same of convolutions of any length that are stride 1, 16 bit and channels_last_3d: where tiles leave
-/// much of the last wave idle, or cuDNN's kernels are at their best. For where the direct plan has been
-/// considered.
-LibraryAdvantage library_advantage_at_length(const Problem& problem, const Device& device, const Plan& sm90);
-
-/// The same of blocks that are only near those whose times the estimates were fitted to, by estimates on the
-/// slow side. For where the direct plan has been considered: of few channels it is the quickest.
-LibraryAdvantage near_library_advantage(const Problem& problem, const Device& device, const Plan& sm90);
-
-/// Expected time of all of the SM90 plan's launches, in us: as small blocks were compared with others.
+/// Expected time of all of the SM90 plan's launches, in us.
 double sm90_us(const Problem& problem, const Plan& sm90);
 
 /// Whether the SM90 plan is expected to take the device no longer than PyTorch's convolution, with what goes
 /// before and after it, takes the host: who waits for the host is no slower with it, however quick cuDNN is.
 bool sm90_spares_host(const Problem& problem, const Plan& sm90);
 
-/// What near_library_advantage expects of the library plan, in us; infinity where it expects no advantage.
-double near_library_us(const Problem& problem, const Device& device, const Plan& sm90);
-
-/// Expected time of PyTorch's convolution alone, with the copies that it makes, in us on an H200: where such
-/// convolutions, or ones near them, were timed, then by an estimate on the slow side; else infinity.
-double library_convolution_us(const Problem& problem);
-
 /// What cuDNN's convolution without groups takes at least for a million positions of its result, in us on an
 /// H200: channels fill its tiles as they do ours, and few of them take as long as 32.
 double library_us_per_million_positions(const Problem& problem);
+
+/// Whether cuDNN's deterministic kernels take far more than the estimates say: under "tf32", where one axis
+/// has a single voxel, of kernels of 5 and more with a stride along another, convolutions took 63 and 297 us,
+/// and a block 289, where 31 to 36 were expected (perf/results/h200_peers_found.txt, parts 3 and 5).
+bool is_flat_and_long(const Problem& problem);
 
 /// Whether a library plan in NCDHW is expected to be quicker with x and w copied channels last first, and the
 /// result transposed by the launch that normalizes it, than with cuDNN's own copies.

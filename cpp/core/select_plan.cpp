@@ -14,13 +14,13 @@
 #include "core/library_plan.hpp"
 #include "core/one_voxel.hpp"
 #include "core/plan.hpp"
+#include "core/plan_times.hpp"
 #include "core/separate_tail.hpp"
 #include "core/slab_launches.hpp"
 #include "core/sm80_plan.hpp"
 #include "core/sm90_plan.hpp"
 #include "core/text.hpp"
 #include "core/twice_transposed.hpp"
-#include "core/without_norm.hpp"
 
 namespace upconv3d {
 namespace {
@@ -99,10 +99,20 @@ bool is_one_channel_of_ieee(const Problem& p) {
   return p.is_ieee() && p.c == 1 && p.k == 1 && p.stride == Extent3{1, 1, 1};
 }
 
-/// The direct plan where it is expected to be quicker than `other`, if that is the SM90 plan, or than the
-/// library plan.
+/// Whether `direct` is expected to be quicker than the SM90 plan `sm90`, or, without one, than the library
+/// plan.
+/// \param least of a block with plan_times.hpp's times, what the quicker of those takes, in us
+bool direct_is_quicker(const Problem& p, const Device& device, const Plan& direct, const Plan* sm90,
+                       double least) {
+  if (has_plan_times(p) && device.compute_capability == kHopper) return direct_us(p, device, direct) < least;
+  return sm90 ? beats_sm90(p, device, direct, *sm90)
+              : !is_one_channel_of_ieee(p) && beats_library(p, device, direct);
+}
+
+/// The direct plan where it is expected to be quicker.
+/// \param sm90, least as for direct_is_quicker
 /// \param reason why another plan does not run; that of the direct plan, or why it does not either, is added
-std::optional<Plan> choose_direct(const Problem& p, const Device& device, const Plan* other,
+std::optional<Plan> choose_direct(const Problem& p, const Device& device, const Plan* sm90, double least,
                                   std::string& reason) {
   if (!device.forced_plan.empty()) return std::nullopt;
   const std::string separator = reason.empty() ? "" : "; ";
@@ -112,9 +122,7 @@ std::optional<Plan> choose_direct(const Problem& p, const Device& device, const 
     return std::nullopt;
   }
   Plan plan = direct_plan(p, device);
-  const bool quicker = other ? beats_sm90(p, device, plan, *other)
-                             : !is_one_channel_of_ieee(p) && beats_library(p, device, plan);
-  if (!quicker) return std::nullopt;
+  if (!direct_is_quicker(p, device, plan, sm90, least)) return std::nullopt;
   plan.reason = concat(reason, separator, plan.reason);
   return plan;
 }
@@ -138,7 +146,7 @@ Plan forced_col2im(const Problem& p, const Device& device, bool for_training) {
 /// tiles").
 LibraryAdvantage training_advantage(const Problem& p, const Device& device, const Plan& sm90) {
   constexpr std::int64_t kPositions = 64;
-  constexpr double kLeastUs = 20;
+  constexpr double kLeastUs = 25;
   const bool is_kind = size_of(p.dtype) == 2 && p.y_layout == Layout::kNDHWC && volume(p.stride) > 1 &&
                        p.positions() <= kPositions * volume(p.stride);
   if (!is_kind || (device.spares_host && sm90_spares_host(p, sm90))) return {};
@@ -151,23 +159,21 @@ LibraryAdvantage training_advantage(const Problem& p, const Device& device, cons
 std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, const Plan& sm90,
                                     bool keeps_activation) {
   if (!device.forced_plan.empty()) return std::nullopt;
-  LibraryAdvantage advantage = {sm90_disadvantage(p, sm90, keeps_activation)};
+  LibraryAdvantage advantage;
+  if (keeps_activation || !has_plan_times(p)) advantage.reason = sm90_disadvantage(p, sm90, keeps_activation);
   const bool is_slow = !advantage.reason.empty();
   // A backward pass reads what the SM90 plan keeps, or PyTorch's convolution.
   if (keeps_activation && !is_slow) advantage = training_advantage(p, device, sm90);
   if (!keeps_activation) {
     const bool spares_host = device.spares_host && sm90_spares_host(p, sm90);
-    const bool compares = !is_slow && !spares_host;
+    if (!is_slow && !spares_host) advantage = library_advantage(p, device, sm90);
+    const bool has_library = !advantage.reason.empty();
     // Of many outputs it has a launch more than the SM90 plan.
     const bool considers_direct = !spares_host || !has_many_outputs_of_few_inputs(p, device);
-    if (compares) {
-      advantage = p.tail.norm ? library_advantage(p, device, sm90) : advantage_without_norm(p, sm90);
-    }
-    if (considers_direct && (is_slow || advantage.reason.empty())) {
+    if (considers_direct) {
+      const double least = has_library ? advantage.us : sm90_us(p, sm90);
       std::string reason = is_slow ? "not the SM90 kernel: " + advantage.reason : "";
-      if (auto direct = choose_direct(p, device, is_slow ? nullptr : &sm90, reason)) return direct;
-      if (compares) advantage = library_advantage_at_length(p, device, sm90);
-      if (compares && advantage.reason.empty()) advantage = near_library_advantage(p, device, sm90);
+      if (auto direct = choose_direct(p, device, is_slow ? nullptr : &sm90, least, reason)) return direct;
     }
   }
   if (advantage.reason.empty()) return std::nullopt;
@@ -212,94 +218,57 @@ std::optional<Plan> sm90_choice(const Problem& problem, const Device& device,
   return plan;
 }
 
-/// Whether sums of this kind were compared with cuDNN's block by block, of stride 1 under "tf32" and in 16
-/// bit where tiles are mostly empty, rows of channels no whole 16 bytes, or taps many.
-bool is_compared_kind(const Problem& p) {
-  constexpr std::int64_t kInputs = 16, kOutputs = 24, kTaps = 27, kVector = 8;
-  if (p.is_ieee() || p.stride != Extent3{1, 1, 1} || p.c < kInputs) return false;
-  return p.dtype == DType::kFloat32 || p.k <= kOutputs || p.c % kVector != 0 || volume(p.kernel) > kTaps;
-}
-
-/// What the kernel for few channels takes of its estimate where many inputs become few outputs, and many of
-/// them: 0.88 to 1.78, mostly 1.1 to 1.5, of one output up to 1.74 (perf/NOTES.md, "Large inputs of few
-/// outputs").
-double direct_at_length(const Problem& p) {
-  constexpr std::int64_t kInputs = 32, kOutputs = 4, kBytes = 16'000'000;
-  constexpr double kFew = 1.3, kOne = 1.6;
-  const bool is_large = p.n * p.k * p.positions() * size_of(p.dtype) > kBytes;
-  if (p.c < kInputs || p.k > kOutputs || !is_large) return 1;
-  return p.k == 1 ? kOne : kFew;
-}
-
-/// What a plan is expected to take, in us: of the library plan, where it was not compared with the SM90 plan,
-/// what it takes at least.
-double expected_us(const Problem& p, const Plan& plan) {
-  // cuDNN sums up the products of an output one after the other, which estimates by FLOP do not see.
-  constexpr double kPerProduct = 2e-3;
+/// What a plan is expected to take, in us: of the library plan, where nothing is known of it, what it takes
+/// at least.
+double expected_us(const Problem& p, const Device& device, const Plan& plan) {
   switch (plan.algorithm) {
     case Algorithm::kSm90ImplicitGemm:
       return sm90_us(p, plan);
     case Algorithm::kCudaDirect:
-      return 1e3 * plan.estimated_direct_ms * direct_at_length(p);
+      return direct_us(p, device, plan);
     default:
-      return (plan.expected_us > 0 ? plan.expected_us : least_library_us(p)) +
-             (is_compared_kind(p) ? kPerProduct * static_cast<double>(p.c * volume(p.kernel)) : 0);
+      return has_plan_times(p) ? library_plan_us(p, device) : least_library_us(p);
   }
 }
 
 /// By which the estimate of col2im is to be ahead of that of `chosen`.
 double margin_of_col2im(const Problem& p, const Plan& chosen) {
-  constexpr double kCompared = 1.05, kHigh = 1.15;
-  // Of larger float32 results the SM90 plan took 0.5 to 0.6 of what was expected of it.
-  constexpr std::int64_t kLargeResult = 45'000'000;
-  constexpr double kSm90AtLength = 1.75;
-  const bool is_large = p.dtype == DType::kFloat32 && !p.is_ieee() &&
-                        p.n * p.k * p.positions() * size_of(p.dtype) > kLargeResult;
-  if (chosen.algorithm == Algorithm::kSm90ImplicitGemm && is_large) return kSm90AtLength;
+  constexpr double kTimed = 1.1, kAhead = 1.05, kHigh = 1.15;
   // Products of so many bytes are to be worth them.
   constexpr std::int64_t kManyBytes = 128'000'000;
   constexpr double kMemory = 1.3;
   if (ColumnsLayout(p).values() > kManyBytes / static_cast<std::int64_t>(sizeof(float))) return kMemory;
-  // In rows of channels both others took 0.5 to 0.9 of what was expected of them without overlaps. Of up to 8
-  // outputs col2im was quicker than the SM90 plan all the same.
-  constexpr double kLibraryWithoutOverlaps = 1.4, kSm90WithoutOverlaps = 1.6;
-  constexpr std::int64_t kFewOutputs = 8;
-  const bool is_library = chosen.algorithm == Algorithm::kCudaLibrary;
+  if (has_plan_times(p)) return kTimed;
+  if (chosen.algorithm != Algorithm::kCudaLibrary) return kAhead;
+  if (chosen.expected_us > 0) return kHigh;  // the estimate of cuDNN is on the high side
+  // Of fewer inputs cuDNN took 0.9 to 1.5 of least_library_us, and down to half of it in float32 of stride 1
+  // and without overlaps, where strides of 2 were timed.
+  constexpr std::int64_t kInputs = 16, kStride = 2;
+  constexpr double kHalf = 1.9;
+  if (p.c >= kInputs) return 1.0;
+  const std::int64_t longest = *std::max_element(p.stride.begin(), p.stride.end());
   const bool is_apart = p.kernel == p.stride && p.dilation == Extent3{1, 1, 1};
-  if (p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC && is_apart) {
-    if (is_library) return kLibraryWithoutOverlaps;
-    if (chosen.algorithm == Algorithm::kSm90ImplicitGemm && p.k > kFewOutputs) return kSm90WithoutOverlaps;
-  }
-  if (!is_library) return kCompared;
-  if (chosen.expected_us <= 0) {
-    // Of fewer inputs cuDNN took 0.9 to 1.5 of least_library_us, and down to half of it in float32 of stride
-    // 1 and without overlaps, where strides of 2 were timed.
-    constexpr std::int64_t kInputs = 16, kStride = 2;
-    constexpr double kHalf = 1.9;
-    if (p.c >= kInputs) return 1.0;
-    const std::int64_t longest = *std::max_element(p.stride.begin(), p.stride.end());
-    const bool is_unstrided_float = p.dtype == DType::kFloat32 && longest == 1;
-    return is_unstrided_float || (is_apart && longest <= kStride) ? kHalf : kHigh;
-  }
-  return is_compared_kind(p) ? kCompared : kHigh;  // the estimate of cuDNN is on the high side
+  const bool is_unstrided_float = p.dtype == DType::kFloat32 && longest == 1;
+  return is_unstrided_float || (is_apart && longest <= kStride) ? kHalf : kHigh;
 }
 
 /// Whether col2im's convolution may be kept for a backward pass where the chosen plan would keep something:
 /// in the place of PyTorch's, and of few outputs in that of what the SM90 plan keeps, whose gradients are
 /// computed among 64 channels then, in up to twice cuDNN's time (perf/NOTES.md, "Training few outputs").
-bool trains_by_col2im(const Problem& p, const Plan& chosen) {
+bool trains_by_col2im(const Problem& p, const Device& device, const Plan& chosen) {
+  if (!p.tail.norm) return false;  // not compared
   if (chosen.keeps_conv) return chosen.algorithm == Algorithm::kCudaLibrary;
   // PyTorch's convolution_backward takes the host some 150 us longer, so shorter blocks stay.
   constexpr std::int64_t kFewOutputs = 8;
   constexpr double kLeastUs = 100;
   return chosen.keeps_activation && keeps_library_conv(p) && !p.is_ieee() && p.k <= kFewOutputs &&
-         expected_us(p, chosen) >= kLeastUs;
+         expected_us(p, device, chosen) >= kLeastUs;
 }
 
 /// The col2im plan, where it is expected to be quicker than the one that was chosen.
 std::optional<Plan> choose_col2im(const Problem& p, const Device& device, const Plan& chosen,
                                   bool for_training) {
-  if (for_training && !trains_by_col2im(p, chosen)) return std::nullopt;
+  if (for_training && !trains_by_col2im(p, device, chosen)) return std::nullopt;
   if (!device.forced_plan.empty() || !col2im_obstacle(p, device).empty()) return std::nullopt;
   if (is_one_voxel_product(p)) return std::nullopt;
   // Its three launches take the host longer than the SM90 plan's two. At float32's accuracy that one takes
@@ -311,7 +280,8 @@ std::optional<Plan> choose_col2im(const Problem& p, const Device& device, const 
   // As it lies, a product is all there is to cuDNN's pointwise convolution.
   const bool cudnn_is_quick = volume(p.kernel) == 1 || is_one_channel_of_ieee(p);
   if (chosen.algorithm == Algorithm::kCudaLibrary && cudnn_is_quick) return std::nullopt;
-  const double col2im = col2im_us(p, device), other = expected_us(p, chosen);
+  const double col2im = col2im_us(p, device);
+  const double other = chosen.expected_us > 0 ? chosen.expected_us : expected_us(p, device, chosen);
   if (margin_of_col2im(p, chosen) * col2im >= other) return std::nullopt;
   Plan plan =
       cuda_col2im_plan(p, device,
@@ -429,7 +399,8 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     reason += concat("; not the SM80 kernel: ", obstacle);
   }
   if (!keeps_activation) {
-    if (const auto direct = choose_direct(problem, device, nullptr, reason)) return *direct;
+    const double least = has_plan_times(problem) ? library_plan_us(problem, device) : 0;
+    if (const auto direct = choose_direct(problem, device, nullptr, least, reason)) return *direct;
   }
   return with_skip(problem, device, instances, keeps_activation,
                    cuda_library_plan(problem, device, reason, keeps_activation));

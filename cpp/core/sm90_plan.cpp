@@ -13,13 +13,13 @@
 #include "core/index_math.hpp"
 #include "core/leaving_blocks.hpp"
 #include "core/pack_stages.hpp"
+#include "core/plan_times.hpp"
 #include "core/slab_launches.hpp"
 #include "core/sm90_compared.hpp"
 #include "core/sm90_schedule.hpp"
 #include "core/text.hpp"
 #include "core/tile_order.hpp"
 #include "core/twice_layout.hpp"
-#include "core/without_norm.hpp"
 
 namespace upconv3d {
 namespace {
@@ -259,22 +259,17 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
 /// Whether the kernel that computes twice is expected to be quicker than `stored`, which has its estimate.
 /// \param packing in ms, of a launch that `stored` does without
 bool twice_is_quicker(const Problem& p, const TwiceLayout& layout, const Plan& stored, double packing) {
-  // Of more phases than a launch stores, channels_last_3d was measured computed twice alone; but with few
-  // tiles per set of weights, 1, 256 > 320, 8^3, k4 s4, 280 us and stored 59 (2, 512 > 192, 3x6x6: 65, 62).
-  // Once, with four of them, 34 and 58 (1, 256 > 256, 16x16x4).
+  // Of more phases than a launch stores, and few tiles per set of weights: 1, 256 > 320, 8^3, k4 s4 took
+  // 280 us and stored 59 (2, 512 > 192, 3x6x6: 65, 62). Once, with four of them, 34 and 58 (1, 256 > 256,
+  // 16x16x4).
   constexpr std::int64_t kFewTiles = 4, kFewOnce = 2;
   std::int64_t tiles_of_set = 0;
   for (const TwiceClass& from : layout.classes)
     tiles_of_set = std::max(tiles_of_set, p.n * ceil_div(from.window.positions(), kTwicePositions));
-  if (!p.tail.norm) {
-    Plan once = stored;
-    once.twice = true;
-    const bool few = stored.launches > 1 && tiles_of_set <= kFewOnce;
-    return !few && sm90_us_without_norm(p, once) + 1e3 * packing < sm90_us_without_norm(p, stored);
-  }
-  if (stored.launches > 1 && p.y_layout == Layout::kNDHWC) return tiles_of_set > kFewTiles;
-  return stored.estimated_twice_ms + packing <
-         seen_of_stored(*stored.compared_instance) * stored.estimated_stored_ms;
+  if (stored.launches > 1 && tiles_of_set <= (p.tail.norm ? kFewTiles : kFewOnce)) return false;
+  Plan twice = stored;
+  twice.twice = true;
+  return sm90_plan_us(p, twice) + 1e3 * packing < sm90_plan_us(p, stored);
 }
 
 }  // namespace
@@ -299,7 +294,8 @@ std::string sm90_obstacle(const Problem& p, const Device& device, const std::vec
   }
   // Who asks for the plan gets it, to compare.
   const double least = least_channel_share(p, trains);
-  if (device.forced_plan.empty() && channel_share(p) < least) {
+  const bool is_compared_later = !trains && has_plan_times(p);
+  if (device.forced_plan.empty() && !is_compared_later && channel_share(p) < least) {
     return concat("channels fill ", 100 * channel_share(p), "% of the tiles, and cuDNN is quicker below ",
                   100 * least, "%");
   }

@@ -347,10 +347,17 @@ void test_library_selection() {
   expect(cpu.algorithm == Algorithm::kCpuLibrary && !cpu.instance, "CPU");
   Problem p = headline();
   p.n = 64, p.c = 2048, p.k = 512, p.in = {2, 2, 2}, p.kernel = {4, 4, 4}, p.stride = {2, 2, 2};
-  p.padding = {1, 1, 1};
+  p.padding = {1, 1, 1}, p.w_channels_last = true;
+  const auto expect_empty = [](const Plan& plan, const std::string& what) {
+    expect(plan.algorithm == Algorithm::kCudaLibrary && has_part(plan.reason, "is expected to need"),
+           "8 positions per phase leave most of a tile empty, " + what + ": " + plan.reason);
+  };
+  expect_empty(select_training_plan(p, hopper(), all_compiled()), "in training");
   const Plan tiny = select_plan(p, hopper(), all_compiled());
-  expect(tiny.algorithm == Algorithm::kCudaLibrary && has_part(tiny.reason, "is expected to need"),
-         "8 positions per phase leave most of a tile empty: " + tiny.reason);
+  expect(tiny.algorithm == Algorithm::kCudaLibrary && tiny.instead_of_sm90,
+         "130 us, the SM90 plan 2100: " + tiny.reason);
+  p.dtype = DType::kFloat32;
+  expect_empty(select_plan(p, hopper(), all_compiled()), "at float32's accuracy");
 }
 
 struct CountedLaunch : RememberedLaunch {

@@ -1,15 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// core/library_plan.hpp: when PyTorch's convolution with our passes after it is the plan, or the col2im
-/// plan. Without torch or CUDA.
+/// core/library_plan.hpp and core/plan_times.hpp: what plans are expected to take, and when PyTorch's
+/// convolution with our passes after it is the plan, or the col2im plan. Without torch or CUDA.
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <iostream>
 #include <string>
+#include <vector>
 
+#include "core/errors.hpp"
+#include "core/library_plan.hpp"
 #include "core/plan.hpp"
+#include "core/plan_times.hpp"
 #include "core/problem.hpp"
 #include "core/text.hpp"
 #include "core_cases.hpp"
@@ -25,6 +31,162 @@ Problem long_and_narrow() {
   return p;
 }
 
+/// Of both layouts and of 16 bit and float32.
+std::vector<Problem> inputs_of(Problem p) {
+  std::vector<Problem> problems;
+  for (const Layout layout : {Layout::kNCDHW, Layout::kNDHWC}) {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+      p.x_layout = p.y_layout = layout, p.dtype = dtype, p.precision = Precision::kTF32;
+      problems.push_back(p);
+    }
+  }
+  return problems;
+}
+
+/// The estimate of a kernel of the SM90 plan, or 0 where that cannot run.
+double sm90_time(const Problem& p, const char* kernel) {
+  Device device = hopper();
+  device.forced_plan = kernel;
+  try {
+    return sm90_plan_us(p, select_plan(p, device, all_compiled()));
+  } catch (const RuleViolation&) {
+    return 0;
+  }
+}
+
+void test_which_have_times() {
+  for (const Problem& p : inputs_of(headline())) {
+    expect(has_plan_times(p), "times of " + describe(p));
+    const auto without = [&](const std::function<void(Problem&)>& change, const std::string& what) {
+      Problem other = p;
+      change(other);
+      expect(!has_plan_times(other), "no times " + what + ": " + describe(other));
+    };
+    without([](Problem& q) { q.dtype = DType::kFloat32, q.precision = Precision::kIEEE; },
+            "at float32's accuracy");
+    without([](Problem& q) { q.dtype = DType::kFloat64; }, "of float64");
+    without([](Problem& q) { q.groups = 2; }, "of convolution groups");
+    without([](Problem& q) { q.stride = {1, 1, 5}; }, "of a stride of 5");
+    without([](Problem& q) { q.dilation = q.stride = {1, 2, 1}; }, "of dilation with a stride");
+    without([](Problem& q) { q.tail.has_skip = true; }, "with a skip");
+    without([](Problem& q) { q.n = 0; }, "without samples");
+    without([](Problem& q) { q.operation = Operation::kConv; }, "of the backward's convolution");
+    without([](Problem& q) { q.y_layout = q.x_layout == Layout::kNCDHW ? Layout::kNDHWC : Layout::kNCDHW; },
+            "where y lies otherwise than x");
+    Problem flat = p;
+    flat.in[0] = flat.kernel[0] = 1, flat.kernel[1] = 5, flat.stride[1] = 2;
+    expect(has_plan_times(flat) == (p.dtype == DType::kBFloat16), "cuDNN's slow kernels: " + describe(flat));
+    Problem others = p;
+    others.stride = {4, 4, 4}, others.tail = make_tail("norm_act", true, "silu", 1.0, true);
+    expect(has_plan_times(others), "of other tails, and strides up to 4: " + describe(others));
+  }
+}
+
+/// What is more of something takes no less.
+void test_times() {
+  struct Times {
+    double library, col2im, stored, twice;
+    explicit Times(const Problem& p)
+        : library(library_plan_us(p, hopper())),
+          col2im(col2im_plan_us(p, hopper())),
+          stored(sm90_time(p, "stored")),
+          twice(sm90_time(p, "twice")) {}
+    bool grew_from(const Times& less) const {
+      return library > less.library && col2im > less.col2im && stored > less.stored &&
+             (less.twice == 0 || twice > less.twice);
+    }
+    std::string text() const { return concat(library, ", ", col2im, ", ", stored, ", ", twice, " us"); }
+  };
+  Problem block = headline();
+  block.c = 64, block.k = 32, block.in = {16, 16, 16}, block.kernel = block.stride = {2, 2, 2};
+  bool has_twice = false;
+  for (const Problem& p : inputs_of(block)) {
+    const auto expect_more = [&](const std::function<void(Problem&)>& change, const std::string& what) {
+      Problem more = p;
+      change(more);
+      const Times less(p), all(more);
+      has_twice |= less.twice > 0;
+      expect(all.grew_from(less),
+             concat(what, ": ", describe(p), ", ", less.text(), "; of more ", all.text()));
+    };
+    expect_more([](Problem& q) { q.n = 64; }, "samples");
+    expect_more([](Problem& q) { q.in = {32, 32, 32}; }, "positions");
+    expect_more([](Problem& q) { q.k = 64; }, "outputs");
+    Problem dilated = p;
+    dilated.kernel = {3, 3, 3}, dilated.stride = dilated.padding = {1, 1, 1};
+    const Times near(dilated);
+    dilated.dilation = dilated.padding = {2, 2, 2};
+    const Times far(dilated);
+    expect(far.library > near.library && far.col2im >= near.col2im && far.stored > near.stored,
+           concat("taps that lie apart: ", describe(dilated), ", ", near.text(), "; dilated ", far.text()));
+    Problem silu = p, gelu = p;
+    silu.tail = make_tail("norm_act", true, "silu", 1.0, false);
+    gelu.tail = make_tail("norm_act", true, "gelu", 1.0, false);
+    for (const char* kernel : {"stored", "twice"}) {
+      const double none = sm90_time(p, kernel), one = sm90_time(silu, kernel), two = sm90_time(gelu, kernel);
+      expect(none < one && one <= two,
+             concat("exponentials of ", kernel, ": ", describe(p), ", ", none, ", ", one, ", ", two, " us"));
+    }
+  }
+  expect(has_twice, "a block that can be computed twice");
+  for (const Layout layout : {Layout::kNCDHW, Layout::kNDHWC}) {
+    Problem half = headline(DType::kBFloat16, layout);
+    half.w_channels_last = layout == Layout::kNDHWC;
+    Problem full = half;
+    full.dtype = DType::kFloat32, full.precision = Precision::kTF32;
+    const double us = library_plan_us(half, hopper()), us_of_float = library_plan_us(full, hopper());
+    expect(us_of_float > us, concat("float32: ", describe(half), ", ", us, " and ", us_of_float, " us"));
+  }
+}
+
+/// PyTorch copies a weight that does not lie as an input in NDHWC does, but for pointwise ones, which lie in
+/// either order. In NCDHW ours are copied with x, unless they lie so.
+void test_weight_copies() {
+  for (Problem p : inputs_of(long_and_narrow())) {
+    p.w_channels_last = true;
+    const double without = library_plan_us(p, hopper());
+    expect(library_weight_copy_us(p) == 0, "no copy: " + describe(p));
+    p.w_channels_last = false;
+    const double copy = library_weight_copy_us(p), with = library_plan_us(p, hopper());
+    expect((copy > 0) == (p.x_layout == Layout::kNDHWC), concat("a copy: ", describe(p), ", ", copy, " us"));
+    const std::string times = concat(describe(p), ": ", without, " and ", with, " us");
+    expect(copy > 0 ? std::abs(with - without - copy) < 1e-6 : with > without, times);
+    p.kernel = {1, 1, 1};
+    expect(library_weight_copy_us(p) == 0, "pointwise: " + describe(p));
+  }
+}
+
+/// The chosen plan is expected to take hardly more than the SM90 plan and the library plan are.
+void test_expected_is_chosen() {
+  constexpr double kTie = 1.1;
+  int choices[4] = {};
+  Problem block = headline();
+  for (const std::int64_t c : {16, 64, 256}) {
+    for (const std::int64_t k : {8, 64, 192}) {
+      for (const std::int64_t extent : {6, 12, 24}) {
+        for (const std::int64_t stride : {1, 2}) {
+          block.n = 2, block.c = c, block.k = k, block.in = {extent, extent, extent};
+          block.stride = {stride, stride, stride}, block.padding = {1, 1, 1}, block.w_channels_last = true;
+          for (const Problem& p : inputs_of(block)) {
+            const Plan plan = select_plan(p, hopper(), all_compiled());
+            const double library = library_plan_us(p, hopper()), sm90 = sm90_time(p, "sm90");
+            const bool is_sm90 = plan.algorithm == Algorithm::kSm90ImplicitGemm;
+            const bool is_library = plan.algorithm == Algorithm::kCudaLibrary;
+            const double us = is_sm90                                    ? sm90_plan_us(p, plan)
+                              : plan.algorithm == Algorithm::kCudaDirect ? 1e3 * plan.estimated_direct_ms
+                                                                         : plan.expected_us;
+            ++choices[is_sm90 ? 0 : is_library ? 1 : plan.algorithm == Algorithm::kCudaCol2im ? 2 : 3];
+            expect(us > 0 && us <= kTie * std::min(library, sm90),
+                   concat(name(plan.algorithm), ": ", describe(p), ", ", us, " us, library ", library,
+                          ", SM90 ", sm90));
+          }
+        }
+      }
+    }
+  }
+  for (const int count : choices) expect(count > 0, "each plan is chosen of some block");
+}
+
 void test_choice() {
   const auto plan_of = [](const std::function<void(Problem&)>& change, const Device& device = hopper()) {
     Problem p = long_and_narrow();
@@ -35,9 +197,10 @@ void test_choice() {
     return plan_of(change).algorithm == Algorithm::kCudaLibrary;
   };
   const Plan plan = plan_of([](Problem&) {});
-  expect(plan.algorithm == Algorithm::kCudaLibrary && has_part(plan.reason, "a small block") &&
+  expect(plan.algorithm == Algorithm::kCudaLibrary && has_part(plan.reason, "not the SM90 kernel") &&
              plan.stages.back() == "activation_group_norm_held",
          "a small block: " + plan.reason);
+  expect(plan.expected_us == library_plan_us(long_and_narrow(), hopper()), "and what it is expected to take");
   const auto returned = [](Problem& p) { p.tail.returns_conv = true, p.tail.order = Order::kNormAct; };
   expect(is_library(returned), "a small block that returns its convolution");
   const auto biased = [&](Problem& p) { returned(p), p.has_bias = true; };
@@ -45,17 +208,22 @@ void test_choice() {
          "PyTorch adds a returned convolution's bias in a pass of its own");
   expect(!is_library([](Problem& p) { p.dtype = DType::kFloat32; }), "ieee has no tensor cores in cuDNN");
   const auto ncdhw = [](Problem& p) { p.x_layout = p.y_layout = Layout::kNCDHW; };
-  const Plan copied = plan_of(ncdhw);
+  const auto wide = [&](Problem& p) {
+    ncdhw(p);
+    p.n = 4, p.c = p.k = 128, p.in = {10, 10, 10}, p.w_channels_last = false;
+  };
+  const Plan copied = plan_of(wide);
   expect(copied.algorithm == Algorithm::kCudaLibrary && copied.conv_layout == Layout::kNDHWC &&
              copied.stages.front() == "channels_last_copies" &&
-             copied.stages.back() == "activation_group_norm_held" && has_part(copied.reason, "with copies"),
-         "NCDHW: " + copied.reason);
+             copied.stages.back() == "activation_group_norm_held",
+         "NCDHW, 30 us, without copies 35, the SM90 plan 57: " + copied.reason);
   expect(plan.instead_of_sm90 && copied.instead_of_sm90, "bits that have to repeat");
   const Plan apart = plan_of([&](Problem& p) {
-    ncdhw(p);
+    wide(p);
     p.x_aligned = false;
   });
-  expect(apart.reason == copied.reason, "a copy lies aligned: " + apart.reason);
+  expect(apart.reason == copied.reason && apart.stages == copied.stages,
+         "a copy lies aligned: " + apart.reason);
   // Small beside the kernel that computes twice; in training tiles of the other one would be empty.
   const auto thin = [&](Problem& p) {
     ncdhw(p);
@@ -84,19 +252,19 @@ void test_choice() {
     p.n = 8, p.c = 96, p.k = p.num_groups = 48, p.in = {35, 47, 46};
   });
   expect(shared_by_none.algorithm == Algorithm::kCudaLibrary &&
-             has_part(shared_by_none.reason, "three launches after it"),
-         "dilated tiles of 64 channels: " + shared_by_none.reason);
+             shared_by_none.stages.back() == "group_norm_normalize",
+         "dilated tiles of 64 channels: 488 us, the SM90 plan 653, " + shared_by_none.reason);
   expect(!is_library([](Problem& p) { p.n = 64, p.in = {16, 16, 16}; }), "134 MB");
   expect(!is_library([](Problem& p) {
     p.c = p.k = 64, p.n = 4, p.in = {32, 32, 32}, p.kernel = {5, 5, 5}, p.padding = {2, 2, 2};
   }),
-         "longer than what was compared");
+         "kernels that cuDNN has no quick one for");
   const Problem training = long_and_narrow();
   expect(select_training_plan(training, hopper(), all_compiled()).keeps_activation,
          "training keeps relu(conv)");
 }
 
-/// A block that is only near those that were compared.
+/// A block of few or odd channels.
 struct NearCase {
   std::int64_t n, c, k;
   Extent3 in, kernel, stride, padding, output_padding;
@@ -105,22 +273,22 @@ struct NearCase {
   Algorithm quickest;
 };
 
-/// Which plan is quicker was measured of each (perf/results/h200_small_channels.txt, h200_plan_limits.txt).
+/// Which plan is quicker was measured of each (perf/results/h200_small_channels.txt, h200_plan_limits.txt,
+/// h100_col2im.txt).
 void test_near_choices() {
   constexpr Algorithm library = Algorithm::kCudaLibrary, col2im = Algorithm::kCudaCol2im;
   constexpr Algorithm sm90 = Algorithm::kSm90ImplicitGemm, direct = Algorithm::kCudaDirect;
   const NearCase cases[] = {
-      {4, 8, 24, {4, 4, 4}, {4, 4, 4}, {2, 2, 2}, {1, 1, 1}, {0, 0, 0}, 8, false, col2im},
+      {4, 8, 24, {4, 4, 4}, {4, 4, 4}, {2, 2, 2}, {1, 1, 1}, {0, 0, 0}, 8, false, library},
       {4, 8, 24, {4, 4, 4}, {4, 4, 4}, {2, 2, 2}, {1, 1, 1}, {0, 0, 0}, 8, true, col2im},
       {4, 512, 8, {6, 6, 6}, {5, 5, 5}, {2, 2, 2}, {2, 2, 2}, {1, 1, 1}, 8, false, col2im},
       {4, 512, 8, {6, 6, 6}, {5, 5, 5}, {2, 2, 2}, {2, 2, 2}, {1, 1, 1}, 8, true, col2im},
       {2, 32, 8, {12, 12, 12}, {4, 4, 4}, {2, 2, 2}, {1, 1, 1}, {0, 0, 0}, 2, true, col2im},
       {8, 100, 3, {28, 28, 28}, {2, 2, 2}, {2, 2, 2}, {0, 0, 0}, {0, 0, 0}, 1, true, col2im},
       {8, 100, 3, {28, 28, 28}, {2, 2, 2}, {2, 2, 2}, {0, 0, 0}, {0, 0, 0}, 1, false, col2im},
-      {1, 48, 32, {7, 14, 14}, {3, 3, 3}, {3, 3, 3}, {0, 0, 0}, {0, 0, 0}, 32, false, library},
+      {1, 256, 12, {22, 19, 21}, {3, 3, 3}, {3, 3, 3}, {0, 0, 0}, {0, 0, 0}, 4, false, col2im},
       {8, 512, 64, {4, 8, 8}, {3, 3, 3}, {3, 3, 3}, {0, 0, 0}, {0, 0, 0}, 16, false, sm90},
       {1, 256, 32, {8, 8, 8}, {3, 3, 3}, {3, 3, 3}, {0, 0, 0}, {0, 0, 0}, 16, true, col2im},
-      {1, 8, 256, {14, 14, 14}, {2, 2, 2}, {2, 2, 2}, {0, 0, 0}, {0, 0, 0}, 128, false, sm90},
       {4, 8, 8, {24, 24, 24}, {5, 5, 5}, {2, 2, 2}, {2, 2, 2}, {1, 1, 1}, 1, true, direct},
       {1, 20, 32, {28, 28, 28}, {5, 5, 5}, {1, 1, 1}, {2, 2, 2}, {0, 0, 0}, 1, true, sm90},
       {1, 512, 6, {14, 14, 14}, {5, 5, 5}, {1, 1, 1}, {2, 2, 2}, {0, 0, 0}, 2, false, col2im},
@@ -161,19 +329,15 @@ void test_long_choices() {
   };
   const Plan chosen = plan_of([](Problem&) {});
   expect(chosen.algorithm == Algorithm::kCudaLibrary && chosen.instead_of_sm90, "1.3 waves of tiles");
-  expect(has_part(chosen.reason, "cuDNN's convolution is expected to take"), "its reason");
+  expect(has_part(chosen.reason, "cuDNN's convolution and what follows it are expected to take"),
+         "its reason: " + chosen.reason);
   const auto sm90 = [&](const std::function<void(Problem&)>& change, const std::string& what) {
     expect(plan_of(change).algorithm == Algorithm::kSm90ImplicitGemm, what);
   };
   sm90([](Problem& p) { p = headline(); }, "the headline");
   sm90([](Problem& p) { p.kernel = {5, 5, 5}, p.padding = {2, 2, 2}; },
        "kernels that cuDNN has no quick one for");
-  sm90([](Problem& p) { p.n = 16; }, "more than one launch can hold");
   sm90([](Problem& p) { p.dtype = DType::kFloat32, p.precision = Precision::kTF32; }, "float32");
-  sm90([](Problem& p) { p.x_layout = p.y_layout = Layout::kNCDHW; }, "NCDHW");
-  const auto large = [](Problem& p) { p.n = 4, p.c = 96, p.k = p.num_groups = 192, p.in = {64, 64, 64}; };
-  sm90(large, "three launches after it were timed of dilated ones alone");
-  sm90([&](Problem& p) { large(p), p.tail.norm = false; }, "nothing is normalized");
 }
 
 /// Pointwise convolutions that are matmuls as they lie, and few channels at float32's accuracy.
@@ -188,15 +352,12 @@ void test_matmuls_and_few_outputs() {
     return plan_of(change).algorithm == Algorithm::kCudaLibrary;
   };
   const Plan matmul = plan_of([](Problem& p) { p.n = 2, p.c = 96, p.k = 48, p.in = {56, 56, 57}; });
-  expect(matmul.algorithm == Algorithm::kCudaLibrary && matmul.instead_of_sm90 &&
-             has_part(matmul.reason, "a matmul as it lies"),
+  expect(matmul.algorithm == Algorithm::kCudaLibrary && matmul.instead_of_sm90,
          "66 us, the SM90 plan 159: " + matmul.reason);
   expect(is_library([](Problem& p) { p.n = 2, p.c = p.k = 32, p.in = {64, 64, 64}; }),
          "51 us, the SM90 plan 137, and quicker than the kernel for few channels");
-  expect(!is_library([](Problem& p) { p.n = 3, p.c = 48, p.k = p.num_groups = 320, p.in = {46, 46, 46}; }),
-         "wide results");
   expect(!is_library([](Problem& p) { p.n = 4, p.c = p.k = 1024, p.in = {32, 32, 32}; }),
-         "more channels than were timed");
+         "many channels, of which arithmetic is what takes long");
   const auto few_outputs = [](Problem& p) {
     p.dtype = DType::kFloat32, p.precision = Precision::kIEEE;
     p.n = 2, p.c = 320, p.k = p.num_groups = 8, p.in = {29, 39, 40}, p.kernel = p.stride = {2, 2, 2};
@@ -224,12 +385,10 @@ void test_small_blocks_by_plan() {
     expect(plan.algorithm == algorithm, concat(what, ": ", name(plan.algorithm), ", ", plan.reason));
   };
   const auto dilate = [](Problem& p) { p.dilation = p.padding = {2, 2, 2}; };
-  check(plan_of(16, 48, {14, 14, 15}, {3, 3, 3}, dilate), col2im, "dilated");
+  check(plan_of(16, 48, {14, 14, 15}, {3, 3, 3}, dilate), library, "dilated: 30 us, col2im 29");
   check(plan_of(32, 128, {22, 17, 21}, {3, 3, 3}, dilate), library, "wide: 44 us, the SM90 plan 60");
   const auto in_rows = [](Problem& p) { p.x_layout = p.y_layout = Layout::kNDHWC, p.w_channels_last = true; };
   const auto half = [&](Problem& p) { in_rows(p), p.dtype = DType::kBFloat16; };
-  const auto wide = [&](Problem& p) { half(p), p.padding = {1, 0, 0}, p.num_groups = 256; };
-  check(plan_of(4, 256, {18, 14, 19}, {3, 3, 3}, wide), library, "channels that fill no unit: 50, 51");
   const auto many_taps = [&](Problem& p) { half(p), p.n = 4; };
   check(plan_of(20, 320, {8, 10, 10}, {5, 5, 5}, many_taps), Algorithm::kSm90ImplicitGemm,
         "and many taps: three times as expected");
@@ -239,10 +398,9 @@ void test_small_blocks_by_plan() {
   const auto pointwise = [&](Problem& p) { half(p), p.num_groups = 4; };
   const Plan launches = plan_of(64, 4, {17, 17, 17}, {1, 1, 1}, pointwise);
   check(launches, library, "all there is to it is a product");
-  expect(has_part(launches.reason, "three launches") && launches.stages.back() == "group_norm_normalize",
-         launches.reason);
+  expect(launches.stages.size() == 4 && launches.stages.back() == "group_norm_normalize", launches.reason);
   check(plan_of(64, 4, {60, 60, 60}, {3, 3, 3}, four_outputs), col2im,
-        "is expected to take 109, the SM90 plan 129");
+        "on an H100 122, the SM90 plan 145, the library plan 154");
 
   const auto ieee = [](Problem& p) { p.precision = Precision::kIEEE; };
   const auto short_sums = [&](Problem& p) { ieee(p), p.padding = {1, 0, 0}, p.num_groups = 256; };
@@ -274,17 +432,16 @@ void test_spared_hosts() {
     for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
       small.dtype = dtype, small.precision = Precision::kTF32;
       small.x_layout = small.y_layout = layout;
-      const Algorithm quickest = algorithm(small, false);
-      // The weight lies in NCDHW, which PyTorch copies at every call beside an input that does not.
-      const bool library = layout == Layout::kNCDHW && dtype == DType::kBFloat16;
-      expect(quickest == (library ? Algorithm::kCudaLibrary : Algorithm::kCudaCol2im),
-             concat(name(quickest), ": others are the quicker ones"));
-      expect(algorithm(small, true) == Algorithm::kSm90ImplicitGemm, "and PyTorch's host the slower one");
+      // On an H100 28 to 34 us, the library plan 33 to 49 but for 26 of bfloat16 in NDHWC, of a weight that
+      // lies so; here it lies in NCDHW, which PyTorch copies at every call.
+      expect(algorithm(small, false) == Algorithm::kCudaCol2im, "quickest: " + describe(small));
+      expect(algorithm(small, true) == Algorithm::kSm90ImplicitGemm,
+             "and with a launch less: " + describe(small));
     }
   }
   Problem empty_tiles = small;  // a few positions of each sample
   empty_tiles.n = 64, empty_tiles.c = 2048, empty_tiles.k = 512, empty_tiles.in = {2, 2, 2};
-  empty_tiles.kernel = {4, 4, 4}, empty_tiles.output_padding = {0, 0, 0};
+  empty_tiles.kernel = {4, 4, 4}, empty_tiles.output_padding = {0, 0, 0}, empty_tiles.w_channels_last = true;
   expect(algorithm(empty_tiles, true) == Algorithm::kCudaLibrary, "tiles that are mostly empty");
   Problem lengthy = headline();
   lengthy.n = 2, lengthy.c = 384, lengthy.in = {28, 28, 28}, lengthy.padding = {1, 1, 1};
@@ -314,6 +471,10 @@ void test_spared_hosts() {
 
 int main() {
   try {
+    upconv3d::test_which_have_times();
+    upconv3d::test_times();
+    upconv3d::test_weight_copies();
+    upconv3d::test_expected_is_chosen();
     upconv3d::test_choice();
     upconv3d::test_near_choices();
     upconv3d::test_long_choices();
