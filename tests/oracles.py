@@ -193,7 +193,7 @@ def check_sm90_or_small(plan: upconv3d.Plan, channels: int) -> None:
         "cuda_library": (
             "a small block",
             "tiles are filled",
-            "cuDNN's convolution is expected to take",
+            "cuDNN's convolution and what follows it are expected to take",
             "a matmul as it lies",
         ),
         "cuda_direct": ("few channels",),

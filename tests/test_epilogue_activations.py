@@ -210,10 +210,10 @@ def test_as_chosen(hopper, order, norm, dtype, precision, layout):
     torch.manual_seed(1234)
     call = laid_out(
         make_call(
-            n=2,
+            n=4,
             c=64,
             k=64,
-            extent=(24, 24, 24),
+            extent=(32, 32, 32),
             stride=2,
             order=order,
             norm=norm,

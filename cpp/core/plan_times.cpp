@@ -249,8 +249,13 @@ double tail_us(const Problem& p, const Device& device, Layout layout, const Work
   }
   constexpr Cost kHeld = {0.76, 1.1, 0.72, 0.83}, kInLaunches = {0.79, 0.95, 0.79, 0.79};
   constexpr double kLaunch = 7.3, kLaunches = 9.4;
+  // Before a norm, exponentials are computed for the moments and once more.
+  constexpr double kExponential = 0.3, kExponentialOfFloat = 0.06;
+  const double before = p.tail.order == Order::kActNorm
+                            ? exponentials_us(p, mb, 0, is_float(p) ? kExponentialOfFloat : kExponential)
+                            : 0;
   const bool held = held_cut(p, layout, device.compute_capability).has_value();
-  return held ? kLaunch + kHeld.of(p) * mb.y : kLaunches + kInLaunches.of(p) * mb.y;
+  return before + (held ? kLaunch + kHeld.of(p) * mb.y : kLaunches + kInLaunches.of(p) * mb.y);
 }
 
 }  // namespace
