@@ -72,6 +72,11 @@ bool has_overlapping_taps(const Problem& p) {
 /// the others.
 double exponentials(Activation activation) {
   switch (activation) {
+    case Activation::kNone:
+    case Activation::kRelu:
+    case Activation::kLeakyRelu:
+    case Activation::kPrelu:
+      return 0;
     case Activation::kSilu:
       return 0.9;
     case Activation::kGelu:
@@ -79,9 +84,8 @@ double exponentials(Activation activation) {
       return 1.5;
     case Activation::kElu:
       return 2.0;
-    default:
-      return 0;
   }
+  return 0;
 }
 
 /// What exponentials take of a kernel whose code for them comes from memory, and that takes `per_mb` of y.
