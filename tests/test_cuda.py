@@ -169,7 +169,7 @@ def test_beyond_32_bit_offsets(cuda):
 def test_phases_of_a_large_sample(hopper, groups):
     """Tiles in windows of all phases, where there are enough of them and one convolution group."""
     block = make_block(
-        1,
+        2,
         128,
         128,
         32,
