@@ -105,7 +105,7 @@ double columns_rounds(const Problem& p, int sm_count) {
 
 namespace {
 
-/// What a block at float32's accuracy moves, megabytes of 10^6 bytes.
+/// What a block moves, megabytes of 10^6 bytes.
 struct ColumnsWork {
   double columns_mb, x_mb, y_mb;
 
@@ -118,7 +118,8 @@ struct ColumnsWork {
   }
 };
 
-/// The largest blocks of a kind that were timed at float32's accuracy.
+/// The largest blocks of a kind that were timed at float32's accuracy, or among blocks without
+/// plan_times.hpp's times.
 struct ColumnsLimits {
   double columns_mb, x_mb, y_mb, flops;
 
@@ -127,6 +128,9 @@ struct ColumnsLimits {
            p.useful_flops() <= flops;
   }
 };
+
+constexpr ColumnsLimits kOfAny = {128, 64, 32, 8e9};
+constexpr std::int64_t kMostInputs = 512;
 
 /// What launches, a k-block of a round of tiles, megabytes and lanes of the gather take, us. Rows of x or w
 /// that come value by value are waited for in each k-block. Fitted at float32's accuracy to small blocks; 17
@@ -149,11 +153,10 @@ double ieee_columns_us(const Problem& p, const ColumnsWork& work, int sm_count) 
 /// Expected time at float32's accuracy, of which less was timed.
 double ieee_us(const Problem& p, const Device& device) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  constexpr std::int64_t kMostInputs = 512;
   if (!p.tail.norm || p.c > kMostInputs || !hides_tf32_words(p)) return kInfinity;
   constexpr std::int64_t kSomeOutputs = 24, kFewOutputs = 8, kLeastOutputs = 4;
-  constexpr ColumnsLimits kOfAny = {128, 64, 32, 8e9}, kOfSomeOutputs = {450, 135, 56, 13e9},
-                          kOfFewOutputs = {450, 302, 134, 13e9}, kOfLeastOutputs = {360, 440, 104, 18e9};
+  constexpr ColumnsLimits kOfSomeOutputs = {450, 135, 56, 13e9}, kOfFewOutputs = {450, 302, 134, 13e9},
+                          kOfLeastOutputs = {360, 440, 104, 18e9};
   const ColumnsWork work(p);
   const double us = ieee_columns_us(p, work, device.sm_count);
   if (kOfAny.hold(p, work) || (p.k <= kSomeOutputs && kOfSomeOutputs.hold(p, work)) ||
@@ -172,6 +175,9 @@ double col2im_us(const Problem& p, const Device& device) {
   constexpr std::int64_t kMostBytes = 450'000'000;  // of the product, that was timed
   if (p.n == 0 || p.tail.returns_conv || device.compute_capability != kHopper) return kInfinity;
   if (p.is_ieee()) return ieee_us(p, device);
+  if (!has_plan_times(p) && (!p.tail.norm || p.c > kMostInputs || !kOfAny.hold(p, ColumnsWork(p)))) {
+    return kInfinity;
+  }
   const bool timed = ColumnsLayout(p).values() <= kMostBytes / static_cast<std::int64_t>(sizeof(float));
   return timed ? col2im_plan_us(p, device) : kInfinity;
 }

@@ -6,10 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
 
 #include "core/channels.hpp"
 #include "core/col2im_plan.hpp"
 #include "core/held_norm.hpp"
+#include "core/idle_taps.hpp"
 #include "core/index_math.hpp"
 #include "core/library_plan.hpp"
 #include "core/sm90_compared.hpp"
@@ -106,7 +108,12 @@ double stored_us(const Problem& p, const Plan& sm90) {
   constexpr double kRagged = 3;  // y's channels are stored elsewhere first
   constexpr double kCode = 6.1, kExponential = 0.18;
   constexpr double kOneChannel = 1.07;  // of norm groups, in 16 bit: each channel has moments of its own
+  // A convolution that is returned is written beside the result, from rows into planes by a launch of its
+  // own. Not timed: two passes at memory's speed.
+  constexpr Cost kReturned = {0.35, 0.7, 0.35, 0.7};
+  constexpr double kUnpacked = 4;
   const bool is_linear = !p.tail.norm;
+  const double returned = p.tail.returns_conv ? kReturned.of(p) * mb.y + (in_rows(p) ? 0 : kUnpacked) : 0;
   const bool is_instance = !is_linear && !is_float(p) && p.num_groups == p.k;
   const bool halves = sm90.instance && sm90.instance->block_inputs != kBlockInputs;
   const double schedule = kSchedule + (halves ? kHalfBlocks : 0);
@@ -117,7 +124,7 @@ double stored_us(const Problem& p, const Plan& sm90) {
       (is_linear ? kResultOfLinear : kResult).of(p) * mb.y +
       (is_linear ? 0 : kLastResult.of(p) * mb.y / static_cast<double>(std::max<std::int64_t>(p.n, 1))) +
       (p.k % kChannelUnit != 0 ? kRagged : 0) + exponentials_us(p, mb, kCode, kExponential);
-  return (is_instance ? kOneChannel : 1) * us;
+  return (is_instance ? kOneChannel : 1) * us + returned;
 }
 
 /// The kernel that computes twice, or, where nothing is normalized, once.
@@ -157,13 +164,14 @@ double cudnn_multiply_us(const Problem& p) {
   const std::int64_t half_block = (is_float(p) ? kFloatInputs : kInputs) / 2;
   const double blocks = static_cast<double>(ceil_div(p.c, half_block)) / 2;
   const Extent3 out = p.out();
-  double phases = 1;
-  for (std::size_t axis = 0; axis < 3; ++axis)
-    phases *= static_cast<double>(std::min(p.stride[axis], out[axis]));
-  std::int64_t most_taps = 1;
-  for (std::size_t axis = 0; axis < 3; ++axis) most_taps *= ceil_div(p.kernel[axis], p.stride[axis]);
-  const double taps =
-      std::max(static_cast<double>(volume(p.kernel)) / static_cast<double>(volume(p.stride)), kLeastTaps);
+  std::int64_t all_phases = 1, most_taps = 1;
+  for (std::size_t axis = 0; axis < 3; ++axis) {
+    const std::int64_t of_axis = std::min(p.stride[axis], out[axis]);
+    all_phases *= of_axis;
+    most_taps *= ceil_div(p.kernel[axis], of_axis);
+  }
+  const double phases = static_cast<double>(all_phases);
+  const double taps = std::max(static_cast<double>(volume(p.kernel)) / phases, kLeastTaps);
   const bool many_taps = *std::max_element(p.kernel.begin(), p.kernel.end()) > kManyTaps;
   const double slower = (many_taps ? kOfManyTaps : 1) * (is_dilated(p) ? kDilated : 1);
   const double of_phase = static_cast<double>(p.n * p.positions()) / phases;
@@ -216,8 +224,8 @@ double cudnn_pointwise_us(const Problem& p, const Work& mb) {
           std::max(per_mb * (mb.x + mb.y), (is_float(p) ? kPerGFlopOfFloat : kPerGFlop) * gflops));
 }
 
-/// Of strides of 3 and more, whose zeros cuDNN multiplies: a power law of 68 times that are within 40 % of it
-/// (standard deviation). Another plan was quicker than any of them.
+/// Of strides of 3 and more, whose zeros cuDNN multiplies, beside what the products take: a power law of 68
+/// times that are within 40 % of it (standard deviation). Another plan was quicker than any of them.
 double cudnn_long_stride_us(const Problem& p, const Work& mb) {
   const double n = mb.positions, k = static_cast<double>(p.k), c = static_cast<double>(p.c);
   constexpr double kLaunch = 15;
@@ -230,7 +238,6 @@ double cudnn_long_stride_us(const Problem& p, const Work& mb) {
 double cudnn_us(const Problem& p, const Work& mb, bool copies) {
   if (is_pointwise(p) && p.in == p.out()) return cudnn_pointwise_us(p, mb);
   constexpr std::int64_t kLongStride = 3;
-  if (longest_stride(p) >= kLongStride && volume(p.kernel) > 1) return cudnn_long_stride_us(p, mb);
   constexpr Cost kLaunch = {7.1, 12, 7.5, 13};
   constexpr double kStrided = 2.9, kInput = 0.23, kInputOfFloat = 0.17, kResult = 0.19, kResultOfFloat = 0.04,
                    kWeight = 0.03, kWeightOfFloat = 0.06;
@@ -242,7 +249,9 @@ double cudnn_us(const Problem& p, const Work& mb, bool copies) {
     const double w = copies && p.w_channels_last ? 0 : mb.w, y = copies ? 0 : mb.y;
     us += (is_float(p) ? kCopiedOfFloat : kCopied) * (mb.x + w + y);
   }
-  return ragged_share(p) * (kLaunch.of(p) + us);
+  const double all = ragged_share(p) * (kLaunch.of(p) + us);
+  const bool multiplies_zeros = longest_stride(p) >= kLongStride && volume(p.kernel) > 1;
+  return multiplies_zeros ? std::max(all, cudnn_long_stride_us(p, mb)) : all;
 }
 
 /// What follows a convolution that lies in memory in the order `layout`.
@@ -280,7 +289,10 @@ double library_weight_copy_us(const Problem& p) {
   return p.w_channels_last || !in_rows(p) || volume(p.kernel) == 1 ? 0 : kLaunch + kPerMB * Work(p).w;
 }
 
-double library_plan_us(const Problem& p, const Device& device) {
+double library_plan_us(const Problem& given, const Device& device) {
+  // The weight that PyTorch's convolution gets lacks taps that reach no output.
+  const std::optional<CroppedTaps> cropped = without_idle_taps(given);
+  const Problem& p = cropped ? cropped->problem : given;
   const Work mb(p);
   const bool copies = library_copies_operands(p, device);
   // PyTorch adds the bias of a convolution that is returned by a launch of its own.
@@ -303,7 +315,7 @@ double col2im_plan_us(const Problem& p, const Device& device) {
   const std::int64_t inputs = is_float(p) ? kFloatInputs : kHalfInputs;
   const std::int64_t whole = is_float(p) ? kFloatRow : kHalfRow;
   const double blocks = columns_rounds(p, device.sm_count) * static_cast<double>(ceil_div(p.c, inputs));
-  const bool is_input_odd = (in_rows(p) ? p.c : columns.positions) % whole != 0;
+  const bool is_input_odd = (p.x_layout == Layout::kNDHWC ? p.c : columns.positions) % whole != 0;
   const double block = (is_float(p) ? kFloatBlock : kHalfBlock) + (is_input_odd ? kOddInput : 0) +
                        (columns.rows % whole != 0 ? kOddWeight : 0);
   const double lanes =

@@ -26,7 +26,7 @@ double library_plan_us(const Problem& problem, const Device& device);
 /// The col2im plan.
 double col2im_plan_us(const Problem& problem, const Device& device);
 
-/// Beyond what library_plan_us says, what PyTorch takes to bring a weight of the other order to that of x in
+/// Within library_plan_us: what PyTorch takes to bring a weight of the other order to that of x in
 /// NDHWC, at every call.
 double library_weight_copy_us(const Problem& problem);
 

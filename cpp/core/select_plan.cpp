@@ -168,8 +168,9 @@ std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, cons
     const bool spares_host = device.spares_host && sm90_spares_host(p, sm90);
     if (!is_slow && !spares_host) advantage = library_advantage(p, device, sm90);
     const bool has_library = !advantage.reason.empty();
-    // Of many outputs it has a launch more than the SM90 plan.
-    const bool considers_direct = !spares_host || !has_many_outputs_of_few_inputs(p, device);
+    // Of many outputs it has a launch more than the SM90 plan. Without times it was compared with that alone.
+    const bool considers_direct = (!spares_host || !has_many_outputs_of_few_inputs(p, device)) &&
+                                  (has_plan_times(p) || is_slow || !has_library);
     if (considers_direct) {
       const double least = has_library ? advantage.us : sm90_us(p, sm90);
       std::string reason = is_slow ? "not the SM90 kernel: " + advantage.reason : "";
@@ -278,7 +279,8 @@ std::optional<Plan> choose_col2im(const Problem& p, const Device& device, const 
     return std::nullopt;
   }
   // As it lies, a product is all there is to cuDNN's pointwise convolution.
-  const bool cudnn_is_quick = volume(p.kernel) == 1 || is_one_channel_of_ieee(p);
+  const bool is_product = volume(p.kernel) == 1 && p.stride == Extent3{1, 1, 1};
+  const bool cudnn_is_quick = is_product || is_one_channel_of_ieee(p);
   if (chosen.algorithm == Algorithm::kCudaLibrary && cudnn_is_quick) return std::nullopt;
   const double col2im = col2im_us(p, device);
   const double other = chosen.expected_us > 0 ? chosen.expected_us : expected_us(p, device, chosen);

@@ -44,9 +44,9 @@ class Plan:
         channels: how channels are padded or kept apart by convolution group; "" where they lie as they are.
         twice: whether the convolution is computed for its moments and then once more instead of being stored;
             without a norm, by the same kernel, once.
-        estimated_stored_ms, estimated_twice_ms: what that choice rests on (with what such blocks were seen to
-            take of the former), without packing; 0 where a plan cannot run. The former is of the tiles that
-            plans are compared by, which need not be those that run. (Without a norm other figures decide.)
+        estimated_stored_ms, estimated_twice_ms: what the two take without packing, by arithmetic and bytes; 0
+            where one cannot run. The choice rests on the latter, and on an estimate of the tiles that run in
+            the place of the former, which is of others.
         estimated_direct_ms: of the direct plan, what it is expected to take; else 0.
         saves_us: of the col2im plan where it is chosen, by how much less time it is expected to take than the
             plan that it runs in place of; else 0.
