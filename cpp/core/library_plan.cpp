@@ -208,8 +208,8 @@ LibraryAdvantage library_advantage(const Problem& p, const Device& device, const
                                        "cuDNN's convolution and what follows it are expected to take "}
                                : ieee_times(p, device, sm90);
   // Of two that are near, cuDNN's convolution is never far behind a peer that runs it as well: of the blocks
-  // that were timed, as many us are lost as by the lesser, on half as many blocks. Of float32's accuracy, whose
-  // estimates are of fewer blocks, the SM90 plan, which takes the host less.
+  // that were timed, as many us are lost as by the lesser, on half as many blocks. Of float32's accuracy,
+  // whose estimates are of fewer blocks, the SM90 plan, which takes the host less.
   constexpr double kNear = 1.05, kAhead = 0.95;
   if (times.library >= (is_timed ? kNear : kAhead) * times.sm90) return {};
   return {concat(times.what, times.library, " us, the SM90 kernel ", times.sm90, " us"), times.library};
