@@ -122,7 +122,8 @@ struct Plan {
   bool twice = false;                    // SM90: the convolution is computed for its moments, and once more,
                                          // or, where linear, once; by conv_transpose_twice_sm90
   double scheduled_multiply_ms = 0.0;    // SM90: the convolution alone, stored (sm90_schedule.hpp)
-  std::optional<ConvInstance> compared_instance;  // SM90: by whose estimate plans are compared
+  // SM90: by whose estimate plans are compared where plan_times.hpp has no times
+  std::optional<ConvInstance> compared_instance;
   double estimated_stored_ms = 0.0;  // SM90: that estimate (sm90_compared.hpp), without packing, before(conv)
                                      // stored in between; 0 where that cannot run
   double estimated_twice_ms = 0.0;   // the same by that kernel; 0 where that cannot run
@@ -156,7 +157,7 @@ inline bool stores_steps(const Plan& plan) {
   return plan.instance && plan.instance->stored_bits < 8 * size_of(plan.instance->output);
 }
 
-/// The estimate by which an SM90 plan is compared with others.
+/// The estimate by which an SM90 plan is compared with others where plan_times.hpp has no times.
 inline double compared_ms(const Plan& sm90) {
   return sm90.twice ? sm90.estimated_twice_ms : sm90.estimated_stored_ms;
 }

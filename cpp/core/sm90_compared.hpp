@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// The estimate of the SM90 kernel that stores the convolution by which that plan is compared with others:
-/// what those comparisons were fitted with (perf/NOTES.md, "Small blocks" and "Stored or computed twice").
-/// How the kernel is run is chosen by sm90_schedule.hpp, which is nearer to what it takes.
+/// The estimate of the SM90 kernel that stores the convolution by which that plan is compared with others
+/// where plan_times.hpp has no times: what those comparisons were fitted with (perf/NOTES.md, "Small
+/// blocks"). How the kernel is run is chosen by sm90_schedule.hpp, which is nearer to what it takes.
 #pragma once
 
 #include <cstddef>
