@@ -47,7 +47,13 @@ KERNELS = (
 WHOLE_CHANNELS = [16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 512]
 ODD_CHANNELS = [3, 8, 12, 20, 40, 72, 80, 100, 144, 160, 200]
 EXTENTS = [4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48]
-INPUTS = [("bfloat16", "NDHWC"), ("float32", "NCDHW"), ("bfloat16", "NCDHW"), ("float32", "NDHWC")]
+INPUTS = [
+    ("bfloat16", "NDHWC"),
+    ("float32", "NCDHW"),
+    ("bfloat16", "NCDHW"),
+    ("float32", "NDHWC"),
+    ("float16", "NDHWC"),
+]
 
 
 def triple(value: int | Triple) -> Triple:

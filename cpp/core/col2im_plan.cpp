@@ -10,6 +10,7 @@
 #include "core/plan_times.hpp"
 #include "core/sm90_plan.hpp"
 #include "core/text.hpp"
+#include "core/traffic.hpp"
 
 namespace upconv3d {
 
@@ -105,17 +106,12 @@ double columns_rounds(const Problem& p, int sm_count) {
 
 namespace {
 
-/// What a block moves, megabytes of 10^6 bytes.
-struct ColumnsWork {
-  double columns_mb, x_mb, y_mb;
+/// What a block moves, in megabytes, and those of its product.
+struct ColumnsWork : Traffic {
+  double columns;
 
-  explicit ColumnsWork(const Problem& p) {
-    constexpr double kMega = 1e-6;
-    const double size = static_cast<double>(size_of(p.dtype)) * kMega;
-    columns_mb = static_cast<double>(ColumnsLayout(p).values()) * sizeof(float) * kMega;
-    x_mb = static_cast<double>(p.n * p.c * volume(p.in)) * size;
-    y_mb = static_cast<double>(p.n * p.k * p.positions()) * size;
-  }
+  explicit ColumnsWork(const Problem& p)
+      : Traffic(p), columns(1e-6 * static_cast<double>(ColumnsLayout(p).values()) * sizeof(float)) {}
 };
 
 /// The largest blocks of a kind that were timed at float32's accuracy, or among blocks without
@@ -124,8 +120,7 @@ struct ColumnsLimits {
   double columns_mb, x_mb, y_mb, flops;
 
   bool hold(const Problem& p, const ColumnsWork& work) const {
-    return work.columns_mb <= columns_mb && work.x_mb <= x_mb && work.y_mb <= y_mb &&
-           p.useful_flops() <= flops;
+    return work.columns <= columns_mb && work.x <= x_mb && work.y <= y_mb && p.useful_flops() <= flops;
   }
 };
 
@@ -146,7 +141,7 @@ double ieee_columns_us(const Problem& p, const ColumnsWork& work, int sm_count) 
   const double blocks = columns_rounds(p, sm_count) * static_cast<double>(ceil_div(p.c, kBlockInputs));
   const double lanes = static_cast<double>(p.n * p.positions() * ceil_div(p.k, col2im_lane_channels(p)));
   return kLaunches + (kBlock + (is_input_odd ? kOddInput : 0) + (is_weight_odd ? kOddWeight : 0)) * blocks +
-         kColumnsPerMB * work.columns_mb + kInputPerMB * work.x_mb + kResultPerMB * work.y_mb +
+         kColumnsPerMB * work.columns + kInputPerMB * work.x + kResultPerMB * work.y +
          (col2im_has_short_lanes(p) ? kShortLane : kLane) * lanes;
 }
 

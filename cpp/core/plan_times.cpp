@@ -16,6 +16,7 @@
 #include "core/library_plan.hpp"
 #include "core/sm90_compared.hpp"
 #include "core/sm90_plan.hpp"
+#include "core/traffic.hpp"
 
 namespace upconv3d {
 namespace {
@@ -40,17 +41,11 @@ struct Cost {
   }
 };
 
-/// Megabytes of x, w and y, millions of positions of y.
-struct Work {
-  double x, w, y, positions;
+/// Megabytes, and millions of positions of y.
+struct Work : Traffic {
+  double positions;
 
-  explicit Work(const Problem& p) {
-    const double size = kMega * static_cast<double>(size_of(p.dtype));
-    x = size * static_cast<double>(p.n * p.c * volume(p.in));
-    w = size * static_cast<double>(p.c * p.k * volume(p.kernel));
-    y = size * static_cast<double>(p.n * p.k * p.positions());
-    positions = kMega * static_cast<double>(p.n * p.positions());
-  }
+  explicit Work(const Problem& p) : Traffic(p), positions(kMega * static_cast<double>(p.n * p.positions())) {}
 };
 
 bool is_pointwise(const Problem& p) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// What the plans are expected to take, in us of an H200 with L2 cold, all launches: by which select_plan
-/// chooses among those that can run a block. The times of all plans were fitted together to 560 blocks of two
-/// inputs each, 0.2 to 140 MB, in bfloat16 and float32 ("tf32"), either layout
+/// chooses among those that can run a block. The times of all plans were fitted together to 700 blocks in one
+/// or two inputs each, 0.2 to 140 MB, in bfloat16 and float32 ("tf32"), either layout
 /// (perf/results/h200_plan_times.txt, perf/plan_times.py; perf/NOTES.md, "All plans by one measure"). Of
-/// blocks that were left out of the fit they are off by 9 to 15 % (standard deviation).
+/// blocks that were left out of the fit they were off by 10 to 15 % (standard deviation).
 #pragma once
 
 #include "core/plan.hpp"

@@ -168,9 +168,10 @@ std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, cons
     const bool spares_host = device.spares_host && sm90_spares_host(p, sm90);
     if (!is_slow && !spares_host) advantage = library_advantage(p, device, sm90);
     const bool has_library = !advantage.reason.empty();
-    // Of many outputs it has a launch more than the SM90 plan. Without times it was compared with that alone.
-    const bool considers_direct = (!spares_host || !has_many_outputs_of_few_inputs(p, device)) &&
-                                  (has_plan_times(p) || is_slow || !has_library);
+    // Of many outputs it has a launch more than the SM90 plan. Without a norm and without times it was
+    // compared with that alone.
+    const bool compared = has_plan_times(p) || is_slow || !has_library || p.tail.norm;
+    const bool considers_direct = compared && (!spares_host || !has_many_outputs_of_few_inputs(p, device));
     if (considers_direct) {
       const double least = has_library ? advantage.us : sm90_us(p, sm90);
       std::string reason = is_slow ? "not the SM90 kernel: " + advantage.reason : "";
@@ -278,8 +279,9 @@ std::optional<Plan> choose_col2im(const Problem& p, const Device& device, const 
   if (spares_host && chosen.algorithm == Algorithm::kSm90ImplicitGemm && sm90_spares_host(p, chosen)) {
     return std::nullopt;
   }
-  // As it lies, a product is all there is to cuDNN's pointwise convolution.
-  const bool is_product = volume(p.kernel) == 1 && p.stride == Extent3{1, 1, 1};
+  // As it lies, a product is all there is to cuDNN's pointwise convolution. With a stride it was not compared
+  // at float32's accuracy.
+  const bool is_product = volume(p.kernel) == 1 && (p.stride == Extent3{1, 1, 1} || p.is_ieee());
   const bool cudnn_is_quick = is_product || is_one_channel_of_ieee(p);
   if (chosen.algorithm == Algorithm::kCudaLibrary && cudnn_is_quick) return std::nullopt;
   const double col2im = col2im_us(p, device);
