@@ -157,7 +157,7 @@ HeldPlanes in_stretches(const Problem& p, std::int64_t values, std::int64_t tile
   t.channels = std::min(p.k / p.num_groups, (t.tile_values - 1) / p.positions() + 2);
   t.held_bytes = t.loads * t.threads() * kVectorBytes;
   t.slots_bytes = ceil_div(t.threads() / 32, 4) * 16;
-  t.table_bytes = 3 * t.teams * t.channels * 4;
+  t.table_bytes = HeldPlanes::kTableRows * t.teams * t.channels * 4;
   return t;
 }
 

@@ -33,7 +33,7 @@ struct HeldTiles {
   std::int64_t held_bytes = 0;                   // [loads,threads] vectors
   std::int64_t slots_bytes = 0;                  // [columns*lanes/slot_lanes,slot_rows] float
   std::int64_t table_bytes = 0;                  // [kTableRows, channels of a slab] float
-  static constexpr std::int64_t kTableRows = 5;  // mean, scale, shift, bias and M2
+  static constexpr std::int64_t kTableRows = 6;  // mean, scale, shift, bias, slope and M2
 
   /// Whether several rows share a warp, whose threads add them up first.
   bool shares_warps() const { return columns <= 16 && (columns & (columns - 1)) == 0; }
@@ -52,9 +52,10 @@ struct HeldPlanes {
   std::int64_t channels = 0;      // of a tile, at most
 
   // Of a block's shared memory, in this order:
-  std::int64_t held_bytes = 0;   // [loads,threads] vectors
-  std::int64_t slots_bytes = 0;  // [threads/32] float
-  std::int64_t table_bytes = 0;  // scale, shift and bias, [teams,channels] float each
+  std::int64_t held_bytes = 0;                   // [loads,threads] vectors
+  std::int64_t slots_bytes = 0;                  // [threads/32] float
+  std::int64_t table_bytes = 0;                  // [teams,kTableRows,channels] float
+  static constexpr std::int64_t kTableRows = 4;  // scale, shift, bias and slope
 
   std::int64_t threads() const { return teams * team_threads; }
   std::int64_t shared_bytes() const { return held_bytes + slots_bytes + table_bytes; }

@@ -10,6 +10,7 @@
 
 #include "core/channels.hpp"
 #include "core/col2im_plan.hpp"
+#include "core/copy_tiles.hpp"
 #include "core/held_norm.hpp"
 #include "core/idle_taps.hpp"
 #include "core/index_math.hpp"
@@ -205,8 +206,9 @@ double ragged_share(const Problem& p) {
 /// cuDNN's pointwise convolution, a matrix product as it lies.
 double cudnn_pointwise_us(const Problem& p, const Work& mb) {
   constexpr double kLaunch = 4.2, kPlanes = 2, kPerMB = 0.32, kPerMBOfPlanes = 0.24;
-  constexpr double kPerMBOfOdd = 2.1;  // of planes of which every second begins amid 4 bytes, of two blocks
   constexpr double kPerGFlop = 2.9, kPerGFlopOfFloat = 6.6;
+  // Of planes of which every second begins amid 4 bytes: of four blocks, within 10 %.
+  constexpr double kPerMBOfOdd = 0.72, kPerGFlopOfOdd = 7.6;
   constexpr std::int64_t kTile = 64, kFloatInputs = 32;
   const std::int64_t half_block = (is_float(p) ? kFloatInputs : kTile) / 2;
   const double products =
@@ -214,9 +216,9 @@ double cudnn_pointwise_us(const Problem& p, const Work& mb) {
   const double gflops = 2e-3 * mb.positions * products;
   const bool is_odd = !in_rows(p) && !is_float(p) && volume(p.in) % 2 != 0;
   const double per_mb = is_odd ? kPerMBOfOdd : in_rows(p) ? kPerMB : kPerMBOfPlanes;
+  const double per_gflop = is_odd ? kPerGFlopOfOdd : is_float(p) ? kPerGFlopOfFloat : kPerGFlop;
   return ragged_share(p) *
-         (kLaunch + (in_rows(p) ? 0 : kPlanes) +
-          std::max(per_mb * (mb.x + mb.y), (is_float(p) ? kPerGFlopOfFloat : kPerGFlop) * gflops));
+         (kLaunch + (in_rows(p) ? 0 : kPlanes) + std::max(per_mb * (mb.x + mb.y), per_gflop * gflops));
 }
 
 /// Of strides of 3 and more, whose zeros cuDNN multiplies, beside what the products take: a power law of 68
@@ -237,12 +239,15 @@ double cudnn_us(const Problem& p, const Work& mb, bool copies) {
   constexpr double kStrided = 2.9, kInput = 0.23, kInputOfFloat = 0.17, kResult = 0.19, kResultOfFloat = 0.04,
                    kWeight = 0.03, kWeightOfFloat = 0.06;
   constexpr double kCopied = 0.92, kCopiedOfFloat = 0.63;
+  constexpr double kCopiedByTiles = 0.35;  // of two blocks
   double us = cudnn_multiply_us(p) + (p.stride != Extent3{1, 1, 1} ? kStrided : 0);
   us += is_float(p) ? kInputOfFloat * mb.x + kResultOfFloat * mb.y + kWeightOfFloat * mb.w
                     : kInput * mb.x + kResult * mb.y + kWeight * mb.w;
   if (!in_rows(p)) {
     const double w = copies && p.w_channels_last ? 0 : mb.w, y = copies ? 0 : mb.y;
-    us += (is_float(p) ? kCopiedOfFloat : kCopied) * (mb.x + w + y);
+    const double copied = is_float(p) ? kCopiedOfFloat : kCopied;
+    const bool tiles = copies && is_copied_by_tiles(p.n, p.c, volume(p.in), size_of(p.dtype));
+    us += (tiles ? kCopiedByTiles : copied) * mb.x + copied * (w + y);
   }
   const double all = ragged_share(p) * (kLaunch.of(p) + us);
   const bool multiplies_zeros = longest_stride(p) >= kLongStride && volume(p.kernel) > 1;

@@ -130,8 +130,16 @@ void with_element(DType dtype, Visit&& visit) {
       std::to_string(static_cast<int>(dtype)) + ". Convert the tensor first.");
 }
 
+/// Until the kernel before has ended and what it wrote can be read: this one is launched while it ends.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 /// Launches `blocks` blocks in one dimension, the only one that is not limited to 65535.
-/// \param beside whether they may begin when the kernel before says so, and not only once it has ended
+/// \param beside whether they may begin when the kernel before says so or its blocks have ended, and not only
+/// once what it wrote has been written, too: they wait by themselves
 /// \param shared_bytes of dynamic shared memory, reserved where that is more than kernels get unasked
 /// \throws std::invalid_argument beyond 2^31 - 1 blocks, std::runtime_error where CUDA refuses.
 template <class Args>

@@ -80,13 +80,6 @@ __device__ __forceinline__ GroupMoments corrected(float mean, float m2, float di
   return {mean + rest, fmax(m2 - distances * rest, 0.0)};
 }
 
-/// Until the kernel before has ended and what it wrote can be read: this one is launched while it ends.
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 /// Until the partial moments are there that the block's other tiles' blocks write.
 /// \param clusters whether those are the block's cluster; else all
 __device__ __forceinline__ void wait_for_tiles([[maybe_unused]] bool clusters) {
@@ -113,10 +106,14 @@ __device__ __forceinline__ GroupMoments merge_tiles(const float2* from, const Ti
 #pragma unroll 1
     for (int first = lane; first < counts.tiles; first += kLoadsInFlight * lanes) {
       float2 part[kLoadsInFlight];
-#pragma unroll
-      for (int i = 0; i < kLoadsInFlight; ++i) part[i] = from[min(first + i * lanes, counts.tiles - 1)];
+      const int left = counts.tiles - (first - lane);  // the same for all lanes
 #pragma unroll
       for (int i = 0; i < kLoadsInFlight; ++i) {
+        if (i * lanes < left) part[i] = from[min(first + i * lanes, counts.tiles - 1)];
+      }
+#pragma unroll
+      for (int i = 0; i < kLoadsInFlight; ++i) {
+        if (i * lanes >= left) break;
         const int at = first + i * lanes;
         const float count = at == counts.tiles - 1 ? counts.last_count : counts.tile_count;
         const double distance = static_cast<double>(part[i].x) - pivot;
@@ -126,8 +123,11 @@ __device__ __forceinline__ GroupMoments merge_tiles(const float2* from, const Ti
       }
     }
   }
-  sum = lanes_sum(sum, lanes);
-  squares = lanes_sum(squares, lanes);
+#pragma unroll 1
+  for (int other = lanes / 2; other > 0; other /= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    squares += __shfl_xor_sync(0xffffffffu, squares, other);
+  }
   const double distance = sum * counts.group_share;
   return {pivot + distance, squares - sum * distance};
 }

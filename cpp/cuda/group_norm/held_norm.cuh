@@ -63,7 +63,8 @@ struct HeldShared {
   float* slots;  // [slots of a row without fold,fold*slot_rows] sums
   // [slab_channels] each; until the tiles are merged mean is the tile's, scale gamma and shift beta
   float *mean, *scale, *shift, *bias;
-  float* m2;  // [slab_groups] of groups whose mean is to be corrected; of others less than 0
+  float* slope;  // [slab_channels] of PReLU with a slope per channel
+  float* m2;     // [slab_groups] of groups whose mean is to be corrected; of others less than 0
 
   template <class T>
   __device__ HeldShared(char* base, const HeldArgs<T>& args)
@@ -73,7 +74,8 @@ struct HeldShared {
         scale(mean + args.table_pitch),
         shift(scale + args.table_pitch),
         bias(shift + args.table_pitch),
-        m2(bias + args.table_pitch) {}
+        slope(bias + args.table_pitch),
+        m2(slope + args.table_pitch) {}
 };
 
 /// A tile, and this thread's part of it.
@@ -130,6 +132,9 @@ __device__ __forceinline__ void load_channels(const HeldArgs<T>& args, const Hel
     shared.scale[i] = value(args.gamma, channel, 1.f);
     shared.shift[i] = value(args.beta, channel, 0.f);
     shared.bias[i] = value(args.bias, channel, 0.f);
+    if (args.activation.kind == Activation::kPrelu) {
+      shared.slope[i] = activation_parameter<T>(args.activation, channel);
+    }
   }
 }
 
@@ -149,6 +154,7 @@ __device__ __forceinline__ void for_each_lane(const HeldArgs<T>& args, const Hel
 template <class T, class Input>
 struct HeldChannels {
   float mean[kLanes<T>], scale[kLanes<T>], shift[kLanes<T>], bias[kLanes<T>];
+  float slope[Input::kDecidesLater ? kLanes<T> : 1];
 
   __device__ __forceinline__ HeldChannels(const HeldArgs<T>& args, const HeldTile& tile,
                                           const HeldShared& shared) {
@@ -158,6 +164,9 @@ struct HeldChannels {
     read(args, tile, shared.scale, scale);
     read(args, tile, shared.shift, shift);
     read(args, tile, shared.bias, bias);
+    if constexpr (Input::kDecidesLater) {
+      if (args.activation.kind == Activation::kPrelu) read(args, tile, shared.slope, slope);
+    }
   }
 
   /// Four channels at a time, but where they end within a vector.
@@ -175,20 +184,12 @@ struct HeldChannels {
     }
   }
 
-  __device__ __forceinline__ void activate_here(const HeldArgs<T>& args, const HeldTile& tile,
-                                                float (&v)[kLanes<T>]) const {
-    activate(args.activation, args.parameter, v, [&](int j) {
-      int own = 0;
-      for_each_lane(args, tile, [&](int lane, int channel, int) {
-        if (lane == j) own = channel;
-      });
-      return activation_parameter<T>(args.activation, tile.slab * args.slab_channels + own);
-    });
+  __device__ __forceinline__ void activate_here(const HeldArgs<T>& args, float (&v)[kLanes<T>]) const {
+    activate(args.activation, args.parameter, v, [&](int j) { return slope[j]; });
   }
 
   /// before(c + bias).
-  __device__ __forceinline__ void pending(const HeldArgs<T>& args, const HeldTile& tile, uint4 word,
-                                          float (&v)[kLanes<T>]) const {
+  __device__ __forceinline__ void pending(const HeldArgs<T>& args, uint4 word, float (&v)[kLanes<T>]) const {
     Vector<T, kLanes<T>> c;
     memcpy(&c, &word, sizeof(c));
 #pragma unroll
@@ -199,21 +200,25 @@ struct HeldChannels {
         v[j] = Input{}(to_stat(c.at[j]), bias[j]);
       }
     }
-    if (Input::kDecidesLater && !args.norm_first) activate_here(args, tile, v);
+    if constexpr (Input::kDecidesLater) {
+      if (!args.norm_first) activate_here(args, v);
+    }
   }
 
   /// \param parameter parameter_behind
-  __device__ __forceinline__ void normalize(const HeldArgs<T>& args, const HeldTile& tile, float parameter,
+  __device__ __forceinline__ void normalize(const HeldArgs<T>& args, float parameter,
                                             float (&v)[kLanes<T>]) const {
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) v[j] = (v[j] - mean[j]) * scale[j] + shift[j];
-    if (Input::kDecidesLater && args.norm_first) activate_here(args, tile, v);
+    if constexpr (Input::kDecidesLater) {
+      if (args.norm_first) activate_here(args, v);
+    }
     activate_behind<Input>(parameter, v);
   }
 
-  __device__ __forceinline__ uint4 normalized(const HeldArgs<T>& args, const HeldTile& tile, float parameter,
+  __device__ __forceinline__ uint4 normalized(const HeldArgs<T>& args, float parameter,
                                               float (&v)[kLanes<T>]) const {
-    normalize(args, tile, parameter, v);
+    normalize(args, parameter, v);
     Vector<T, kLanes<T>> y;
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) y.at[j] = from_stat<T>(v[j]);
@@ -234,7 +239,7 @@ __device__ __forceinline__ void add_up(const HeldArgs<T>& args, const HeldTile& 
     // In registers first: a reference would become 16 loads of a byte each.
     const uint4 word = *held;
     float v[kLanes<T>];
-    channels.pending(args, tile, word, v);
+    channels.pending(args, word, v);
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) {
       const float distance = v[j] - channels.mean[j];  // the mean is 0 at first
@@ -257,11 +262,17 @@ __device__ __forceinline__ void leave_in_slots(const HeldArgs<T>& args, const He
   int row = tile.row;
   bool leaves = row < args.row_lanes;
   if (args.shares_warps) {
+    if (slot_mask + 1 == kLanes<T>) {
 #pragma unroll 1
-    for (int other = 16; other >= args.columns; other /= 2) {
+      for (int other = 16; other >= args.columns; other /= 2) {
+        sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], other);
+      }
+    } else {
+      // Of all lanes, also where several share a slot: a branch would wait for each before the next.
+#pragma unroll 1
+      for (int other = 16; other >= args.columns; other /= 2) {
 #pragma unroll
-      for (int j = 0; j < kLanes<T>; ++j) {
-        if ((j & slot_mask) == 0) sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], other);
+        for (int j = 0; j < kLanes<T>; ++j) sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], other);
       }
     }
     row = threadIdx.x / 32;
@@ -421,8 +432,8 @@ __device__ __forceinline__ void normalize_tile(const HeldArgs<T>& args, const He
   for (int i = 0; i < tile.count; ++i, to += tile.step, held += blockDim.x) {
     const uint4 word = *held;
     float v[kLanes<T>];
-    channels.pending(args, tile, word, v);
-    *reinterpret_cast<uint4*>(to) = channels.normalized(args, tile, parameter, v);
+    channels.pending(args, word, v);
+    *reinterpret_cast<uint4*>(to) = channels.normalized(args, parameter, v);
   }
 }
 
@@ -447,8 +458,8 @@ __device__ __forceinline__ void normalize_tile_to_planes(const HeldArgs<T>& args
     const int load = row / args.row_lanes;
     const uint4 word = shared.held[load * blockDim.x + (row - load * args.row_lanes) * args.columns + column];
     float v[kLanes<T>];
-    channels.pending(args, mine, word, v);
-    channels.normalize(args, mine, parameter, v);
+    channels.pending(args, word, v);
+    channels.normalize(args, parameter, v);
     T* const to =
         args.y +
         ((tile.sample * args.slabs + tile.slab) * args.slab_channels + mine.channel) * args.sample_rows +

@@ -17,6 +17,7 @@
 
 #include <cstdint>
 
+#include "core/held_norm.hpp"
 #include "cuda/group_norm/held_moments.cuh"
 #include "cuda/group_norm/pending.cuh"
 
@@ -54,15 +55,17 @@ struct HeldPlanesShared {
   uint4* held;                  // [loads,threads] vectors; each is written and read by its own thread
   float* slots;                 // [threads/32] sums
   float *scale, *shift, *bias;  // [channels of the tile] each; until tiles are merged gamma and beta
+  float* slope;                 // [channels of the tile] of PReLU with a slope per channel
 
   template <class T>
   __device__ HeldPlanesShared(char* base, const HeldPlanesArgs<T>& args)
       : held(reinterpret_cast<uint4*>(base)),
         slots(reinterpret_cast<float*>(base + args.held_bytes)),
         scale(reinterpret_cast<float*>(base + args.held_bytes + args.slots_bytes) +
-              threadIdx.x / args.team_threads * 3 * args.table_pitch),
+              threadIdx.x / args.team_threads * HeldPlanes::kTableRows * args.table_pitch),
         shift(scale + args.table_pitch),
-        bias(shift + args.table_pitch) {}
+        bias(shift + args.table_pitch),
+        slope(bias + args.table_pitch) {}
 };
 
 /// A team's tile, and this thread's part of it.
@@ -146,6 +149,9 @@ __device__ __forceinline__ void load_plane_channels(const HeldPlanesArgs<T>& arg
     shared.scale[i] = value(args.gamma, channel, 1.f);
     shared.shift[i] = value(args.beta, channel, 0.f);
     shared.bias[i] = value(args.bias, channel, 0.f);
+    if (args.activation.kind == Activation::kPrelu) {
+      shared.slope[i] = activation_parameter<T>(args.activation, channel);
+    }
   }
 }
 
@@ -176,14 +182,10 @@ __device__ __forceinline__ void read_row(const HeldPlanesArgs<T>& args, const He
 
 template <class T>
 __device__ __forceinline__ void activate_plane(const HeldPlanesArgs<T>& args, const HeldPlane& at,
-                                               float (&v)[kLanes<T>]) {
-  activate(args.activation, args.parameter, v, [&](int j) {
-    int own = 0;
-    for_each_plane_lane(args, at, [&](int lane, int channel) {
-      if (lane == j) own = channel;
-    });
-    return activation_parameter<T>(args.activation, at.first_channel + own);
-  });
+                                               const HeldPlanesShared& shared, float (&v)[kLanes<T>]) {
+  float slope[kLanes<T>];
+  if (args.activation.kind == Activation::kPrelu) read_row(args, at, shared.slope, slope);
+  activate(args.activation, args.parameter, v, [&](int j) { return slope[j]; });
 }
 
 /// v = before(c + bias) of a vector in shared memory.
@@ -203,7 +205,7 @@ __device__ __forceinline__ void plane_pending(const HeldPlanesArgs<T>& args, con
       v[j] = Input{}(to_stat(c.at[j]), bias[j]);
     }
   }
-  if (Input::kDecidesLater && !args.norm_first) activate_plane(args, at, v);
+  if (Input::kDecidesLater && !args.norm_first) activate_plane(args, at, shared, v);
 }
 
 /// Sum of the team's values, or of their squared distances from `mean`, which all its threads get. All
@@ -292,7 +294,7 @@ __device__ __forceinline__ void normalize_plane(const HeldPlanesArgs<T>& args, H
     Vector<T, kLanes<T>> y;
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) v[j] = (v[j] - mean) * scale[j] + shift[j];
-    if (Input::kDecidesLater && args.norm_first) activate_plane(args, at, v);
+    if (Input::kDecidesLater && args.norm_first) activate_plane(args, at, shared, v);
     activate_behind<Input>(parameter, v);
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) y.at[j] = from_stat<T>(v[j]);

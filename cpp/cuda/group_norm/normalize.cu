@@ -20,6 +20,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/compiled_arch.hpp"
 #include "cuda/group_norm/geometry.hpp"
 
 namespace upconv3d::cuda {
@@ -89,7 +90,11 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<A, In
   const BlockWork work = work_of_block(args);
   const std::int64_t sample = work.sample, begin = work.first_step;
   const std::int64_t channel = (work.channel_block * blockDim.x + threadIdx.x) * kVector;
-  await_sample(args, sample);
+  if constexpr (kIsSum<Input>) {
+    wait_for_kernel_before();
+  } else {
+    await_sample(args, sample);
+  }
   if (channel >= k) return;
 
   ChannelMap<A, Input, kVector> map;
@@ -127,6 +132,7 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<A, In
   const std::int64_t row = row_block * blockDim.y + threadIdx.y;
   if (row >= args.shape.n * args.shape.k) return;
   const std::int64_t sample = row / args.shape.k;
+  if constexpr (kIsSum<Input>) wait_for_kernel_before();
 
   ChannelMap<A, Input, 1> map;
   map.load(args, sample, row - sample * args.shape.k, 0);
@@ -156,6 +162,14 @@ __global__ void __launch_bounds__(kStreamThreads, kBlocksPerMultiprocessor<A, In
   }
 }
 
+/// Whether a launch may begin while the kernel before ends, as those of sums do: 1 us earlier behind cuDNN's
+/// convolution. Code that a GPU runs from PTX of an older architecture would not wait for it.
+/// \param arch static, the kernel's own
+template <class Input, class Args>
+bool begins_early(void (*kernel)(Args), CompiledArch& arch) {
+  return kIsSum<Input> && arch.of(reinterpret_cast<const void*>(kernel)) >= 90;
+}
+
 template <class A, class Y, class Input, int kVector>
 void launch_ndhwc(const NormalizeParams& params, cudaStream_t stream) {
   const GroupNormShape& shape = params.shape;
@@ -165,8 +179,10 @@ void launch_ndhwc(const NormalizeParams& params, cudaStream_t stream) {
   args.channel_blocks = block.blocks;
   const std::int64_t steps = block.y * vectors_per_thread(shape.n * shape.k * shape.positions / kVector);
   const std::int64_t blocks = divide_positions(shape.positions, steps, steps, args);
-  launch("group_norm_normalize_ndhwc", group_norm_normalize_ndhwc<A, Y, Input, kVector>, blocks,
-         dim3(block.x, block.y), stream, args, params.merged != nullptr);
+  const auto kernel = group_norm_normalize_ndhwc<A, Y, Input, kVector>;
+  static CompiledArch arch;
+  launch("group_norm_normalize_ndhwc", kernel, blocks, dim3(block.x, block.y), stream, args,
+         params.merged != nullptr || begins_early<Input>(kernel, arch));
 }
 
 template <class A, class Y, class Input, int kVector>
@@ -176,8 +192,10 @@ void launch_ncdhw(const NormalizeParams& params, cudaStream_t stream) {
   const BlockShape block = row_block_shape(shape.positions, kVector, kStreamThreads);
   args.position_steps = block.x * vectors_per_thread(shape.n * shape.k * shape.positions / kVector) * kVector;
   args.position_blocks = ceil_div(shape.positions, args.position_steps);
-  launch("group_norm_normalize_ncdhw", group_norm_normalize_ncdhw<A, Y, Input, kVector>,
-         args.position_blocks * ceil_div(shape.n * shape.k, block.y), dim3(block.x, block.y), stream, args);
+  const auto kernel = group_norm_normalize_ncdhw<A, Y, Input, kVector>;
+  static CompiledArch arch;
+  launch("group_norm_normalize_ncdhw", kernel, args.position_blocks * ceil_div(shape.n * shape.k, block.y),
+         dim3(block.x, block.y), stream, args, begins_early<Input>(kernel, arch));
 }
 
 template <class Input>

@@ -8,16 +8,20 @@
 ///
 /// A block takes one tile through shared memory, all its loads on the way at once. Tiles are at most 128
 /// bytes of positions wide, and as many channels as fill kTileValues: of kernels of few taps a tile is
-/// contiguous.
+/// contiguous. A larger x of 16 bit goes by the tiles of input_tile.cuh.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
+#include "core/copy_tiles.hpp"
 #include "core/index_math.hpp"
 #include "cuda/check.hpp"
 #include "cuda/layout/channels_last.hpp"
+#include "cuda/layout/input_tile.cuh"
+#include "cuda/layout/pack_stages.hpp"
 
 namespace upconv3d::cuda {
 namespace {
@@ -48,6 +52,12 @@ struct CopiesArgs {
   CopyArgs<T> of[2];
 };
 
+/// Shared memory of a tile: one more per row, so that a column's values lie in different banks.
+template <class T>
+struct Staged {
+  T values[kTileValues + kTileValues];
+};
+
 /// i / extent for i < kTileValues by the extent's inverse, rounded up. That makes it too large by less than
 /// 1/1024, which shows with no extent up to 1024.
 constexpr int kInverseBits = 21;
@@ -56,13 +66,11 @@ __device__ __forceinline__ unsigned quotient(unsigned i, unsigned inverse) {
   return i * inverse >> kInverseBits;
 }
 
+/// \param at number of the tile
 template <class T>
-__global__ void __launch_bounds__(kThreads) channels_last_copies(const CopiesArgs<T> args) {
-  // One more per row, so that a column's values lie in different banks.
-  __shared__ T tile[kTileValues + kTileValues];
-  // A copy, not a reference: indexed parameters would go through local memory.
-  const CopyArgs<T> copy = blockIdx.x >= args.of[1].first ? args.of[1] : args.of[0];
-  const unsigned at = blockIdx.x - copy.first, above = at / copy.across, batch = above / copy.down;
+__device__ __forceinline__ void copy_tile(const CopyArgs<T>& copy, unsigned at, Staged<T>& staged) {
+  T* const tile = staged.values;
+  const unsigned above = at / copy.across, batch = above / copy.down;
   const unsigned position = (at - above * copy.across) * copy.tile_positions;
   const unsigned channel = (above - batch * copy.down) * copy.tile_channels;
   const unsigned rows = min(copy.tile_channels, copy.channels - channel);
@@ -93,6 +101,28 @@ __global__ void __launch_bounds__(kThreads) channels_last_copies(const CopiesArg
     if (row < rows && column < columns) {
       to[std::uint64_t{column} * copy.channels + row] = tile[row * pitch + column];
     }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) channels_last_copies(const CopiesArgs<T> args) {
+  __shared__ Staged<T> staged;
+  // A copy, not a reference: indexed parameters would go through local memory.
+  const CopyArgs<T> copy = blockIdx.x >= args.of[1].first ? args.of[1] : args.of[0];
+  copy_tile(copy, blockIdx.x - copy.first, staged);
+}
+
+/// x by the tiles that pack operands, which read four values at a time and write eight; then w.
+///
+/// \tparam kVector values of a load: 4 where positions are a multiple of 4 and x is 8-byte aligned, else 1
+template <int kVector>
+__global__ void __launch_bounds__(kInputThreads, kVector == 4 ? 5 : 4)
+    channels_last_tiles(const InputArgs x, const std::uint32_t x_blocks, const CopyArgs<std::uint16_t> w) {
+  __shared__ Staged<std::uint16_t> staged;
+  if (blockIdx.x < x_blocks) {
+    pack_ncdhw_tile<kVector>(x, input_tile(x, blockIdx.x), InputRows{});
+  } else {
+    copy_tile(w, blockIdx.x - x_blocks, staged);
   }
 }
 
@@ -143,6 +173,42 @@ void launch_copies(const std::array<ChannelsLastCopy, 2>& copies, cudaStream_t s
   check_launch("channels_last_copies");
 }
 
+bool is_aligned_to(const void* pointer, std::uintptr_t bytes) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
+}
+
+/// `copy` of 16-bit values as those tiles take it, or nothing where it goes value by value.
+std::optional<InputArgs> tiles_of(const ChannelsLastCopy& copy) {
+  static_assert(CopyTiles::kPositions == kTilePositions && CopyTiles::kChannels == kTileChannels);
+  if (!is_copied_by_tiles(copy.batch, copy.channels, copy.positions, sizeof(std::uint16_t)) ||
+      !is_aligned_to(copy.to, 16)) {
+    return std::nullopt;
+  }
+  const CopyTiles tiles(copy.batch, copy.channels, copy.positions);
+  InputArgs args{};
+  args.x = copy.from;
+  args.hi = static_cast<std::uint16_t*>(copy.to);
+  args.channels = copy.channels;
+  args.positions = copy.positions;
+  args.pitch = args.group_channels = static_cast<std::uint32_t>(copy.channels);
+  args.groups = 1;
+  args.position_tiles = static_cast<std::uint32_t>(tiles.across);
+  args.channel_tiles = static_cast<std::uint32_t>(tiles.down);
+  return args;
+}
+
+/// \param x tiles_of(copies[0])
+void launch_tiles(const std::array<ChannelsLastCopy, 2>& copies, const InputArgs& x, cudaStream_t stream) {
+  const std::int64_t x_blocks = copies[0].batch * x.position_tiles * x.channel_tiles;
+  CopyArgs<std::uint16_t> w{};
+  if (copies[1].batch > 0) w = copy_args<std::uint16_t>(copies[1], 0);
+  const unsigned grid = grid_of(x_blocks + w.tiles, "channels_last_copies");
+  const bool by_fours = copies[0].positions % 4 == 0 && is_aligned_to(copies[0].from, 8);
+  const auto kernel = by_fours ? channels_last_tiles<4> : channels_last_tiles<1>;
+  kernel<<<grid, kInputThreads, 0, stream>>>(x, static_cast<std::uint32_t>(x_blocks), w);
+  check_launch("channels_last_copies");
+}
+
 }  // namespace
 
 void launch_channels_last_copies(const std::array<ChannelsLastCopy, 2>& copies, DType dtype,
@@ -151,6 +217,7 @@ void launch_channels_last_copies(const std::array<ChannelsLastCopy, 2>& copies, 
     case 4:
       return launch_copies<std::uint32_t>(copies, stream);
     case 2:
+      if (const std::optional<InputArgs> x = tiles_of(copies[0])) return launch_tiles(copies, *x, stream);
       return launch_copies<std::uint16_t>(copies, stream);
     default:
       throw std::invalid_argument(

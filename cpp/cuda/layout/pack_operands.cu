@@ -40,9 +40,10 @@ template <WeightPath kPath>
 using WeightArgsOf = std::conditional_t<kPath == WeightPath::kGathered, WeightArgs, WeightLines>;
 
 /// Blocks that an SM must hold, 0: any number. Two transpositions in one kernel would take registers for four
-/// blocks; five have 80 KB in flight. The other kernels come to five or six unasked.
+/// blocks; five have 80 KB in flight. Loaded one by one, the 32 elements of a thread need those registers to
+/// be on their way together. The other kernels come to five or six unasked.
 constexpr int blocks_per_sm(InputPath path) {
-  return path == InputPath::kTransposed || path == InputPath::kTransposedByFours ? 5 : 0;
+  return path == InputPath::kTransposedByFours ? 5 : path == InputPath::kTransposed ? 4 : 0;
 }
 
 constexpr int kCopiesPerThread = 2;  // vectors of 8 channels in flight

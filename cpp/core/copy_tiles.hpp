@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+/// \file
+/// Which copies channels_last_copies makes by the tiles of cuda/layout/input_tile.cuh, four values a load and
+/// eight a store, and not value by value.
+#pragma once
+
+#include <cstdint>
+
+#include "core/channels.hpp"
+#include "core/index_math.hpp"
+
+namespace upconv3d {
+
+/// Tiles of a copy [batch,channels,positions] to [batch,positions,channels].
+struct CopyTiles {
+  static constexpr std::int64_t kPositions = 128, kChannels = 64;
+
+  std::int64_t across, down, count;
+
+  CopyTiles(std::int64_t batch, std::int64_t channels, std::int64_t positions)
+      : across(ceil_div(positions, kPositions)),
+        down(ceil_div(channels, kChannels)),
+        count(batch * across * down) {}
+};
+
+/// Of values of 16 bits, where channels are whole vectors and the tiles fill an H200's multiprocessors twice:
+/// 9 MB take 7 us instead of 12.6, and fewer tiles leave multiprocessors without one.
+inline bool is_copied_by_tiles(std::int64_t batch, std::int64_t channels, std::int64_t positions,
+                               std::int64_t element_bytes) {
+  constexpr std::int64_t kLeastTiles = 256;
+  return element_bytes == 2 && channels % kChannelUnit == 0 &&
+         CopyTiles(batch, channels, positions).count >= kLeastTiles;
+}
+
+}  // namespace upconv3d
