@@ -41,7 +41,9 @@ void with_held_kernel(const HeldNormParams& params, Visit&& visit) {
     const bool has_one_parameter = params.after.kind != Activation::kPrelu || params.after.slope_step == 0;
     if (params.after.kind == Activation::kNone && params.before.kind == Activation::kRelu) {
       visit(element, std::type_identity<AfterBias<ReluActivation>>{});
-    } else if (params.before.kind == Activation::kNone && has_one_parameter) {
+    } else if (params.before.kind == Activation::kNone && !has_one_parameter) {
+      visit(element, std::type_identity<AfterBias<NoActivation, ChannelSlopes>>{});
+    } else if (params.before.kind == Activation::kNone) {
       with_activation(params.after.kind, [&](auto activation) {
         visit(element, std::type_identity<AfterBias<NoActivation, decltype(activation)>>{});
       });

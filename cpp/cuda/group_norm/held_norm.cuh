@@ -21,90 +21,10 @@
 
 #include <cstdint>
 
-#include "cuda/group_norm/held_moments.cuh"
+#include "cuda/group_norm/held_tile.cuh"
 #include "cuda/group_norm/pending.cuh"
 
 namespace upconv3d::cuda {
-
-/// Counts are 32-bit: the values are few (core/held_norm.cpp).
-template <class T>
-struct HeldArgs {
-  const T* c;      // [N,Z,P,Q,K] T
-  const T* bias;   // [K] T, or null
-  const T* gamma;  // [K] T, or null
-  const T* beta;   // [K] T, or null
-  T* y;            // as c, or in the other order
-  float2* part;    // [N,G,tiles] mean, M2
-  double eps;      // activation units squared
-  TileCounts counts;
-  ActivationParams activation;  // the only one
-  float parameter;              // activation.parameter
-  bool norm_first;              // with AnyPending: whether the normalization precedes it
-  bool y_planes;                // whether y lies [N,K,Z,P,Q], and is transposed on the way there
-  bool clusters;                // HeldTiles::clusters
-  int num_groups, slabs;
-  int work;         // tiles of all samples and slabs
-  int sample_rows;  // of fold positions each
-  int tile_rows, columns, row_lanes;
-  int row_elements;  // from one row of c to the next
-  int fold, slab_channels, slab_groups, group_channels;
-  int table_pitch;    // of shared memory's rows of channels
-  int slot_shift;     // log2 of the lanes of a slot
-  int slot_rows;      // rows of a slot, which with a fold take turns
-  bool shares_warps;  // whether the rows of a warp are added up before they take a slot
-  int wide;           // with y_planes: columns of a warp's stores, a power of two that divides all
-  int group_lanes;    // threads that merge a group, a power of two up to 32
-  int held_bytes, slots_bytes;
-};
-
-/// A block's shared memory.
-struct HeldShared {
-  uint4* held;   // [loads,threads] vectors; each is written and read by its own thread
-  float* slots;  // [slots of a row without fold,fold*slot_rows] sums
-  // [slab_channels] each; until the tiles are merged mean is the tile's, scale gamma and shift beta
-  float *mean, *scale, *shift, *bias;
-  float* slope;  // [slab_channels] of PReLU with a slope per channel
-  float* m2;     // [slab_groups] of groups whose mean is to be corrected; of others less than 0
-
-  template <class T>
-  __device__ HeldShared(char* base, const HeldArgs<T>& args)
-      : held(reinterpret_cast<uint4*>(base)),
-        slots(reinterpret_cast<float*>(base + args.held_bytes)),
-        mean(reinterpret_cast<float*>(base + args.held_bytes + args.slots_bytes)),
-        scale(mean + args.table_pitch),
-        shift(scale + args.table_pitch),
-        bias(shift + args.table_pitch),
-        slope(bias + args.table_pitch),
-        m2(slope + args.table_pitch) {}
-};
-
-/// A tile, and this thread's part of it.
-struct HeldTile {
-  int sample, slab, tile;
-  int offset;   // elements of c before this thread's first vector
-  int step;     // from one of its vectors to the next
-  int count;    // of its vectors
-  int row;      // of those that the block takes in at once
-  int channel;  // of the slab, which its vectors begin with
-  int folded;   // position of the row, which they begin with
-
-  template <class T>
-  __device__ HeldTile(const HeldArgs<T>& args, unsigned work) {
-    const unsigned sample_slab = work / args.counts.tiles, row_lane = threadIdx.x / args.columns;
-    tile = work - sample_slab * args.counts.tiles;
-    sample = sample_slab / args.slabs;
-    slab = sample_slab - sample * args.slabs;
-    row = row_lane;
-    const unsigned lane = (threadIdx.x - row_lane * args.columns) * kLanes<T>;
-    folded = args.fold > 1 ? lane / args.slab_channels : 0;
-    channel = lane - folded * args.slab_channels;
-    offset = (sample * args.sample_rows + tile * args.tile_rows + row) * args.row_elements +
-             slab * args.slab_channels + lane;
-    step = args.row_lanes * args.row_elements;
-    const int rows = min(args.tile_rows, args.sample_rows - tile * args.tile_rows) - row;
-    count = row < args.row_lanes && rows > 0 ? static_cast<unsigned>(rows - 1) / args.row_lanes + 1 : 0;
-  }
-};
 
 /// Sends the thread's vectors on their way, all at once.
 template <class T>
@@ -154,7 +74,8 @@ __device__ __forceinline__ void for_each_lane(const HeldArgs<T>& args, const Hel
 template <class T, class Input>
 struct HeldChannels {
   float mean[kLanes<T>], scale[kLanes<T>], shift[kLanes<T>], bias[kLanes<T>];
-  float slope[Input::kDecidesLater ? kLanes<T> : 1];
+  static constexpr bool kMayHaveSlopes = Input::kDecidesLater || kHasChannelSlopes<Input>;
+  float slope[kMayHaveSlopes ? kLanes<T> : 1];
 
   __device__ __forceinline__ HeldChannels(const HeldArgs<T>& args, const HeldTile& tile,
                                           const HeldShared& shared) {
@@ -164,7 +85,7 @@ struct HeldChannels {
     read(args, tile, shared.scale, scale);
     read(args, tile, shared.shift, shift);
     read(args, tile, shared.bias, bias);
-    if constexpr (Input::kDecidesLater) {
+    if constexpr (kMayHaveSlopes) {
       if (args.activation.kind == Activation::kPrelu) read(args, tile, shared.slope, slope);
     }
   }
@@ -213,7 +134,7 @@ struct HeldChannels {
     if constexpr (Input::kDecidesLater) {
       if (args.norm_first) activate_here(args, v);
     }
-    activate_behind<Input>(parameter, v);
+    activate_behind<Input>(parameter, v, [&](int j) { return slope[j]; });
   }
 
   __device__ __forceinline__ uint4 normalized(const HeldArgs<T>& args, float parameter,

@@ -295,7 +295,9 @@ __device__ __forceinline__ void normalize_plane(const HeldPlanesArgs<T>& args, H
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) v[j] = (v[j] - mean) * scale[j] + shift[j];
     if (Input::kDecidesLater && args.norm_first) activate_plane(args, at, shared, v);
-    activate_behind<Input>(parameter, v);
+    float slope[kLanes<T>] = {};
+    if constexpr (kHasChannelSlopes<Input>) read_row(args, at, shared.slope, slope);
+    activate_behind<Input>(parameter, v, [&](int j) { return slope[j]; });
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) y.at[j] = from_stat<T>(v[j]);
     if (at.is_inside(args)) {

@@ -19,8 +19,8 @@
 namespace upconv3d::cuda {
 
 /// The convolution as the library left it: bias and an activation without parameter are still due.
-/// \tparam Behind_ an activation behind the normalization, whose parameter is one for all channels: of the
-/// kernels that held_norm.hpp launches alone
+/// \tparam Behind_ an activation behind the normalization, whose parameter is one for all channels, or
+/// ChannelSlopes: of the kernels that held_norm.hpp launches alone
 template <class Functor, class Behind_ = NoActivation>
 struct AfterBias {
   using Behind = Behind_;
@@ -31,6 +31,14 @@ struct AfterBias {
     return Functor{}.value(c + bias, S(0));
   }
 };
+
+/// As `Behind`: PReLU with a slope per channel, which kernels find where they keep what a channel has.
+struct ChannelSlopes {};
+
+template <class Input>
+constexpr bool kHasChannelSlopes = false;
+template <class Functor>
+constexpr bool kHasChannelSlopes<AfterBias<Functor, ChannelSlopes>> = true;
 
 /// The convolution as our epilogue left it: nothing is due.
 struct AsStored {
@@ -110,10 +118,17 @@ __device__ __forceinline__ float parameter_behind(const ActivationParams& params
 
 /// v[j] = activation(v[j]) of a type behind the normalization; nothing of other types.
 /// \param parameter parameter_behind
-template <class Input, int kCount>
-__device__ __forceinline__ void activate_behind(float parameter, float (&v)[kCount]) {
+/// \param slopes slopes(j) is v[j]'s; called where kHasChannelSlopes
+template <class Input, int kCount, class Slopes>
+__device__ __forceinline__ void activate_behind(float parameter, float (&v)[kCount], Slopes slopes) {
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) v[j] = typename Input::Behind{}.value(v[j], parameter);
+  for (int j = 0; j < kCount; ++j) {
+    if constexpr (kHasChannelSlopes<Input>) {
+      v[j] = SlopeActivation{}.value(v[j], slopes(j));
+    } else {
+      v[j] = typename Input::Behind{}.value(v[j], parameter);
+    }
+  }
 }
 
 /// v[j] = c[j] + bias[lane_of(j)] (+ skip[j]).

@@ -75,25 +75,22 @@ __device__ inline void load_once(const std::uint16_t* source, std::uint16_t (&v)
   }
 }
 
-/// The same where `is_there`, else zeros, without a branch: behind one, the compiler puts two elements into a
-/// register before it goes on to the next load, and so waits for each.
-template <int kCount>
-__device__ inline void load_once_if(bool is_there, const std::uint16_t* source, std::uint16_t (&v)[kCount]) {
-  const unsigned flag = is_there;
-  if constexpr (kCount == 4) {
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t"
-        "mov.b16 %0, 0;\n\tmov.b16 %1, 0;\n\tmov.b16 %2, 0;\n\tmov.b16 %3, 0;\n\t"
-        "@p ld.global.cs.v4.u16 {%0, %1, %2, %3}, [%4];\n\t}"
-        : "=h"(v[0]), "=h"(v[1]), "=h"(v[2]), "=h"(v[3])
-        : "l"(source), "r"(flag));
-  } else {
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\tmov.b16 %0, 0;\n\t"
-        "@p ld.global.cs.u16 %0, [%1];\n\t}"
-        : "=h"(v[0])
-        : "l"(source), "r"(flag));
-  }
+/// Four neighbouring elements in two words, or one in a word, past the caches where `is_there`, else zeros.
+/// In PTX, since the compiler would put elements into halves of registers, whose second load waits for the
+/// first.
+__device__ inline void load_words_if(bool is_there, const std::uint16_t* source, std::uint32_t (&words)[2]) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tmov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\t"
+      "@p ld.global.cs.v2.u32 {%0, %1}, [%2];\n\t}"
+      : "=&r"(words[0]), "=&r"(words[1])
+      : "l"(source), "r"(static_cast<unsigned>(is_there)));
+}
+__device__ inline void load_word_if(bool is_there, const std::uint16_t* source, std::uint32_t& word) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\tmov.u32 %0, 0;\n\t"
+      "@p ld.global.cs.u16 %0, [%1];\n\t}"
+      : "=&r"(word)
+      : "l"(source), "r"(static_cast<unsigned>(is_there)));
 }
 
 /// Notes a tile's largest |x| of a channel: without such a note, all of x fits the assumption.
@@ -243,24 +240,29 @@ __device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& t
     const std::uint16_t* const source = static_cast<const std::uint16_t*>(args.x) +
                                         (tile.n * args.channels + at.channel) * args.positions +
                                         at.first_position;
-    std::uint16_t values[8][4];
+    std::uint32_t words[8][kVector == 4 ? 2 : 4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
+      const std::uint16_t* const line = source + j * args.positions;
 #pragma unroll
       for (int i = 0; i < 4; i += kVector) {
         const int p = tile_position<kVector>(lane, i);
         const bool is_there = at.in_group + j < args.group_channels && at.first_position + p < args.positions;
-        std::uint16_t part[kVector];
-        load_once_if(is_there, source + j * args.positions + p, part);
-#pragma unroll
-        for (int q = 0; q < kVector; ++q) values[j][i + q] = part[q];
+        if constexpr (kVector == 4) {
+          load_words_if(is_there, line + p, words[j]);
+        } else {
+          load_word_if(is_there, line + p, words[j][i]);
+        }
       }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       std::uint16_t eight[8];
 #pragma unroll
-      for (int j = 0; j < 8; ++j) eight[j] = values[j][i];
+      for (int j = 0; j < 8; ++j) {
+        const std::uint32_t element = kVector == 4 ? words[j][i / 2] >> (i % 2 * 16) : words[j][i];
+        eight[j] = static_cast<std::uint16_t>(element);
+      }
       const int row = tile_position<kVector>(lane, i);
       staged.hi[row][tile_slot<kVector>(row, warp)] = vector_of(encode(eight).hi);
     }
