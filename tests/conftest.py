@@ -31,6 +31,13 @@ def pytest_report_header(config):
     return f"upconv3d: UPCONV3D_SEED={SEED} {cases}, {versions}"
 
 
+def pytest_sessionstart(session):
+    """The seed under -q too, which shows no header: a process that aborts says nothing later."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and session.config.option.verbose < 0:
+        reporter.write_line(pytest_report_header(session.config))
+
+
 def _need_cuda(name):
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
