@@ -46,17 +46,6 @@ KINDS = [
 FORMATS = ["NCDHW", "NDHWC", "input NDHWC", "weight NDHWC", "every other"]
 
 
-def without_idle_ends(axes: list[dict[str, int]]) -> list[dict[str, int]]:
-    """The axes without outputs behind every tap's reach, where enough are left.
-
-    Torch 2.13's bfloat16 convolution by oneDNN was seen to leave some of those unwritten (136 > 72, kernel
-    (3, 4, 1), stride (3, 2, 3), output_padding (1, 0, 1)); whether that shows depends on what lay in memory.
-    """
-    reached = [axis | {"output_padding": min(axis["output_padding"], axis["padding"])} for axis in axes]
-    outputs_left = list(map(outputs_of_axis, reached))
-    return reached if min(outputs_left) > 0 and math.prod(outputs_left) >= 4 else axes
-
-
 def random_call(index: int, device: torch.device) -> tuple[str, Call, bool, bool]:
     """A call, its description for messages, whether autocast is on, and whether volumes are to be strided."""
     rng = random.Random(f"{SEED}/calls/{index}")
@@ -76,9 +65,6 @@ def random_call(index: int, device: torch.device) -> tuple[str, Call, bool, bool
     c = groups * inputs
     order, norm, activation = rng.choice(COMBINATIONS)
     dtype, precision, autocast = rng.choice(KINDS)
-    if device.type == "cpu" and (autocast or dtype == torch.bfloat16):
-        axes = without_idle_ends(axes)
-        numbers["output_padding"] = tuple(axis["output_padding"] for axis in axes)
     torch.manual_seed(SEED + index)
 
     def normal(*sizes, scale=1.0, shift=0.0):
@@ -188,7 +174,14 @@ def check(call: Call, autocast: bool, is_strided: bool) -> bool:
     def ours(leaves: Call):
         return (strided(leaves) if is_strided else leaves).ours()
 
-    with casts:
+    # Torch 2.13's bfloat16 convolution by oneDNN was seen to leave outputs unwritten that no tap reaches (136
+    # > 72, kernel (3, 4, 1), stride (3, 2, 3), output_padding (1, 0, 1)), and, without upconv3d, its gradient
+    # of the input to end in a double free ([2, 16, 4, 9, 11] > 24, kernel 2, stride (2, 4, 1), padding
+    # (1, 1, 2), output_padding (1, 1, 0), dilation (1, 1, 2)).
+    broken = device.type == "cpu" and (autocast or dtype == torch.bfloat16)
+    without = torch.backends.mkldnn.flags(enabled=False) if broken else contextlib.nullcontext()
+
+    with casts, without:
         with torch.no_grad():
             alone, again = outputs(ours(call)), outputs(ours(call))
         results, grads = gradients(call, ours)
@@ -212,8 +205,12 @@ def check(call: Call, autocast: bool, is_strided: bool) -> bool:
     if autocast:
         eps = torch.finfo(torch.bfloat16).eps
     elif dtype == torch.float64:
-        # PyTorch's, whose sums of nearly equal terms are off by as many roundings, is the reference.
-        eps = 2.0**-53 * max(1000, exact[0].numel())
+        # PyTorch's, whose sums of nearly equal terms may be off by as many roundings, is the reference (seen:
+        # 6000 roundings, of 38700 terms of an instance norm). Float32's would be off by far more.
+        y = exact[0] if exact[0].dim() == 5 else exact[0].unsqueeze(0)
+        norm_groups = y.shape[1] if call.norm == "instance" else call.num_groups
+        addends = y.numel() // min(y.shape[0] * norm_groups, y.shape[1])
+        eps = min(2.0**-53 * max(1000, addends), 1e-11)
     elif dtype == torch.float32:
         # Of a few values PyTorch's may be exact; on CUDA its convolution may be float32's under "tf32".
         is_exact = device.type == "cpu" or call.precision == "ieee"

@@ -239,14 +239,17 @@ double cudnn_us(const Problem& p, const Work& mb, bool copies) {
   constexpr double kStrided = 2.9, kInput = 0.23, kInputOfFloat = 0.17, kResult = 0.19, kResultOfFloat = 0.04,
                    kWeight = 0.03, kWeightOfFloat = 0.06;
   constexpr double kCopied = 0.92, kCopiedOfFloat = 0.63;
-  constexpr double kCopiedByTiles = 0.35;  // of two blocks
+  constexpr double kCopiedByTiles = 0.35;  // of two blocks, whose planes are
+  constexpr std::int64_t kLoad = 4;        // whole loads
   double us = cudnn_multiply_us(p) + (p.stride != Extent3{1, 1, 1} ? kStrided : 0);
   us += is_float(p) ? kInputOfFloat * mb.x + kResultOfFloat * mb.y + kWeightOfFloat * mb.w
                     : kInput * mb.x + kResult * mb.y + kWeight * mb.w;
   if (!in_rows(p)) {
     const double w = copies && p.w_channels_last ? 0 : mb.w, y = copies ? 0 : mb.y;
     const double copied = is_float(p) ? kCopiedOfFloat : kCopied;
-    const bool tiles = copies && is_copied_by_tiles(p.n, p.c, volume(p.in), size_of(p.dtype));
+    const std::int64_t planes = volume(p.in);
+    const bool tiles =
+        copies && planes % kLoad == 0 && is_copied_by_tiles(p.n, p.c, planes, size_of(p.dtype));
     us += (tiles ? kCopiedByTiles : copied) * mb.x + copied * (w + y);
   }
   const double all = ragged_share(p) * (kLaunch.of(p) + us);

@@ -266,8 +266,9 @@ void run_cases() {
       run(c);
       // One of the others, before or after.
       const Activation other = kActivations[turn % 8];
-      c.before = turn % 2 == 0 ? other : Activation::kNone;
-      c.after = turn % 2 == 0 ? Activation::kNone : other;
+      const bool comes_first = turn / 8 % 2 == 0;
+      c.before = comes_first ? other : Activation::kNone;
+      c.after = comes_first ? Activation::kNone : other;
       c.parameter = other == Activation::kElu ? 1.25 : 0.25;
       c.one_slope = turn % 3 == 0;
       run(c);

@@ -29,12 +29,12 @@ void fill_common(const HeldNormParams& params, Args& args) {
   args.y = static_cast<T*>(params.y);
   args.part = static_cast<float2*>(params.part);
   args.eps = params.eps;
-  args.norm_first = params.before.kind == Activation::kNone;
-  args.activation = args.norm_first ? params.after : params.before;
+  args.activation = params.before.kind == Activation::kNone ? params.after : params.before;
   args.parameter = static_cast<float>(args.activation.parameter);
 }
 
 /// Calls visit(type_identity<T>{}, type_identity<Input>{}) with the element type and what is due of a value.
+/// Of AnyPending, that is an activation before the normalization.
 template <class Visit>
 void with_held_kernel(const HeldNormParams& params, Visit&& visit) {
   const auto with_input = [&](auto element) {

@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_tile(const HeldArgs<T>& args, const HeldTil
   __pipeline_commit();
 }
 
-template <class T>
+template <class T, class Input>
 __device__ __forceinline__ void load_channels(const HeldArgs<T>& args, const HeldTile& tile,
                                               const HeldShared& shared) {
   const auto value = [](const T* from, int channel, float absent) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_channels(const HeldArgs<T>& args, const Hel
     shared.scale[i] = value(args.gamma, channel, 1.f);
     shared.shift[i] = value(args.beta, channel, 0.f);
     shared.bias[i] = value(args.bias, channel, 0.f);
-    if (args.activation.kind == Activation::kPrelu) {
+    if (kMayHaveSlopes<Input> && args.activation.kind == Activation::kPrelu) {
       shared.slope[i] = activation_parameter<T>(args.activation, channel);
     }
   }
@@ -74,8 +74,7 @@ __device__ __forceinline__ void for_each_lane(const HeldArgs<T>& args, const Hel
 template <class T, class Input>
 struct HeldChannels {
   float mean[kLanes<T>], scale[kLanes<T>], shift[kLanes<T>], bias[kLanes<T>];
-  static constexpr bool kMayHaveSlopes = Input::kDecidesLater || kHasChannelSlopes<Input>;
-  float slope[kMayHaveSlopes ? kLanes<T> : 1];
+  float slope[kMayHaveSlopes<Input> ? kLanes<T> : 1];
 
   __device__ __forceinline__ HeldChannels(const HeldArgs<T>& args, const HeldTile& tile,
                                           const HeldShared& shared) {
@@ -85,7 +84,7 @@ struct HeldChannels {
     read(args, tile, shared.scale, scale);
     read(args, tile, shared.shift, shift);
     read(args, tile, shared.bias, bias);
-    if constexpr (kMayHaveSlopes) {
+    if constexpr (kMayHaveSlopes<Input>) {
       if (args.activation.kind == Activation::kPrelu) read(args, tile, shared.slope, slope);
     }
   }
@@ -121,9 +120,7 @@ struct HeldChannels {
         v[j] = Input{}(to_stat(c.at[j]), bias[j]);
       }
     }
-    if constexpr (Input::kDecidesLater) {
-      if (!args.norm_first) activate_here(args, v);
-    }
+    if constexpr (Input::kDecidesLater) activate_here(args, v);
   }
 
   /// \param parameter parameter_behind
@@ -131,9 +128,6 @@ struct HeldChannels {
                                             float (&v)[kLanes<T>]) const {
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) v[j] = (v[j] - mean[j]) * scale[j] + shift[j];
-    if constexpr (Input::kDecidesLater) {
-      if (args.norm_first) activate_here(args, v);
-    }
     activate_behind<Input>(parameter, v, [&](int j) { return slope[j]; });
   }
 
@@ -326,7 +320,7 @@ template <class T, class Input>
 __device__ __forceinline__ void take_tile_moments(const HeldArgs<T>& args, const HeldTile& tile,
                                                   const HeldShared& shared) {
   load_tile(args, tile, shared);
-  load_channels(args, tile, shared);
+  load_channels<T, Input>(args, tile, shared);
   __pipeline_wait_prior(0);
   __syncthreads();
   bool left = false;
@@ -409,7 +403,7 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1) activation_group_norm_held
     if (!holds) {
       __syncthreads();  // before this tile takes the last one's shared memory
       load_tile(args, tile, shared);
-      load_channels(args, tile, shared);
+      load_channels<T, Input>(args, tile, shared);
       __pipeline_wait_prior(0);
       __syncthreads();
     }

@@ -36,7 +36,6 @@ struct HeldPlanesArgs {
   TileCounts counts;
   ActivationParams activation;  // the only one
   float parameter;              // activation.parameter
-  bool norm_first;              // with AnyPending: whether the normalization precedes it
   bool whole;                   // whether a channel's positions are whole vectors
   bool clusters;                // HeldPlanes::clusters
   int groups;                   // of all samples
@@ -137,7 +136,7 @@ __device__ __forceinline__ void load_plane(const HeldPlanesArgs<T>& args, HeldPl
   __pipeline_commit();
 }
 
-template <class T>
+template <class T, class Input>
 __device__ __forceinline__ void load_plane_channels(const HeldPlanesArgs<T>& args, const HeldPlane& plane,
                                                     const HeldPlanesShared& shared) {
   const auto value = [](const T* from, int channel, float absent) {
@@ -149,7 +148,7 @@ __device__ __forceinline__ void load_plane_channels(const HeldPlanesArgs<T>& arg
     shared.scale[i] = value(args.gamma, channel, 1.f);
     shared.shift[i] = value(args.beta, channel, 0.f);
     shared.bias[i] = value(args.bias, channel, 0.f);
-    if (args.activation.kind == Activation::kPrelu) {
+    if (kMayHaveSlopes<Input> && args.activation.kind == Activation::kPrelu) {
       shared.slope[i] = activation_parameter<T>(args.activation, channel);
     }
   }
@@ -205,7 +204,7 @@ __device__ __forceinline__ void plane_pending(const HeldPlanesArgs<T>& args, con
       v[j] = Input{}(to_stat(c.at[j]), bias[j]);
     }
   }
-  if (Input::kDecidesLater && !args.norm_first) activate_plane(args, at, shared, v);
+  if constexpr (Input::kDecidesLater) activate_plane(args, at, shared, v);
 }
 
 /// Sum of the team's values, or of their squared distances from `mean`, which all its threads get. All
@@ -294,7 +293,6 @@ __device__ __forceinline__ void normalize_plane(const HeldPlanesArgs<T>& args, H
     Vector<T, kLanes<T>> y;
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) v[j] = (v[j] - mean) * scale[j] + shift[j];
-    if (Input::kDecidesLater && args.norm_first) activate_plane(args, at, shared, v);
     float slope[kLanes<T>] = {};
     if constexpr (kHasChannelSlopes<Input>) read_row(args, at, shared.slope, slope);
     activate_behind<Input>(parameter, v, [&](int j) { return slope[j]; });
@@ -314,12 +312,12 @@ __device__ __forceinline__ void normalize_plane(const HeldPlanesArgs<T>& args, H
   }
 }
 
-template <class T>
+template <class T, class Input>
 __device__ __forceinline__ void bring_plane(const HeldPlanesArgs<T>& args, const HeldPlane& plane,
                                             const HeldPlanesShared& shared) {
   __syncthreads();  // before this tile takes the last one's shared memory
   load_plane(args, plane, shared);
-  load_plane_channels(args, plane, shared);
+  load_plane_channels<T, Input>(args, plane, shared);
   __pipeline_wait_prior(0);
   __syncthreads();
 }
@@ -335,7 +333,7 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1)
 #pragma unroll 1
   for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
     const HeldPlane plane(args, work);
-    bring_plane(args, plane, shared);
+    bring_plane<T, Input>(args, plane, shared);
     const GroupMoments moments = moments_of_plane<T, Input>(args, plane, shared);
     if (!waits) {
       const float mean = fill_plane_table(args, plane, shared, moments);
@@ -349,7 +347,7 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1)
 #pragma unroll 1
   for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
     const HeldPlane plane(args, work);
-    if (!holds) bring_plane(args, plane, shared);
+    if (!holds) bring_plane<T, Input>(args, plane, shared);
     const GroupMoments moments = merge_tiles(args.part + plane.group * args.counts.tiles, args.counts,
                                              static_cast<int>(threadIdx.x % 32), 32);
     const float mean = fill_plane_table(args, plane, shared, moments);

@@ -24,7 +24,6 @@ struct HeldArgs {
   TileCounts counts;
   ActivationParams activation;  // the only one
   float parameter;              // activation.parameter
-  bool norm_first;              // with AnyPending: whether the normalization precedes it
   bool y_planes;                // whether y lies [N,K,Z,P,Q], and is transposed on the way there
   bool clusters;                // HeldTiles::clusters
   int num_groups, slabs;

@@ -69,6 +69,10 @@ struct AnyPending {
   static constexpr bool kDecidesLater = true;
 };
 
+/// Whether a held norm's launch of this type may be PReLU's with a slope per channel.
+template <class Input>
+constexpr bool kMayHaveSlopes = Input::kDecidesLater || kHasChannelSlopes<Input>;
+
 /// v[j] = activation(v[j]) of a functor, with one parameter for all channels or, of PReLU, a slope of each.
 /// \param parameter params.parameter
 /// \param slopes as of activate
@@ -86,7 +90,7 @@ __device__ __forceinline__ void activate_as(const ActivationParams& params, S pa
   for (int j = 0; j < kCount; ++j) v[j] = Functor{}.value(v[j], parameter);
 }
 
-/// v[j] = activation(v[j]). Slopes are read again for each vector, from L1, because registers are scarcer.
+/// v[j] = activation(v[j]).
 /// \param parameter params.parameter
 /// \param slopes slopes(j) is that of v[j]; called for kPrelu alone
 template <class S, int kCount, class Slopes>

@@ -240,6 +240,10 @@ __device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& t
     const std::uint16_t* const source = static_cast<const std::uint16_t*>(args.x) +
                                         (tile.n * args.channels + at.channel) * args.positions +
                                         at.first_position;
+    const int channels =
+        static_cast<int>(args.group_channels - at.in_group);  // below 0 where only zeros are due
+    const int positions =
+        static_cast<int>(min(args.positions - at.first_position, std::int64_t{kTilePositions}));
     std::uint32_t words[8][kVector == 4 ? 2 : 4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -247,7 +251,7 @@ __device__ inline void pack_ncdhw_tile(const InputArgs& args, const InputTile& t
 #pragma unroll
       for (int i = 0; i < 4; i += kVector) {
         const int p = tile_position<kVector>(lane, i);
-        const bool is_there = at.in_group + j < args.group_channels && at.first_position + p < args.positions;
+        const bool is_there = j < channels && p < positions;
         if constexpr (kVector == 4) {
           load_words_if(is_there, line + p, words[j]);
         } else {
