@@ -45,7 +45,7 @@ constexpr std::int64_t kTeamLoadsWanted = 4;
 constexpr std::int64_t kTeamsThreadsAtOnce = kWaitingBlocks * 1024, kMostTeamLoads = 16;
 /// From which compute capability on that was timed, and the next.
 constexpr int kTeamsTimed = 90;
-/// Threads of NDHWC's blocks that do not wait which an H200 runs at once, of up to 104 registers each, as one
+/// Threads of NDHWC's blocks that do not wait which an H200 runs at once, of up to 128 registers each, as one
 /// block of 512 on a multiprocessor or four of 128, and vectors of a thread where there are more. Of 64
 /// samples of 256 channels at 8^3 positions, 512 blocks, a launch of 512 threads each took 45 us behind a
 /// convolution, of 128 threads 30 (perf/results/h200_one_voxel.txt, part 6).

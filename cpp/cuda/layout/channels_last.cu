@@ -114,6 +114,8 @@ __global__ void __launch_bounds__(kThreads) channels_last_copies(const CopiesArg
 
 /// x by the tiles that pack operands, which read four values at a time and write eight; then w.
 ///
+/// Blocks that share a multiprocessor are as of pack_operands.cu, for the registers of the loads.
+///
 /// \tparam kVector values of a load: 4 where positions are a multiple of 4 and x is 8-byte aligned, else 1
 template <int kVector>
 __global__ void __launch_bounds__(kInputThreads, kVector == 4 ? 5 : 4)
