@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns result files of bench.py, bench_training.py and bench_models.py into the README's tables, and keeps
-them equal.
+"""Turns result files of bench.py, bench_training.py and bench_models.py into the tables of the README and its
+companions, and keeps them equal.
 
     python perf/report.py RESULT.json             prints the Markdown of the shapes tagged readme
     python perf/report.py --all RESULT.json       of every shape
-    python perf/report.py --write README.md       fills every block between the markers
-    python perf/report.py --check README.md       exit status 1 where a block differs from its result file
+    python perf/report.py --write README.md ...   fills every block between the markers
+    python perf/report.py --check README.md ...   exit status 1 where a block differs from its result file
 
 A block in a Markdown file stands between these two lines; the path is relative to that file, the tag one of
 shapes.json's (readme, if left out), and of no consequence to whole models:
@@ -144,7 +144,7 @@ def fill(path: Path, shapes: dict[str, Shape]) -> str:
         source = path.parent / match["path"]
         if not source.is_file():
             raise SystemExit(
-                f"report: {path.name} quotes {match['path']}, which is missing; run perf/bench.py --json"
+                f"report: {path} quotes {match['path']}, which is missing; run perf/bench.py --json"
             )
         table = report(json.loads(source.read_text()), shapes, match["tag"] or "readme")
         return match["open"] + table + match["close"]
@@ -152,7 +152,7 @@ def fill(path: Path, shapes: dict[str, Shape]) -> str:
     text = path.read_text()
     if BLOCK.search(text) is None:
         raise SystemExit(
-            f"report: {path.name} has no results block; add the two marker lines of {Path(__file__).name}"
+            f"report: {path} has no results block; add the two marker lines of {Path(__file__).name}"
         )
     return BLOCK.sub(body, text)
 
@@ -161,23 +161,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("path", type=Path, help="a result file, or with --write or --check a Markdown file")
+    parser.add_argument(
+        "paths", type=Path, nargs="+", help="result files, or with --write or --check Markdown files"
+    )
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--write", action="store_true", help="fill the blocks of a Markdown file")
-    action.add_argument("--check", action="store_true", help="compare the blocks of a Markdown file")
+    action.add_argument("--write", action="store_true", help="fill the blocks of Markdown files")
+    action.add_argument("--check", action="store_true", help="compare the blocks of Markdown files")
     parser.add_argument("--all", action="store_true", help="print every shape, not only those tagged readme")
     args = parser.parse_args()
     shapes = {shape.name: shape for shape in load_shapes()}
     if not (args.write or args.check):
         tag = None if args.all else "readme"
-        print(report(json.loads(args.path.read_text()), shapes, tag), end="")
+        for path in args.paths:
+            print(report(json.loads(path.read_text()), shapes, tag), end="")
         return 0
-    filled = fill(args.path, shapes)
-    if args.check and filled != args.path.read_text():
-        print(f"report: {args.path} differs from its result file; run perf/report.py --write {args.path}")
-        return 1
-    args.path.write_text(filled)
-    return 0
+    status = 0
+    for path in args.paths:
+        filled = fill(path, shapes)
+        if args.write:
+            path.write_text(filled)
+        elif filled != path.read_text():
+            print(f"report: {path} differs from its result files; run perf/report.py --write {path}")
+            status = 1
+    return status
 
 
 if __name__ == "__main__":
