@@ -232,7 +232,7 @@ def test_tables_with_and_without_intervals(perf_scripts):
     for name in ("h200_models", "h200_models_norms"):
         result = json.loads((PERF / "results" / f"{name}.json").read_text())
         table = report.models_report(result)
-        assert table in (PERF.parent / "README.md").read_text()
+        assert table in (PERF / "MODELS.md").read_text()
         assert "rounds" not in table and "[" not in table
     row = result["rows"][0] | {"rounds": 21, "x_eager": 1.1, "x_eager_low": 1.08, "x_eager_high": 1.12}
     table = report.models_report(result | {"rows": [row, result["rows"][1]]})
