@@ -157,6 +157,10 @@ double cudnn_multiply_us(const Problem& p) {
   constexpr double kTile = 1.4, kTileOfFloat = 2.6;        // us of a tile beside those
   constexpr std::int64_t kManyTaps = 3;  // along an axis; of more, other kernels, that take longer
   constexpr double kOfManyTaps = 1.3, kDilated = 1.4, kLeastTaps = 0.25;
+  // Long sums of few tiles, at stride 1: two blocks take half of a tile's sum each, a launch adds them up.
+  constexpr std::int64_t kSplitProducts = 4608, kSplitOutputs = 64;
+  constexpr double kSplitShare = 0.75;  // of the blocks: more tiles gain nothing by it
+  constexpr double kAdded = 2, kAddedPerMB = 0.3;
   const std::int64_t half_block = (is_float(p) ? kFloatInputs : kInputs) / 2;
   const double blocks = static_cast<double>(ceil_div(p.c, half_block)) / 2;
   const Extent3 out = p.out();
@@ -172,6 +176,10 @@ double cudnn_multiply_us(const Problem& p) {
   const double slower = (many_taps ? kOfManyTaps : 1) * (is_dilated(p) ? kDilated : 1);
   const double of_phase = static_cast<double>(p.n * p.positions()) / phases;
   const double fixed = is_float(p) ? kTileOfFloat : kTile;
+  const bool splits = p.stride == Extent3{1, 1, 1} && !many_taps && p.k >= kSplitOutputs &&
+                      p.c * volume(p.kernel) >= kSplitProducts;
+  const double added =
+      kAdded + kAddedPerMB * kMega * static_cast<double>(p.n * p.positions() * p.k) * sizeof(float);
   double least = std::numeric_limits<double>::infinity();
   for (const Tile& tile : kTiles) {
     const double tiles = phases * std::ceil(of_phase / static_cast<double>(tile.positions)) *
@@ -182,6 +190,11 @@ double cudnn_multiply_us(const Problem& p) {
                                              kPerOutput * static_cast<double>(tile.positions * tile.outputs));
     const double alone = static_cast<double>(most_taps) * blocks * k_block + fixed;
     least = std::min(least, std::max(waves * (taps * blocks * k_block + fixed), alone));
+    if (splits && tiles <= kSplitShare * kBlocks) {
+      const double halves = std::max(1.0, 2 * tiles / kBlocks);
+      least =
+          std::min(least, (halves + std::ceil(halves)) / 2 * (taps * blocks * k_block / 2 + fixed) + added);
+    }
   }
   return least;
 }

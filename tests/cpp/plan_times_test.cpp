@@ -151,6 +151,27 @@ void test_weight_copies() {
   }
 }
 
+/// Two blocks share a long sum (of 4608 products and more) where tiles are few, and take less than one takes
+/// for a somewhat shorter one.
+void test_split_sums() {
+  Problem block = headline();
+  block.in = {12, 12, 12}, block.padding = {1, 1, 1};
+  for (Problem p : inputs_of(block)) {
+    p.w_channels_last = true;
+    const auto of_more_inputs = [&p](std::int64_t samples) {
+      Problem less = p, more = p;
+      less.n = more.n = samples, less.c = 168, more.c = 176;
+      return library_plan_us(more, hopper()) / library_plan_us(less, hopper());
+    };
+    const double few = of_more_inputs(4), many = of_more_inputs(64);
+    expect(few < 0.9, concat("few tiles are split: ", describe(p), ", ", few));
+    expect(many > 1, concat("many tiles are not: ", describe(p), ", ", many));
+    p.stride = {2, 2, 2};
+    const double strided = of_more_inputs(1);
+    expect(strided >= 1, concat("nor with a stride: ", describe(p), ", ", strided));
+  }
+}
+
 /// The chosen plan is expected to take hardly more than the SM90 plan and the library plan are.
 void test_expected_is_chosen() {
   constexpr double kTie = 1.1;
@@ -221,6 +242,7 @@ int main() {
     upconv3d::test_which_have_times();
     upconv3d::test_times();
     upconv3d::test_weight_copies();
+    upconv3d::test_split_sums();
     upconv3d::test_expected_is_chosen();
     upconv3d::test_within_the_rate();
   } catch (const std::exception& error) {
