@@ -64,20 +64,9 @@ __device__ inline InputTile input_tile(const InputArgs& args, std::uint32_t inde
   return {outer / args.channel_tiles, index % args.position_tiles, outer % args.channel_tiles};
 }
 
-/// kCount neighbouring elements past the caches: x is read once, and the operands should stay in L2.
-template <int kCount>
-__device__ inline void load_once(const std::uint16_t* source, std::uint16_t (&v)[kCount]) {
-  if constexpr (kCount == 4) {
-    const ushort4 q = __ldcs(reinterpret_cast<const ushort4*>(source));
-    v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
-  } else {
-    v[0] = __ldcs(source);
-  }
-}
-
-/// Four neighbouring elements in two words, or one in a word, past the caches where `is_there`, else zeros.
-/// In PTX, since the compiler would put elements into halves of registers, whose second load waits for the
-/// first.
+/// Four neighbouring elements in two words, or one in a word, where `is_there`, else zeros; past the caches,
+/// since x is read once, and the operands should stay in L2. In PTX, since the compiler would put elements
+/// into halves of registers, whose second load waits for the first.
 __device__ inline void load_words_if(bool is_there, const std::uint16_t* source, std::uint32_t (&words)[2]) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tmov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\t"

@@ -48,6 +48,20 @@ constexpr int blocks_per_sm(InputPath path) {
 
 constexpr int kCopiesPerThread = 2;  // vectors of 8 channels in flight
 
+/// Eight packed channels of a position of x [N,D,H,W,C].
+struct CopiedVector {
+  std::int64_t row;
+  PackedChannel from;
+
+  /// \param vector counted from the first lane of `first_row` on
+  __device__ CopiedVector(const InputArgs& args, std::int64_t first_row, std::uint32_t vector)
+      : row(first_row + vector / args.lanes), from(args, vector % args.lanes * 8) {}
+
+  __device__ const std::uint16_t* source(const InputArgs& args) const {
+    return static_cast<const std::uint16_t*>(args.x) + row * args.channels + from.channel(args);
+  }
+};
+
 /// Right in layout and dtype, x [N,D,H,W,C] is packed because TMA wants an aligned address, whole 16-byte
 /// chunks, or groups apart. Vectors of 8 packed channels, those of all groups side by side, are shared out
 /// position by position.
@@ -59,26 +73,34 @@ __device__ inline void copy_stretch(const InputArgs& args, std::int64_t rows, st
   const std::int64_t first = static_cast<std::int64_t>(stretch) * (kInputThreads * kCopiesPerThread);
   const std::int64_t first_row = first / args.lanes;
   const std::uint32_t first_lane = static_cast<std::uint32_t>(first - first_row * args.lanes);
+  std::uint32_t words[kCopiesPerThread][8 / kVector][kVector == 4 ? 2 : 1];
+  // All loads before the first use, so that they are on their way together.
 #pragma unroll
   for (int i = 0; i < kCopiesPerThread; ++i) {
-    const std::uint32_t vector = first_lane + i * kInputThreads + threadIdx.x;
-    const std::int64_t row = first_row + vector / args.lanes;
-    if (row >= rows) return;
-    const PackedChannel from(args, vector % args.lanes * 8);
-    const std::uint16_t* const source =
-        static_cast<const std::uint16_t*>(args.x) + row * args.channels + from.channel(args);
-    std::uint16_t values[8] = {};
+    const CopiedVector at(args, first_row, first_lane + i * kInputThreads + threadIdx.x);
 #pragma unroll
     for (int j = 0; j < 8; j += kVector) {
-      std::uint16_t part[kVector];
-      if (from.within + j >= args.group_channels) continue;
-      load_once(source + j, part);
-#pragma unroll
-      for (int q = 0; q < kVector; ++q) values[j + q] = part[q];
+      const bool is_there = at.row < rows && at.from.within + j < args.group_channels;
+      if constexpr (kVector == 4) {
+        load_words_if(is_there, at.source(args) + j, words[i][j / kVector]);
+      } else {
+        load_word_if(is_there, at.source(args) + j, words[i][j][0]);
+      }
     }
-    const std::int64_t n = args.groups == 1 ? 0 : row / args.positions;
-    const std::int64_t out_row = row + (n * (args.groups - 1) + from.group) * args.positions;
-    store_eight(args.hi, out_row, from.within, args.pitch, vector_of(encode(values).hi));
+  }
+#pragma unroll
+  for (int i = 0; i < kCopiesPerThread; ++i) {
+    const CopiedVector at(args, first_row, first_lane + i * kInputThreads + threadIdx.x);
+    if (at.row >= rows) return;
+    std::uint16_t eight[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const std::uint32_t word = kVector == 4 ? words[i][j / 4][j % 4 / 2] >> (j % 2 * 16) : words[i][j][0];
+      eight[j] = static_cast<std::uint16_t>(word);
+    }
+    const std::int64_t n = args.groups == 1 ? 0 : at.row / args.positions;
+    const std::int64_t out_row = at.row + (n * (args.groups - 1) + at.from.group) * args.positions;
+    store_eight(args.hi, out_row, at.from.within, args.pitch, vector_of(encode(eight).hi));
   }
 }
 
