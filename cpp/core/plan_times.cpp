@@ -66,6 +66,15 @@ bool has_overlapping_taps(const Problem& p) {
   return overlaps;
 }
 
+/// Whether several taps of a stride reach some outputs, and fewer others.
+bool has_uneven_phases(const Problem& p) {
+  bool uneven = false;
+  for (std::size_t axis = 0; axis < 3; ++axis) {
+    uneven |= p.kernel[axis] > p.stride[axis] && p.kernel[axis] % p.stride[axis] != 0;
+  }
+  return uneven;
+}
+
 /// Work of the special function unit per value, SiLU's as 0.9; 0 of what needs none. ELU's was not timed with
 /// the others.
 double exponentials(Activation activation) {
@@ -99,6 +108,8 @@ double stored_us(const Problem& p, const Plan& sm90) {
   constexpr Cost kResult = {0.38, 0.51, 0.38, 0.51}, kResultOfLinear = {0.1, 0.45, 0.1, 0.45};
   // In rows, of the last sample, behind which nothing is multiplied while it is normalized.
   constexpr Cost kLastResult = {0.39, 0, 0.25, 0};
+  // Of 16 bit, MB from which on neither that nor all of kResult was seen: ten blocks of 67 to 208 MB.
+  constexpr double kLargeResult = 32, kLessOfLarge = 0.45;
   constexpr double kSchedule = 0.93, kHalfBlocks = 0.36;  // of what sm90_schedule.hpp says
   constexpr double kLaunch = 11, kPacked = 0.66, kPackedFloat = 0.47, kWeight = 0.21;
   constexpr double kRagged = 3;  // y's channels are stored elsewhere first
@@ -109,17 +120,19 @@ double stored_us(const Problem& p, const Plan& sm90) {
   constexpr Cost kReturned = {0.35, 0.7, 0.35, 0.7};
   constexpr double kUnpacked = 4;
   const bool is_linear = !p.tail.norm;
+  const double last = mb.y / static_cast<double>(std::max<std::int64_t>(p.n, 1));
+  const double normalized_last =
+      kLastResult.of(p) * last -
+      (in_rows(p) && !is_float(p) ? kLessOfLarge * std::max(0.0, last - kLargeResult) : 0);
   const double returned = p.tail.returns_conv ? kReturned.of(p) * mb.y + (in_rows(p) ? 0 : kUnpacked) : 0;
   const bool is_instance = !is_linear && !is_float(p) && p.num_groups == p.k;
   const bool halves = sm90.instance && sm90.instance->block_inputs != kBlockInputs;
   const double schedule = kSchedule + (halves ? kHalfBlocks : 0);
-  const double us =
-      (is_linear ? kLaunchesOfLinear : kLaunches).of(p) + kLaunch * (sm90.launches - 1) +
-      1e3 * schedule * sm90.scheduled_multiply_ms * dilated_share(p, sm90) +
-      (sm90.pack_x ? (is_float(p) ? kPackedFloat : kPacked) * mb.x : 0) + kWeight * mb.w +
-      (is_linear ? kResultOfLinear : kResult).of(p) * mb.y +
-      (is_linear ? 0 : kLastResult.of(p) * mb.y / static_cast<double>(std::max<std::int64_t>(p.n, 1))) +
-      (p.k % kChannelUnit != 0 ? kRagged : 0) + exponentials_us(p, mb, kCode, kExponential);
+  const double us = (is_linear ? kLaunchesOfLinear : kLaunches).of(p) + kLaunch * (sm90.launches - 1) +
+                    1e3 * schedule * sm90.scheduled_multiply_ms * dilated_share(p, sm90) +
+                    (sm90.pack_x ? (is_float(p) ? kPackedFloat : kPacked) * mb.x : 0) + kWeight * mb.w +
+                    (is_linear ? kResultOfLinear : kResult).of(p) * mb.y + (is_linear ? 0 : normalized_last) +
+                    (p.k % kChannelUnit != 0 ? kRagged : 0) + exponentials_us(p, mb, kCode, kExponential);
   return (is_instance ? kOneChannel : 1) * us + returned;
 }
 
@@ -156,7 +169,7 @@ double cudnn_multiply_us(const Problem& p) {
   constexpr double kPerOutput = 2e-5, kPerRow = 1.6e-3;    // of a tile, us per k-block
   constexpr double kTile = 1.4, kTileOfFloat = 2.6;        // us of a tile beside those
   constexpr std::int64_t kManyTaps = 3;  // along an axis; of more, other kernels, that take longer
-  constexpr double kOfManyTaps = 1.3, kDilated = 1.4, kLeastTaps = 0.25;
+  constexpr double kOfManyTaps = 1.3, kDilated = 1.4, kUneven = 1.1, kLeastTaps = 0.25;
   // Long sums of few tiles, at stride 1: two blocks take half of a tile's sum each, a launch adds them up.
   constexpr std::int64_t kSplitProducts = 4608, kSplitOutputs = 64;
   constexpr double kSplitShare = 0.75;  // of the blocks: more tiles gain nothing by it
@@ -173,7 +186,8 @@ double cudnn_multiply_us(const Problem& p) {
   const double phases = static_cast<double>(all_phases);
   const double taps = std::max(static_cast<double>(volume(p.kernel)) / phases, kLeastTaps);
   const bool many_taps = *std::max_element(p.kernel.begin(), p.kernel.end()) > kManyTaps;
-  const double slower = (many_taps ? kOfManyTaps : 1) * (is_dilated(p) ? kDilated : 1);
+  const double slower =
+      (many_taps ? kOfManyTaps : 1) * (is_dilated(p) ? kDilated : 1) * (has_uneven_phases(p) ? kUneven : 1);
   const double of_phase = static_cast<double>(p.n * p.positions()) / phases;
   const double fixed = is_float(p) ? kTileOfFloat : kTile;
   const bool splits = p.stride == Extent3{1, 1, 1} && !many_taps && p.k >= kSplitOutputs &&
