@@ -49,6 +49,11 @@ struct Work : Traffic {
   explicit Work(const Problem& p) : Traffic(p), positions(kMega * static_cast<double>(p.n * p.positions())) {}
 };
 
+template <class Predicate>
+bool any_axis(const Predicate& holds) {
+  return holds(0) || holds(1) || holds(2);
+}
+
 bool is_pointwise(const Problem& p) {
   return volume(p.kernel) == 1 && p.stride == Extent3{1, 1, 1};
 }
@@ -59,20 +64,14 @@ std::int64_t longest_stride(const Problem& p) {
 
 /// Whether several taps of a stride reach an output.
 bool has_overlapping_taps(const Problem& p) {
-  bool overlaps = false;
-  for (std::size_t axis = 0; axis < 3; ++axis) {
-    overlaps |= p.stride[axis] > 1 && p.kernel[axis] > p.stride[axis];
-  }
-  return overlaps;
+  return any_axis([&p](std::size_t axis) { return p.stride[axis] > 1 && p.kernel[axis] > p.stride[axis]; });
 }
 
 /// Whether several taps of a stride reach some outputs, and fewer others.
 bool has_uneven_phases(const Problem& p) {
-  bool uneven = false;
-  for (std::size_t axis = 0; axis < 3; ++axis) {
-    uneven |= p.kernel[axis] > p.stride[axis] && p.kernel[axis] % p.stride[axis] != 0;
-  }
-  return uneven;
+  return any_axis([&p](std::size_t axis) {
+    return p.kernel[axis] > p.stride[axis] && p.kernel[axis] % p.stride[axis] != 0;
+  });
 }
 
 /// Work of the special function unit per value, SiLU's as 0.9; 0 of what needs none. ELU's was not timed with
@@ -108,7 +107,7 @@ double stored_us(const Problem& p, const Plan& sm90) {
   constexpr Cost kResult = {0.38, 0.51, 0.38, 0.51}, kResultOfLinear = {0.1, 0.45, 0.1, 0.45};
   // In rows, of the last sample, behind which nothing is multiplied while it is normalized.
   constexpr Cost kLastResult = {0.39, 0, 0.25, 0};
-  // Of 16 bit, MB from which on neither that nor all of kResult was seen: ten blocks of 67 to 208 MB.
+  // Of 16 bit, MB from which on neither that nor all of kResult was seen: 19 blocks of 61 to 208 MB.
   constexpr double kLargeResult = 32, kLessOfLarge = 0.45;
   constexpr double kSchedule = 0.93, kHalfBlocks = 0.36;  // of what sm90_schedule.hpp says
   constexpr double kLaunch = 11, kPacked = 0.66, kPackedFloat = 0.47, kWeight = 0.21;
@@ -170,7 +169,8 @@ double cudnn_multiply_us(const Problem& p) {
   constexpr double kTile = 1.4, kTileOfFloat = 2.6;        // us of a tile beside those
   constexpr std::int64_t kManyTaps = 3;  // along an axis; of more, other kernels, that take longer
   constexpr double kOfManyTaps = 1.3, kDilated = 1.4, kUneven = 1.1, kLeastTaps = 0.25;
-  // Long sums of few tiles, at stride 1: two blocks take half of a tile's sum each, a launch adds them up.
+  // Long sums of few tiles, at stride 1, are as quick as if two blocks took half of a tile's sum each, and a
+  // launch added them up: 62 blocks.
   constexpr std::int64_t kSplitProducts = 4608, kSplitOutputs = 64;
   constexpr double kSplitShare = 0.75;  // of the blocks: more tiles gain nothing by it
   constexpr double kAdded = 2, kAddedPerMB = 0.3;
