@@ -8,8 +8,9 @@
    go either way, and the gradients may differ by what those elements can contribute, no more.
 """
 
+import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -329,3 +330,20 @@ def check_exact_relu_conv(block: Block) -> None:
     y = y.unsqueeze(0) if y.dim() == 4 else y
     recovered = y.double() * torch.sqrt(var + block.eps) + mean
     assert torch.equal(recovered.round(), exact)
+
+
+def peak_memory_bytes(call: Callable[[], object]) -> int:
+    """Peak of PyTorch's CUDA allocator in one warm call, what it returns included, in bytes.
+
+    Whatever ran before: tensors that it left in cycles would be freed meanwhile, and of cached pieces up to
+    1 MiB more than was asked for counts as taken.
+    """
+    call()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

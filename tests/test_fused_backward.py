@@ -4,7 +4,6 @@
 `pytest -s` shows the figures.
 """
 
-import gc
 import os
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import upconv3d
 from conftest import SEED
-from oracles import Block, check_gradients_like_eager, make_block, relative_error
+from oracles import Block, check_gradients_like_eager, make_block, peak_memory_bytes, relative_error
 from test_random_problems import random_problem
 
 KINDS = {
@@ -238,17 +237,10 @@ def test_peak_memory(hopper, layout, kind):
     grad_y = torch.randn_like(block.ours())
     tensors = list(block.tensors().values())
 
-    def peak(call) -> int:
-        torch.autograd.grad(call(), tensors, grad_y)
-        gc.collect()  # what earlier tests left in cycles would be freed meanwhile, and lower what is counted
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        torch.autograd.grad(call(), tensors, grad_y)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-
-    ours, eager = peak(block.ours), peak(block.eager)
+    ours, eager = (
+        peak_memory_bytes(lambda run=run: torch.autograd.grad(run(), tensors, grad_y))
+        for run in (block.ours, block.eager)
+    )
     print(f"{kind} {layout}: {ours / 2**20:.0f} MiB, eager {eager / 2**20:.0f} MiB, {ours / eager:.2f}")
     assert ours <= 0.7 * eager
 

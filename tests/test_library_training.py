@@ -10,7 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 import upconv3d
-from oracles import ERROR_FACTOR, Block, check_gradients_like_eager, make_block, relative_error
+from oracles import (
+    ERROR_FACTOR,
+    Block,
+    check_gradients_like_eager,
+    make_block,
+    peak_memory_bytes,
+    relative_error,
+)
 from tails import ACTIVATIONS, Call, gradients, make_call
 from test_select_plan import facts, plan_of
 from upconv3d import _autocast
@@ -285,16 +292,10 @@ def test_peak_memory(cuda):
     tensors = list(block.tensors().values())
     grad_y = torch.randn_like(block.ours())
 
-    def peak(run) -> int:
-        torch.autograd.grad(run(), tensors, grad_y)
-        torch.cuda.empty_cache()  # of a cached piece up to 1 MiB more than was asked for would count
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        torch.autograd.grad(run(), tensors, grad_y)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-
-    ours, eager = peak(block.ours), peak(block.eager)
+    ours, eager = (
+        peak_memory_bytes(lambda run=run: torch.autograd.grad(run(), tensors, grad_y))
+        for run in (block.ours, block.eager)
+    )
     print(f"{ours / 2**20:.1f} MiB, eager {eager / 2**20:.1f} MiB")
     assert ours <= eager
 
