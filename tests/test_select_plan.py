@@ -134,6 +134,12 @@ def test_channels_last_weight_is_read_where_it_lies(training):
     # Rows that are no whole 16-byte chunks, groups, and what is to be converted.
     for changes in ({"k": 100, "num_groups": 10}, {"groups": 2}, {"dtype": "float32", "precision": "tf32"}):
         assert not plan(**changes).w_in_place and plan(**changes).stages[0].startswith("pack_")
+    # Rows that begin amid a sector, if much is multiplied and nothing else is packed.
+    amid = {"k": 40, "num_groups": 8}
+    assert plan(**amid).stages == ("pack_operands", plan(**amid).kernel) and not plan(**amid).w_in_place
+    short = facts(1, extent=(8, 8, 8), weight_layout="NDHWC", training=training, **amid)
+    assert plan_of(short, forced_plan="stored").w_in_place
+    assert not plan(layout="NCDHW", **amid).w_in_place
     misaligned = facts(weight_layout="NDHWC")
     misaligned["weight"]["data_ptr_mod16"] = 8
     assert not plan_of(misaligned).w_in_place

@@ -214,6 +214,19 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
 /// Of a few weights, with the wait for it.
 constexpr double kPackingLaunchMs = 0.005;
 
+/// Whether the kernel that stores before(conv) is to read w as it lies. Rows that begin amid a sector, TMA
+/// brings so slowly that packing them pays, but of short multiplications (perf/NOTES.md, "Rows of w that begin
+/// amid a sector, and few output channels").
+bool is_quicker_from_w_in_place(const Problem& p, double multiply_ms, bool packs_x) {
+  if (!reads_w_in_place(p)) return false;
+  if (p.k % kSectorChannels == 0) return true;
+  // What the multiplication takes longer, of itself, by the channels of a tile.
+  constexpr std::int64_t kFewOutputs = 8, kHalfOutputs = 48;
+  constexpr double kOfFew = 0.7, kOfHalf = 0.3, kOfOthers = 0.1;
+  const double longer = p.k <= kFewOutputs ? kOfFew : p.k <= kHalfOutputs ? kOfHalf : kOfOthers;
+  return !packs_x && longer * multiply_ms < kPackingLaunchMs;
+}
+
 /// Why the convolution cannot be computed twice, or "" with `instance` and `layout` set.
 std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& instances,
                            std::optional<ConvInstance>& instance, TwiceLayout& layout) {
@@ -257,7 +270,7 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
 }
 
 /// Whether the kernel that computes twice is expected to be quicker than `stored`, which has its estimate.
-/// \param packing in ms, of a launch that `stored` does without
+/// \param packing in ms, that `stored` does without
 bool twice_is_quicker(const Problem& p, const TwiceLayout& layout, const Plan& stored, double packing) {
   // Of more phases than a launch stores, and few tiles per set of weights: 1, 256 > 320, 8^3, k4 s4 took
   // 280 us and stored 59 (2, 512 > 192, 3x6x6: 65, 62). Once, with four of them, 34 and 58 (1, 256 > 256,
@@ -347,7 +360,7 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& compa
   plan.compared_instance = compared;
   plan.estimated_stored_ms =
       estimated_stored_ms(p, compared, compared_multiply_ms(p, compared, device.sm_count));
-  plan.w_in_place = reads_w_in_place(p);
+  plan.w_in_place = is_quicker_from_w_in_place(p, schedule.multiply_ms, plan.pack_x);
   if (plan.pack_x || !plan.w_in_place) plan.stages = pack_stages(p);
   plan.stages.insert(plan.stages.end(), static_cast<std::size_t>(plan.launches), instance.name);
   if (p.tail.norm && plan.launches > 1) plan.stages.push_back("group_norm_finalize_slabs");
@@ -370,8 +383,9 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
   plan.estimated_twice_ms = estimated_twice_ms(p, layout, device.sm_count);
   const bool w_in_place =
       p.y_layout == Layout::kNDHWC && reads_w_in_place(p) && twice_reads_w_in_place(layout);
-  // One that the stored plan does without.
-  const double packing = !w_in_place && plan.w_in_place && !plan.pack_x ? kPackingLaunchMs : 0;
+  // One that either plan does without, where the other does not.
+  const int launches = plan.pack_x ? 0 : static_cast<int>(!w_in_place) - static_cast<int>(!plan.w_in_place);
+  const double packing = launches * kPackingLaunchMs;
   const bool quicker = twice_is_quicker(p, layout, plan, packing);
   if (device.forced_plan == "stored" || (device.forced_plan != "twice" && !quicker)) return "";
   plan.twice = true;

@@ -103,6 +103,10 @@ inline const Case kCases[] = {
     {2, 64, 64, {5, 8, 8}, {3, 1, 3}, {1, 0, 1}, kNaN},
     {3, 32, 64, {9, 8, 8}, {3, 1, 3}, {0, 0, 0}},
     {3, 72, 128, {4, 8, 8}, {4, 4, 4}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
+    // few output channels, of which rows of what is normalized hold 8, 3 and 2 positions, or 16, 7 and 4
+    {4, 16, 8, {5, 6, 7}, {2, 2, 2}, {0, 0, 0}},
+    {4, 40, 16, {4, 5, 7}, {3, 3, 3}, {0, 0, 0}},
+    {3, 24, 24, {6, 7, 8}, {3, 3, 3}, {1, 1, 1}},
 };
 
 // Of one product: whole half tiles, and a rest, of so few k-blocks that consumers take their moments; a

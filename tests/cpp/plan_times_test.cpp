@@ -172,6 +172,25 @@ void test_split_sums() {
   }
 }
 
+/// Without a stride, in 16 bit, more of x and y hides behind the same products, beyond what a small block has
+/// of them: what they take grows no more with a wider result whose tile cuDNN computes in any case.
+void test_hidden_memory() {
+  Problem block = headline();
+  block.n = 1, block.c = 160, block.in = {104, 104, 104}, block.kernel = {2, 2, 2}, block.tail.norm = false;
+  block.tail.activation = Activation::kNone, block.has_bias = false;
+  for (Problem p : inputs_of(block)) {
+    if (p.dtype == DType::kFloat32 || p.y_layout != Layout::kNDHWC) continue;
+    const auto us_of = [&p](std::int64_t k) {
+      Problem of = p;
+      of.k = k;
+      return library_plan_us(of, hopper());
+    };
+    expect(us_of(32) - us_of(8) < 1, concat("hidden: ", describe(p), ", ", us_of(8), ", ", us_of(32)));
+    p.stride = {2, 2, 2};
+    expect(us_of(32) - us_of(8) > 1, concat("not of a stride: ", describe(p)));
+  }
+}
+
 /// The chosen plan is expected to take hardly more than the SM90 plan and the library plan are.
 void test_expected_is_chosen() {
   constexpr double kTie = 1.1;
@@ -243,6 +262,7 @@ int main() {
     upconv3d::test_times();
     upconv3d::test_weight_copies();
     upconv3d::test_split_sums();
+    upconv3d::test_hidden_memory();
     upconv3d::test_expected_is_chosen();
     upconv3d::test_within_the_rate();
   } catch (const std::exception& error) {

@@ -347,6 +347,16 @@ void fill_w(const ConvTransposeParams& params, DType operand, KernelParams<Trait
   }
 }
 
+/// KernelParams::item_fold: of few output channels as many positions as a tile has room for. Else most of each
+/// item were empty, and a warp's lanes with it.
+template <class Traits>
+int item_fold(const Problem& problem) {
+  if (Traits::QUANTIZED || problem.groups != 1) return 1;
+  std::int64_t fold = std::max<std::int64_t>(Traits::BLK_K / problem.k, 1);
+  while (problem.positions() % fold != 0) --fold;
+  return static_cast<int>(fold);
+}
+
 /// KernelParams::first_kept: of the samples that the last tiles of all blocks may belong to the first.
 template <class Traits>
 int first_kept_sample(const ConvTransposeParams& params, const KernelParams<Traits>& of) {
@@ -359,10 +369,10 @@ int first_kept_sample(const ConvTransposeParams& params, const KernelParams<Trai
   // Shares of tiles have every other row of a stride's phase, boxes all: rows narrower than two lines of L2
   // then cost as much as they save (K = 48: 280 -> 288 us), unless every tile is kept.
   constexpr std::int64_t kTwoLines = 256;
+  // Nor can they be folded.
   const bool narrow = params.problem.k * std::int64_t{sizeof(typename Traits::Stored)} < kTwoLines;
-  if (!Traits::QUANTIZED && narrow && params.problem.stride[2] > 1 && samples * tiles > blocks) {
-    return static_cast<int>(samples);
-  }
+  const bool prefers_boxes = (narrow && params.problem.stride[2] > 1) || of.item_fold > 1;
+  if (!Traits::QUANTIZED && prefers_boxes && samples * tiles > blocks) return static_cast<int>(samples);
   return static_cast<int>(std::max<std::int64_t>(samples * tiles - blocks, 0) / tiles);
 }
 
@@ -394,13 +404,15 @@ void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType 
   to.step_pitch = static_cast<int>(pitch);
   fill_slabs(params, operand, output, to, maps);
   fill_w(params, operand, to, maps);
+  to.item_fold = item_fold<Traits>(problem);
+  to.item_rows = static_cast<int>(problem.positions() / to.item_fold);
   to.first_kept = first_kept_sample(params, to);
   to.first_late = to.linear ? to.order_size : first_late_place(to);
   if constexpr (!Traits::QUANTIZED) {
     if (to.normalizes) {
       maps.place(to.item, Mapped::kA,
                  encode_output_rows(problem, output, params.a, Traits::ITEM_POS,
-                                    kPanelChannels<typename Traits::Stored>));
+                                    kPanelChannels<typename Traits::Stored>, to.item_fold));
     }
   }
   const Extent3 out = problem.out();

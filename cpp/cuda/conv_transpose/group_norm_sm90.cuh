@@ -72,6 +72,7 @@ class GroupNormWorker {
   using Output = typename Traits::Output;
 
   static constexpr int kVector = 16 / int(sizeof(Stored));  // values of 16 bytes
+  static constexpr int kChunks = Traits::BLK_K / kVector;   // of a position of an item
 
   static constexpr int kItemsPerTile = Traits::ITEMS_PER_TILE;
   static constexpr int kPanelBytes = Traits::ITEM_POS * 128;  // of an item
@@ -82,8 +83,9 @@ class GroupNormWorker {
   CUTLASS_DEVICE GroupNormWorker(Params const& params, ControlStorage<Traits>& control,
                                  RingBarriers<Traits::ITEM_BUFFERS>& items)
       : params_(params), control_(control), items_(items), finalizer_(params, control) {
-    int const boxes =
-        cutlass::ceil_div(Drain<Traits>::pixels(params), Traits::ITEM_POS) * params.k_tiles.divisor;
+    int const chunk = int(threadIdx.x % 32 % kChunks);
+    channel_ = params.item_fold > 1 ? chunk * kVector % params.k : chunk * kVector;
+    int const boxes = cutlass::ceil_div(params.item_rows, Traits::ITEM_POS) * params.k_tiles.divisor;
     boxes_per_sample_ = cutlass::FastDivmod(boxes);
     boxes_ = boxes * first_of_tiles();
     all_items_ =
@@ -154,14 +156,15 @@ class GroupNormWorker {
   }
 
  private:
-  /// ITEM_POS positions x BLK_K channels of a sample. As a rule they lie next to each other in memory. With
-  /// Stepped16 they are a share of a tile, since values have a meaning only together with their tile's steps;
-  /// so they are where some tiles are kept, which no item of another tile may touch.
+  /// ITEM_POS positions x BLK_K channels of a sample. As a rule they lie next to each other in memory; of few
+  /// channels, ITEM_POS rows of item_fold positions do. With Stepped16 they are a share of a tile, since values
+  /// have a meaning only together with their tile's steps; so they are where some tiles are kept, which no
+  /// item of another tile may touch.
   struct Item {
     int sample;
     int slab;      // of tiles only
     int channel;   // first
-    int position;  // first, in [Z,P,Q]; of tiles: within the slab, perhaps beyond it
+    int position;  // first, in [Z,P,Q], or row; of tiles: within the slab, perhaps beyond it
   };
   /// The first sample whose items are shares of tiles.
   CUTLASS_DEVICE int first_of_tiles() const {
@@ -380,16 +383,18 @@ class GroupNormWorker {
   }
   template <class After>
   CUTLASS_DEVICE void normalize_loaded(Item const& item, char const* buffer, int panel_bytes) {
-    constexpr int kChunks = Traits::BLK_K / kVector;  // of a position
-    constexpr int kRows = 32 / kChunks;               // positions that a warp takes at once
+    constexpr int kRows = 32 / kChunks;  // positions that a warp takes at once
     // Positions of a lane that are worked on side by side: shared memory answers late while wgmma reads it.
     constexpr int kBatch = 4;
     static_assert(Traits::ITEM_POS % (kRows * kBatch) == 0 && Traits::ITEM_POS <= 32);
     int lane = threadIdx.x % 32;
     asm volatile("" : "+r"(lane));  // as in StagedTile::stage_half
     int const chunk = lane % kChunks;
-    int const channel = item.channel + chunk * kVector;
-    bool const inside = channel < channel_end(params_, item.channel);
+    bool const of_tile = item.sample >= first_of_tiles();
+    int const fold = Traits::QUANTIZED || of_tile ? 1 : params_.item_fold;
+    int const at = item.channel + chunk * kVector;  // in a row of fold*K values
+    int const channel = fold > 1 ? channel_ : at;
+    bool const inside = at < channel_end(params_, item.channel) * fold;
     if (inside) load_maps(item.sample, channel);
     float slope[kVector];  // not in maps_, which are kept while moments are merged
     CUTLASS_PRAGMA_UNROLL
@@ -399,7 +404,7 @@ class GroupNormWorker {
     }
     int count, pixel;  // a lane finds one position's place, for all
     float step[kVector];
-    if (item.sample >= first_of_tiles()) {
+    if (of_tile) {
       Slab const& slab = params_.slabs[item.slab];
       count = inside ? slab.positions - item.position : 0;
       pixel = pixel_of(params_, slab, min(item.position + lane, slab.positions - 1));
@@ -409,11 +414,11 @@ class GroupNormWorker {
         }
       }
     } else {
-      count = inside ? Drain<Traits>::pixels(params_) - item.position : 0;
+      count = inside ? params_.item_rows - item.position : 0;
       pixel = item.position + lane;
     }
     Output* const to =
-        params_.y + item.sample * std::int64_t(Drain<Traits>::pixels(params_)) * params_.k + channel;
+        params_.y + item.sample * std::int64_t(Drain<Traits>::pixels(params_)) * params_.k + at;
     char const* const panel = buffer + chunk / 8 * panel_bytes;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = lane / kChunks; first - lane / kChunks < Traits::ITEM_POS; first += kRows * kBatch) {
@@ -427,7 +432,7 @@ class GroupNormWorker {
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kBatch; ++i) {
-        store_normalized<After>(in[i], step, slope, to + std::int64_t(row_pixel[i]) * params_.k,
+        store_normalized<After>(in[i], step, slope, to + std::int64_t(row_pixel[i]) * (fold * params_.k),
                                 first + i * kRows < count);
       }
     }
@@ -465,6 +470,7 @@ class GroupNormWorker {
   int kept_tiles_[kKeptOfLane];           // a lane's of params.kept, those of ready_samples_ among them
   int ready_samples_ = 0;                 // known to be in the table
   ChannelMapSm90<Stored> maps_[kVector];  // of the channels that items last used
+  int channel_;                           // that the lane's chunk of a folded row begins with
   int maps_sample_ = -1;
   int maps_channel_ = -1;
   bool asked_ = false;  // for the first item: a warp that never comes to one is not to hold it

@@ -272,7 +272,7 @@ struct KernelParams {
   SlabMaps<Traits> maps[kMaxSlabs];
   KernelSlab<Traits> slabs[kMaxSlabs];
   CUtensorMap w[Traits::SPLITS];
-  CUtensorMap item;  // a as [N,Z*P*Q,K]: boxes that are normalized; not for Stepped16
+  CUtensorMap item;  // a as [N,Z*P*Q/fold,fold*K]: boxes that are normalized; not for Stepped16
   int num_slabs;
   bool w_in_place;                    // w is [C,T*R*S,K], not packed
   int num_counters;                   // that the launch clears, 0: they are zero before
@@ -328,6 +328,8 @@ struct KernelParams {
   int groups;                          // G
   cutlass::FastDivmod group_channels;  // K/G
   cutlass::FastDivmod group_granules;  // K/G/granule
+  int item_fold;                       // positions of a row of item
+  int item_rows;                       // Z*P*Q/fold
   bool drains_normalize;               // between two tiles; only where consumers take the moments
   int merge_lanes;                     // that merge one group's partial moments, 1 or 32
   int merge_parts;                     // that a group's partial moments are merged in; if several, then those

@@ -204,11 +204,13 @@ TensorMap encode_slab_channels(const Problem& problem, const Slab& slab, DType e
                       CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
-TensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_positions, int box_k) {
-  const auto k = static_cast<cuuint64_t>(problem.k);
+TensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_rows, int box_k,
+                             int fold) {
+  const auto row = static_cast<cuuint64_t>(problem.k * fold);
+  const auto rows = static_cast<cuuint64_t>(problem.positions() / fold);
   return encode_tiled("before(conv)", problem, element, y, 0,
-                      {k, static_cast<cuuint64_t>(problem.positions()), static_cast<cuuint64_t>(problem.n)},
-                      k, {static_cast<cuuint32_t>(box_k), static_cast<cuuint32_t>(box_positions), 1},
+                      {row, rows, static_cast<cuuint64_t>(problem.n)}, row,
+                      {static_cast<cuuint32_t>(box_k), static_cast<cuuint32_t>(box_rows), 1},
                       CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 

@@ -98,9 +98,11 @@ TensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType ele
 TensorMap encode_slab_channels(const Problem& problem, const Slab& slab, DType element, void* y,
                                int box_positions, int box_k);
 
-/// y as [N,Z*P*Q,K] of `element`, in boxes of `box_positions` consecutive positions of a sample x `box_k`
-/// channels.
-TensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_positions, int box_k);
+/// y as [N,Z*P*Q/fold,fold*K] of `element`, in boxes of `box_rows` rows of a sample x `box_k` values of each.
+///
+/// \param fold positions of a row, which divide Z*P*Q
+TensorMap encode_output_rows(const Problem& problem, DType element, void* y, int box_rows, int box_k,
+                             int fold);
 
 /// An operand of the gradient of the weight, [N,extent...,row.pitch] 16 bit, for TMA im2col: k-blocks of
 /// positions x chunks of channels.
