@@ -215,8 +215,8 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
 constexpr double kPackingLaunchMs = 0.005;
 
 /// Whether the kernel that stores before(conv) is to read w as it lies. Rows that begin amid a sector, TMA
-/// brings so slowly that packing them pays, but of short multiplications (perf/NOTES.md, "Rows of w that begin
-/// amid a sector, and few output channels").
+/// brings so slowly that packing them pays, but of short multiplications (perf/NOTES.md, "Rows of w that
+/// begin amid a sector, and few output channels").
 bool is_quicker_from_w_in_place(const Problem& p, double multiply_ms, bool packs_x) {
   if (!reads_w_in_place(p)) return false;
   if (p.k % kSectorChannels == 0) return true;

@@ -347,16 +347,6 @@ void fill_w(const ConvTransposeParams& params, DType operand, KernelParams<Trait
   }
 }
 
-/// KernelParams::item_fold: of few output channels as many positions as a tile has room for. Else most of each
-/// item were empty, and a warp's lanes with it.
-template <class Traits>
-int item_fold(const Problem& problem) {
-  if (Traits::QUANTIZED || problem.groups != 1) return 1;
-  std::int64_t fold = std::max<std::int64_t>(Traits::BLK_K / problem.k, 1);
-  while (problem.positions() % fold != 0) --fold;
-  return static_cast<int>(fold);
-}
-
 /// KernelParams::first_kept: of the samples that the last tiles of all blocks may belong to the first.
 template <class Traits>
 int first_kept_sample(const ConvTransposeParams& params, const KernelParams<Traits>& of) {
@@ -374,16 +364,6 @@ int first_kept_sample(const ConvTransposeParams& params, const KernelParams<Trai
   const bool prefers_boxes = (narrow && params.problem.stride[2] > 1) || of.item_fold > 1;
   if (!Traits::QUANTIZED && prefers_boxes && samples * tiles > blocks) return static_cast<int>(samples);
   return static_cast<int>(std::max<std::int64_t>(samples * tiles - blocks, 0) / tiles);
-}
-
-/// KernelParams::first_late: as many tiles before the end as an H200 has multiprocessors. By place, not by
-/// which block comes to which tile, nor by how many blocks there are: moments must not depend on either.
-template <class Traits>
-int first_late_place(const KernelParams<Traits>& of) {
-  constexpr std::int64_t kLateTiles = 132;
-  const std::int64_t places =
-      ceil_div(kLateTiles * of.order_per_sample.divisor, std::int64_t{of.tiles_per_sample.divisor});
-  return static_cast<int>(std::max<std::int64_t>(of.order_size - places, 0));
 }
 
 /// All parameters but those of point_to.

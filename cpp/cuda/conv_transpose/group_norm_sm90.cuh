@@ -157,9 +157,9 @@ class GroupNormWorker {
 
  private:
   /// ITEM_POS positions x BLK_K channels of a sample. As a rule they lie next to each other in memory; of few
-  /// channels, ITEM_POS rows of item_fold positions do. With Stepped16 they are a share of a tile, since values
-  /// have a meaning only together with their tile's steps; so they are where some tiles are kept, which no
-  /// item of another tile may touch.
+  /// channels, ITEM_POS rows of item_fold positions do. With Stepped16 they are a share of a tile, since
+  /// values have a meaning only together with their tile's steps; so they are where some tiles are kept,
+  /// which no item of another tile may touch.
   struct Item {
     int sample;
     int slab;      // of tiles only

@@ -208,9 +208,8 @@ TensorMap encode_output_rows(const Problem& problem, DType element, void* y, int
                              int fold) {
   const auto row = static_cast<cuuint64_t>(problem.k * fold);
   const auto rows = static_cast<cuuint64_t>(problem.positions() / fold);
-  return encode_tiled("before(conv)", problem, element, y, 0,
-                      {row, rows, static_cast<cuuint64_t>(problem.n)}, row,
-                      {static_cast<cuuint32_t>(box_k), static_cast<cuuint32_t>(box_rows), 1},
+  return encode_tiled("before(conv)", problem, element, y, 0, {row, rows, static_cast<cuuint64_t>(problem.n)},
+                      row, {static_cast<cuuint32_t>(box_k), static_cast<cuuint32_t>(box_rows), 1},
                       CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 

@@ -9,6 +9,7 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/fast_math.h"
 
+#include "core/index_math.hpp"
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
 
 namespace upconv3d::cuda {
@@ -172,6 +173,26 @@ std::int64_t fill_windows(std::int64_t window_tiles, std::int64_t longest, std::
   to.order_per_window = cutlass::FastDivmod(static_cast<int>(per_window));
   to.first_end_window = static_cast<int>(windows - end_windows);
   return per_window * windows;
+}
+
+/// KernelParams::item_fold: of few output channels as many positions as a tile has room for. Else most of
+/// each item were empty, and a warp's lanes with it.
+template <class Traits>
+int item_fold(const Problem& problem) {
+  if (Traits::QUANTIZED || problem.groups != 1) return 1;
+  std::int64_t fold = std::max<std::int64_t>(Traits::BLK_K / problem.k, 1);
+  while (problem.positions() % fold != 0) --fold;
+  return static_cast<int>(fold);
+}
+
+/// KernelParams::first_late: as many tiles before the end as an H200 has multiprocessors. By place, not by
+/// which block comes to which tile, nor by how many blocks there are: moments must not depend on either.
+template <class Traits>
+int first_late_place(const KernelParams<Traits>& of) {
+  constexpr std::int64_t kLateTiles = 132;
+  const std::int64_t places =
+      ceil_div(kLateTiles * of.order_per_sample.divisor, std::int64_t{of.tiles_per_sample.divisor});
+  return static_cast<int>(std::max<std::int64_t>(of.order_size - places, 0));
 }
 
 /// Index in [Z,P,Q] of a slab's position.
