@@ -234,6 +234,30 @@ def test_sm90_refuses_and_says_why(name):
     )
 
 
+@pytest.mark.parametrize(
+    ("group", "quicker"), [((24, 24), True), ((64, 16), True), ((16, 16), False), ((32, 32), False)]
+)
+def test_groups_that_cudnn_has_kernels_for_are_left_to_it(group, quicker):
+    """Groups of as many outputs as inputs, a power of two up to 32, at stride 1."""
+
+    def is_ours(**changes):
+        shape = facts(2, 4 * group[0], 4 * group[1], (20, 20, 20), groups=4, **changes)
+        return plan_of(shape).algorithm == "sm90_implicit_gemm"
+
+    assert is_ours() == is_ours(layout="NCDHW") == is_ours(dtype="float32", precision="tf32") == quicker
+    # Trained, where gradients were not timed, fewer are.
+    assert not is_ours(training=True)
+
+
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(80, 16), (128, 32), (32, 64)])
+def test_groups_with_a_stride(layout, inputs, outputs):
+    """What the kernel for few channels cannot hold."""
+    strided = {"stride": [2, 2, 2], "padding": [1, 1, 1], "output_padding": [1, 1, 1], "layout": layout}
+    plan = plan_of(facts(2, 4 * inputs, 4 * outputs, (20, 20, 20), groups=4, **strided))
+    assert plan.algorithm == "sm90_implicit_gemm"
+
+
 def test_channels_that_fill_no_tile_leave_cudnn_too():
     """Of stride 1, cuDNN's convolution of few channels costs more than the direct plan is expected to."""
     plan = plan_of(facts(c=24, k=3, num_groups=3))
