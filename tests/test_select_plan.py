@@ -139,6 +139,9 @@ def test_channels_last_weight_is_read_where_it_lies(training):
     assert plan(**amid).stages == ("pack_operands", plan(**amid).kernel) and not plan(**amid).w_in_place
     short = facts(1, extent=(8, 8, 8), weight_layout="NDHWC", training=training, **amid)
     assert plan_of(short, forced_plan="stored").w_in_place
+    # Many weights of few positions.
+    many = facts(1, 1000, 1000, (8, 8, 8), weight_layout="NDHWC", training=training)
+    assert plan_of(many, forced_plan="stored").w_in_place
     assert not plan(layout="NCDHW", **amid).w_in_place
     misaligned = facts(weight_layout="NDHWC")
     misaligned["weight"]["data_ptr_mod16"] = 8
@@ -245,8 +248,9 @@ def test_groups_that_cudnn_has_kernels_for_are_left_to_it(group, quicker):
         return plan_of(shape).algorithm == "sm90_implicit_gemm"
 
     assert is_ours() == is_ours(layout="NCDHW") == is_ours(dtype="float32", precision="tf32") == quicker
-    # Trained, where gradients were not timed, fewer are.
+    # Trained and pointwise, which were not timed, fewer are.
     assert not is_ours(training=True)
+    assert not is_ours(kernel=(1, 1, 1))
 
 
 @pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])

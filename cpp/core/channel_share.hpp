@@ -48,7 +48,7 @@ inline double least_channel_share(const Problem& p, bool trains) {
   //               16 >  16                 0.06    3.9   2.0   0.49
   //               64 >  64, stride 2       1       0.03  0.12  0.16
   //               16 >  16, stride 2       0.06    2.2   0.45  0.63
-  // In inference, for bfloat16 NCDHW and channels_last_3d, tf32 of both:
+  // In inference, before a norm, for bfloat16 NCDHW and channels_last_3d, tf32 of both:
   //   groups of   80 >  16                 0.16    0.64  0.41  0.35  0.33
   //               24 >  24                 0.14    0.94  0.65  0.84  0.76
   //               64 >  16                 0.25    0.74  0.63  0.58  0.57
@@ -66,8 +66,10 @@ inline double least_channel_share(const Problem& p, bool trains) {
   if (p.groups == 1) return std::min(p.c, p.k) < kChannelUnit ? 1.0 / 32 : 0.0;
   const bool has_phases = p.stride != Extent3{1, 1, 1};
   if (p.is_ieee()) return 1.0 / 32;
-  if (trains) return p.dtype != DType::kFloat32 ? 3.0 / 8 : has_phases ? 1.0 / 32 : 1.0 / 4;
-  if (!are_groups_of_cudnn(p)) return 9.0 / 64;  // the least that was timed
+  // Nothing else was timed: kernels of 3 and a norm.
+  const bool is_timed = !trains && p.tail.norm && volume(p.kernel) > 1;
+  if (!is_timed) return p.dtype != DType::kFloat32 ? 3.0 / 8 : has_phases ? 1.0 / 32 : 1.0 / 4;
+  if (!are_groups_of_cudnn(p)) return 9.0 / 64;  // the least of them
   if (!has_phases) return 3.0 / 8;
   return p.dtype == DType::kFloat32 ? 1.0 / 32 : p.x_layout == Layout::kNCDHW ? 1.0 / 4 : 3.0 / 8;
 }

@@ -265,8 +265,9 @@ double cudnn_us(const Problem& p, const Work& mb, bool copies) {
   constexpr Cost kLaunch = {7.1, 12, 7.5, 13};
   constexpr double kStrided = 2.9, kInput = 0.23, kInputOfFloat = 0.17, kResult = 0.19, kResultOfFloat = 0.04,
                    kWeight = 0.03, kWeightOfFloat = 0.06;
-  // Without a stride, in 16 bit, what x and y take beyond that hides behind the products of large blocks.
-  constexpr double kUnhidden = 20;
+  // Without a stride, in 16 bit, what x and y take beyond that hides behind the products of large blocks, as
+  // far as memory's rate lets it.
+  constexpr double kUnhidden = 20, kLeastPerMB = 0.24;
   constexpr double kCopied = 0.92, kCopiedOfFloat = 0.63;
   constexpr double kCopiedByTiles = 0.35;  // of two blocks, whose planes are
   constexpr std::int64_t kLoad = 4;        // whole loads
@@ -275,7 +276,9 @@ double cudnn_us(const Problem& p, const Work& mb, bool copies) {
     us += kInputOfFloat * mb.x + kResultOfFloat * mb.y + kWeightOfFloat * mb.w;
   } else {
     const double memory = kInput * mb.x + kResult * mb.y;
-    us += (p.stride == Extent3{1, 1, 1} ? std::min(memory, kUnhidden) : memory) + kWeight * mb.w;
+    const bool hides = p.stride == Extent3{1, 1, 1};
+    us = hides ? std::max(us + std::min(memory, kUnhidden), kLeastPerMB * (mb.x + mb.y)) : us + memory;
+    us += kWeight * mb.w;
   }
   if (!in_rows(p)) {
     const double w = copies && p.w_channels_last ? 0 : mb.w, y = copies ? 0 : mb.y;

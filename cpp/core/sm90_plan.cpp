@@ -215,16 +215,18 @@ double estimated_twice_ms(const Problem& p, const TwiceLayout& layout, int sm_co
 constexpr double kPackingLaunchMs = 0.005;
 
 /// Whether the kernel that stores before(conv) is to read w as it lies. Rows that begin amid a sector, TMA
-/// brings so slowly that packing them pays, but of short multiplications (perf/NOTES.md, "Rows of w that
-/// begin amid a sector, and few output channels").
+/// brings so slowly that packing them pays, but of short multiplications and of many weights (perf/NOTES.md,
+/// "Rows of w that begin amid a sector, and few output channels").
 bool is_quicker_from_w_in_place(const Problem& p, double multiply_ms, bool packs_x) {
   if (!reads_w_in_place(p)) return false;
   if (p.k % kSectorChannels == 0) return true;
-  // What the multiplication takes longer, of itself, by the channels of a tile.
+  // What the multiplication takes longer, of itself, by output channels: 16 sizes of up to 128.
   constexpr std::int64_t kFewOutputs = 8, kHalfOutputs = 48;
   constexpr double kOfFew = 0.7, kOfHalf = 0.3, kOfOthers = 0.1;
+  constexpr double kPackedPerMB = 0.001;  // ms, of w
   const double longer = p.k <= kFewOutputs ? kOfFew : p.k <= kHalfOutputs ? kOfHalf : kOfOthers;
-  return !packs_x && longer * multiply_ms < kPackingLaunchMs;
+  const double w_mb = 1e-6 * static_cast<double>(p.c * p.k * volume(p.kernel) * size_of(p.dtype));
+  return longer * multiply_ms < (packs_x ? 0 : kPackingLaunchMs) + kPackedPerMB * w_mb;
 }
 
 /// Why the convolution cannot be computed twice, or "" with `instance` and `layout` set.
@@ -270,7 +272,7 @@ std::string twice_obstacle(const Problem& p, const std::vector<ConvInstance>& in
 }
 
 /// Whether the kernel that computes twice is expected to be quicker than `stored`, which has its estimate.
-/// \param packing in ms, that `stored` does without
+/// \param packing in ms, that `stored` does without; negative where it takes it, and twice does not
 bool twice_is_quicker(const Problem& p, const TwiceLayout& layout, const Plan& stored, double packing) {
   // Of more phases than a launch stores, and few tiles per set of weights: 1, 256 > 320, 8^3, k4 s4 took
   // 280 us and stored 59 (2, 512 > 192, 3x6x6: 65, 62). Once, with four of them, 34 and 58 (1, 256 > 256,
