@@ -66,10 +66,10 @@ inline double least_channel_share(const Problem& p, bool trains) {
   if (p.groups == 1) return std::min(p.c, p.k) < kChannelUnit ? 1.0 / 32 : 0.0;
   const bool has_phases = p.stride != Extent3{1, 1, 1};
   if (p.is_ieee()) return 1.0 / 32;
-  // Nothing else was timed: kernels of 3 and a norm.
+  // Of these, kernels of 3 before a norm were timed; others keep to the first table.
   const bool is_timed = !trains && p.tail.norm && volume(p.kernel) > 1;
   if (!is_timed) return p.dtype != DType::kFloat32 ? 3.0 / 8 : has_phases ? 1.0 / 32 : 1.0 / 4;
-  if (!are_groups_of_cudnn(p)) return 9.0 / 64;  // the least of them
+  if (!are_groups_of_cudnn(p)) return 9.0 / 64;  // the least that was timed: of less, nothing is known
   if (!has_phases) return 3.0 / 8;
   return p.dtype == DType::kFloat32 ? 1.0 / 32 : p.x_layout == Layout::kNCDHW ? 1.0 / 4 : 3.0 / 8;
 }

@@ -19,6 +19,7 @@
 #include "core/sm90_schedule.hpp"
 #include "core/text.hpp"
 #include "core/tile_order.hpp"
+#include "core/traffic.hpp"
 #include "core/twice_layout.hpp"
 
 namespace upconv3d {
@@ -225,8 +226,7 @@ bool is_quicker_from_w_in_place(const Problem& p, double multiply_ms, bool packs
   constexpr double kOfFew = 0.7, kOfHalf = 0.3, kOfOthers = 0.1;
   constexpr double kPackedPerMB = 0.001;  // ms, of w
   const double longer = p.k <= kFewOutputs ? kOfFew : p.k <= kHalfOutputs ? kOfHalf : kOfOthers;
-  const double w_mb = 1e-6 * static_cast<double>(p.c * p.k * volume(p.kernel) * size_of(p.dtype));
-  return longer * multiply_ms < (packs_x ? 0 : kPackingLaunchMs) + kPackedPerMB * w_mb;
+  return longer * multiply_ms < (packs_x ? 0 : kPackingLaunchMs) + kPackedPerMB * Traffic(p).w;
 }
 
 /// Why the convolution cannot be computed twice, or "" with `instance` and `layout` set.
