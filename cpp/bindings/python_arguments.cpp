@@ -144,6 +144,7 @@ py::dict to_dict(const Plan& plan) {
   dict["tile_positions"] = plan.tile_positions;
   dict["split_axes"] = plan.split_axes;
   dict["share_taps"] = plan.share_taps;
+  dict["pair_phases"] = plan.pair_phases;
   dict["window_tiles"] = plan.window_tiles;
   dict["leaving_blocks"] = plan.leaving_blocks;
   dict["channels"] = plan.channels;

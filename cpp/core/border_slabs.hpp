@@ -96,11 +96,6 @@ inline constexpr std::int64_t kMaxSm90Tiles = kMaxSm90Count / 16;
 /// stride 1 cut along all axes, kernel 7 along two.
 inline constexpr int kMaxSlabs = 27;
 
-/// The slabs of a plan: tap_sharing_slabs, or border_slabs along `split_axes` axes.
-inline std::vector<Slab> plan_slabs(const Problem& problem, int split_axes, bool share_taps) {
-  return share_taps ? tap_sharing_slabs(problem) : border_slabs(problem, split_axes);
-}
-
 /// Tiles of `block_positions` that the slabs of one sample are cut into.
 std::int64_t slab_tiles(const std::vector<Slab>& slabs, std::int64_t block_positions);
 

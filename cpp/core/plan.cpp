@@ -76,6 +76,7 @@ std::string describe(const Plan& plan) {
   }
   if (plan.share_taps)
     text += "\n  loads of x: where they can, each serves all taps along the height, or the depth";
+  if (plan.pair_phases) text += "\n  tiles: of two phases each, which share loads of x";
   if (plan.launches > 1) {
     text += concat("\n  launches: ", plan.launches, " of the convolution, since one takes at most ",
                    kMaxSlabs, " phases");

@@ -115,6 +115,7 @@ struct Plan {
   std::int64_t tile_positions = 0;       // positions that one partial moment covers (moment_positions)
   int split_axes = 0;                    // axes along which our kernels cut borders off (border_slabs)
   bool share_taps = false;               // SM90: a load of x serves several taps (tap_sharing_slabs)
+  bool pair_phases = false;              // SM90: two phases share tiles (phase_pairs.hpp)
   int leaving_blocks = 0;                // SM90: that end early, so that normalizing begins beside the
                                          // convolution
   int launches = 1;                      // SM90: of a stored convolution, among which its slabs are divided

@@ -100,7 +100,8 @@ double compared_multiply_ms(const Problem& p, const ConvInstance& instance, int 
 }
 
 double compared_multiply_ms(const Problem& p, const Schedule& schedule, int sm_count) {
-  const std::vector<Slab> slabs = plan_slabs(p, schedule.cut.split_axes, schedule.cut.share_taps);
+  if (schedule.cut.pair_phases) return schedule.multiply_ms;  // slabs say nothing of their tiles
+  const std::vector<Slab> slabs = plan_slabs(p, schedule.cut);
   return cycles_of_slabs(p, schedule.instance, slabs, schedule.cut.share_taps, sm_count) / kCyclesPerMs;
 }
 

@@ -35,11 +35,11 @@ inline bool is_dilated(const Problem& problem) {
   return dilated;
 }
 
-/// What the SM90 plan takes of its estimate where taps are dilated: of tiles of 64 channels 1.25 and more,
-/// seen of four blocks, since no load of x serves several taps.
+/// What the SM90 plan takes of its estimate where taps are dilated: of tiles of 64 channels, also in pairs,
+/// 1.25 and more, seen of four blocks, since no load of x serves several taps.
 inline double dilated_share(const Problem& problem, const Plan& sm90) {
   constexpr std::int64_t kSmallTile = 64;
-  const bool small = sm90.instance && sm90.instance->block_channels <= kSmallTile;
+  const bool small = sm90.instance && (sm90.instance->block_channels <= kSmallTile || sm90.pair_phases);
   return small && is_dilated(problem) ? 1.25 : 1.0;
 }
 

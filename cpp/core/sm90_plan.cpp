@@ -13,6 +13,7 @@
 #include "core/index_math.hpp"
 #include "core/leaving_blocks.hpp"
 #include "core/pack_stages.hpp"
+#include "core/phase_pairs.hpp"
 #include "core/plan_times.hpp"
 #include "core/slab_launches.hpp"
 #include "core/sm90_compared.hpp"
@@ -349,13 +350,15 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& compa
   plan.channels = channels_text(p, plan.activation_in_y);
   plan.split_axes = cut.split_axes;
   plan.share_taps = cut.share_taps;
-  const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
+  plan.pair_phases = cut.pair_phases;
+  const std::vector<Slab> slabs = plan_slabs(p, cut);
   const bool has_phases = p.stride != Extent3{1, 1, 1};
-  if (cut.split_axes == 0 && has_phases) plan.window_tiles = window_tiles(p, slabs, instance);
+  if (cut.split_axes == 0 && has_phases)
+    plan.window_tiles = window_tiles(p, cut.pair_phases ? reads_of_pairs(pair_phases(p)) : slabs, instance);
   if (!plan.linear && !plan.normalizes && plan.launches == 1 && !p.tail.returns_conv) {
-    plan.leaving_blocks =
-        leaving_blocks(compared_multiply_ms(p, schedule, device.sm_count), normalize_ms(p, instance),
-                       stores_steps(plan), tile_count(p, instance), p.n, device.sm_count);
+    plan.leaving_blocks = leaving_blocks(
+        compared_multiply_ms(p, schedule, device.sm_count), normalize_ms(p, instance), stores_steps(plan),
+        tile_count(p, instance) / (cut.pair_phases ? 2 : 1), p.n, device.sm_count);
   }
   plan.tiles = slab_tiles(slabs, plan.tile_positions);
   plan.scheduled_multiply_ms = schedule.multiply_ms;
@@ -396,7 +399,7 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
   plan.window_tiles = plan.split_axes = 0;
   plan.leaving_blocks = 0;
   plan.launches = 1;
-  plan.share_taps = false;
+  plan.share_taps = plan.pair_phases = false;
   plan.w_in_place = w_in_place;
   plan.piles_views = layout.pile > 1;
   plan.tiles = twice_moments(layout);

@@ -14,6 +14,7 @@
 #include "core/channels.hpp"
 #include "core/im2col_limits.hpp"
 #include "core/index_math.hpp"
+#include "core/phase_pairs.hpp"
 #include "core/ring_shape.hpp"
 #include "core/slab_launches.hpp"
 
@@ -43,15 +44,14 @@ double loads_in_flight(const ConvInstance& instance, std::int64_t shared_rows) {
   return rings.x_units / splits;
 }
 
-/// Estimated time of one of a slab's tiles: k-blocks take what the slowest of the tensor cores, shared
-/// memory, L2 and the wait for a load takes.
+/// Estimated time of one of a tile's k-blocks: what the slowest of the tensor cores, shared memory, L2 and
+/// the wait for a load takes.
 ///
+/// \param block_channels rows that are multiplied
 /// \param in_flight loads of x, of all slabs of a launch
 /// \param active blocks that load at the same time
-double tile_ns(const Problem& p, const ConvInstance& instance, const Slab& slab, const SharedLoads& loads,
-               double in_flight, double active) {
-  constexpr double kTile = 2570;             // filling the pipeline, and handing the accumulators over
-  constexpr double kLeast = 3600;            // of the epilogue of the tile before, which a tile waits for
+double k_block_ns(const ConvInstance& instance, double block_channels, const SharedLoads& loads,
+                  double in_flight, double active) {
   constexpr double kMacsPerNs = 3500;        // of 16 bit, of one SM
   constexpr double kSharedBytesPerNs = 173;  // of one SM
   constexpr double kL2BytesPerNs = 8600, kL2BytesPerNsOfSM = 90;
@@ -59,21 +59,62 @@ double tile_ns(const Problem& p, const ConvInstance& instance, const Slab& slab,
   constexpr double kShareOfW = 0.4;
   constexpr double kLoad = 1360;  // from asking for x until it is there, beside others that do
   constexpr double kRow = 1.15;   // of TMA, for a row of either operand
-  const double bc = instance.block_channels, bp = instance.block_positions;
+  const double bc = block_channels, bp = instance.block_positions;
   const double row_bytes = instance.block_inputs * 2.0;
   const double copies = instance.products == 1 ? 1 : 2, taps = static_cast<double>(loads.taps);
-  const double k_blocks =
-      static_cast<double>(slab.tap_count() * ceil_div(group_inputs(p), instance.block_inputs));
   const double x_rows = (bp + (taps - 1) * static_cast<double>(loads.rows)) / taps;
   const double multiply = bc * bp * instance.block_inputs * instance.products / kMacsPerNs;
-  const double read = 2 * (64 + static_cast<double>(warpgroup_positions(instance))) * instance.products;
+  const double warpgroups = bc < instance.block_channels ? 1 : 2;
+  const double read =
+      warpgroups * (64 + static_cast<double>(warpgroup_positions(instance))) * instance.products;
   const double shared = ((bc + x_rows) * copies + read) * row_bytes / kSharedBytesPerNs;
   const double loaded = (kShareOfW * bc + x_rows) * row_bytes * copies;
   const double l2 = loaded * std::max(1 / kL2BytesPerNsOfSM, active / kL2BytesPerNs);
   const double wait = kLoad / (in_flight * taps);
   const double rows = (bc + x_rows) * copies * kRow;
-  const double ns = kTile + k_blocks * std::max({multiply, shared, l2, wait, rows});
+  return std::max({multiply, shared, l2, wait, rows});
+}
+
+/// A slab, or a pair of them, as tiles are cut from it.
+struct TileSource {
+  Slab reads;
+  SharedLoads loads;
+  std::int64_t both = 0;    // taps that all of a tile's rows multiply,
+  std::int64_t single = 0;  // and that one phase of a pair alone does
+};
+
+/// Estimated time of one of a source's tiles.
+double tile_ns(const Problem& p, const ConvInstance& instance, const TileSource& from, double in_flight,
+               double active) {
+  constexpr double kTile = 2570;   // filling the pipeline, and handing the accumulators over
+  constexpr double kLeast = 3600;  // of the epilogue of the tile before, which a tile waits for
+  const auto of_taps = [&](std::int64_t taps, double channels) {
+    return static_cast<double>(taps * ceil_div(group_inputs(p), instance.block_inputs)) *
+           k_block_ns(instance, channels, from.loads, in_flight, active);
+  };
+  const double ns = kTile + of_taps(from.both, instance.block_channels) +
+                    (from.single > 0 ? of_taps(from.single, instance.block_channels / 2.0) : 0);
   return p.operation == Operation::kConvTranspose ? std::max(ns, kLeast) : ns;
+}
+
+/// What the tiles of a cut are cut from.
+std::vector<TileSource> tile_sources(const Problem& p, const Cut& cut, const std::vector<Slab>& slabs) {
+  std::vector<TileSource> sources;
+  if (!cut.pair_phases) {
+    for (const Slab& slab : slabs) {
+      const SharedLoads loads = cut.share_taps ? shared_loads(p, slab) : SharedLoads{};
+      sources.push_back({slab, loads, slab.tap_count(), 0});
+    }
+    return sources;
+  }
+  const PhasePairs paired = pair_phases(p);
+  for (const PhasePair& pair : paired.pairs) {
+    const SharedLoads loads = cut.share_taps ? shared_loads_of_pair(p, paired, pair) : SharedLoads{};
+    const std::int64_t all = pair.reads.tap_count();
+    const std::int64_t both = pair.phases[0].tap_count() + pair.phases[1].tap_count() - all;
+    sources.push_back({pair.reads, loads, both, all - both});
+  }
+  return sources;
 }
 
 /// When the last of the tiles is done that `blocks` take in this order, each as soon as it is free.
@@ -123,39 +164,41 @@ double seen_of_mixed(const Problem& p, const ConvInstance& instance, std::size_t
 
 /// Estimated time of the convolution's launches.
 double scheduled_ns(const Problem& p, const ConvInstance& instance, const std::vector<Slab>& slabs,
-                    bool share_taps, int sm_count) {
+                    const Cut& cut, int sm_count) {
   constexpr double kLaunch = 4000;  // between two
   const std::int64_t blocks = std::max(sm_count, 1);
   const std::int64_t k_tiles = channel_tiles(p, instance.block_channels);
   const int launches = slab_launches(slabs.size());
   const std::size_t phases = border_slabs(p, 0).size();
+  const bool pairs_planes = cut.pair_phases && pair_phases(p).axis == 0;
   double ns = (launches - 1) * kLaunch;
   for (int launch = 0; launch < launches; ++launch) {
     const std::vector<Slab> own = slabs_of_launch(slabs, launch, launches);
-    const auto loads_of = [&](const Slab& slab) {
-      return share_taps ? shared_loads(p, slab) : SharedLoads{};
-    };
-    std::int64_t shared_rows = 0, sharing = 0;
-    for (const Slab& slab : own) {
-      const SharedLoads loads = loads_of(slab);
-      shared_rows = std::max(shared_rows, (loads.taps - 1) * loads.rows);
-      sharing += loads.taps > 1 ? 1 : 0;
+    const std::vector<TileSource> sources = tile_sources(p, cut, own);
+    std::int64_t shared_rows = 0, sharing = 0, of_sample = 0;
+    for (const TileSource& from : sources) {
+      shared_rows = std::max(shared_rows, (from.loads.taps - 1) * from.loads.rows);
+      sharing += from.loads.taps > 1 ? 1 : 0;
+      of_sample += ceil_div(from.reads.positions(), instance.block_positions);
     }
     const double in_flight = loads_in_flight(instance, shared_rows);
-    const std::int64_t tiles = saturating_product(p.n, slab_tiles(own, instance.block_positions), k_tiles);
+    const std::int64_t tiles = saturating_product(p.n, of_sample, k_tiles);
     if (tiles > kMaxSm90Tiles) return std::numeric_limits<double>::infinity();
     const auto active = static_cast<double>(std::min(tiles, blocks));
     std::vector<TileRun> runs;
-    for (const Slab& slab : own) {
-      runs.push_back({ceil_div(slab.positions(), instance.block_positions) * k_tiles,
-                      tile_ns(p, instance, slab, loads_of(slab), in_flight, active)});
+    for (const TileSource& from : sources) {
+      runs.push_back({ceil_div(from.reads.positions(), instance.block_positions) * k_tiles,
+                      tile_ns(p, instance, from, in_flight, active)});
     }
     // What such blocks took of their estimates: tiles of 64 channels less, those of 128 x 128 more.
     constexpr double kNarrow = 0.92, kSquare = 1.05;
-    const double seen = instance.block_channels == 64     ? kNarrow
+    // Pairs along the depth, and along the height, beside tiles of 64 channels: of 170 times.
+    constexpr double kPlanesInPairs = 1.04, kRowsInPairs = 1.12;
+    const double seen = cut.pair_phases                   ? (pairs_planes ? kPlanesInPairs : kRowsInPairs)
+                        : instance.block_channels == 64   ? kNarrow
                         : instance.block_positions == 128 ? kSquare
                                                           : 1;
-    const bool mixed = sharing > 0 && sharing < static_cast<std::int64_t>(own.size());
+    const bool mixed = sharing > 0 && sharing < static_cast<std::int64_t>(sources.size());
     ns += makespan(runs, p.n, blocks) * seen * (mixed ? seen_of_mixed(p, instance, own.size(), phases) : 1);
   }
   return ns;
@@ -182,24 +225,69 @@ std::vector<CutSlabs> possible_cuts(const Problem& p) {
   return cuts;
 }
 
+bool takes_pairs(const ConvInstance& instance) {
+  return pairs_phases(instance.block_channels, instance.block_positions, instance.products,
+                      instance.stored_bits);
+}
+
+/// Phases in pairs: each load of x for one tap, or for several where that can be.
+std::vector<CutSlabs> possible_pairs(const Problem& p) {
+  std::vector<CutSlabs> cuts;
+  const PhasePairs paired = pair_phases(p);
+  const std::vector<Slab> slabs = slabs_of_pairs(paired), reads = reads_of_pairs(paired);
+  if (slabs.empty() || slabs.size() > std::size_t{kMaxSlabs}) return cuts;
+  const bool shares = std::any_of(paired.pairs.begin(), paired.pairs.end(), [&](const PhasePair& pair) {
+    return shared_loads_of_pair(p, paired, pair).taps > 1;
+  });
+  if (within_im2col(p, reads)) cuts.push_back({{0, false, true}, slabs});
+  if (shares && within_im2col(p, reads, true)) cuts.push_back({{0, true, true}, slabs});
+  return cuts;
+}
+
+// Descriptors of many slabs cost host time and launch parameters: a gain within the estimate's error, or of a
+// convolution that takes little, is not worth them.
+constexpr double kWorthwhileGain = 0.98;
+constexpr double kWorthwhileNs = 20e3;
+
 /// Of cuts, the first of which is taken unless another gains, that with the least estimated time.
 Schedule cheapest_of(const Problem& p, const ConvInstance& instance, const std::vector<CutSlabs>& cuts,
                      int sm_count) {
-  // Descriptors of many slabs cost host time and launch parameters: a gain within the estimate's error, or a
-  // convolution that takes little, is not worth them.
-  constexpr double kWorthwhileGain = 0.98;
-  constexpr double kWorthwhileNs = 20e3;
   const CutSlabs& first = cuts.front();
   Schedule best{instance, first.cut};
-  const double uncut = scheduled_ns(p, instance, first.slabs, first.cut.share_taps, sm_count);
+  const double uncut = scheduled_ns(p, instance, first.slabs, first.cut, sm_count);
   double ns = uncut, least = kWorthwhileGain * uncut;
   for (auto other = cuts.begin() + 1; other != cuts.end() && uncut >= kWorthwhileNs; ++other) {
     // With three products, two loads of that many rows leave no room for w.
     if (other->cut.share_taps && instance.products != 1) continue;
-    const double found = scheduled_ns(p, instance, other->slabs, other->cut.share_taps, sm_count);
+    const double found = scheduled_ns(p, instance, other->slabs, other->cut, sm_count);
     if (found < least) best.cut = other->cut, ns = least = found;
   }
   best.multiply_ms = ns * 1e-6;
+  return best;
+}
+
+/// Whether variants take the same operands and store the same values, by k-blocks of as many input channels.
+bool is_alternative(const ConvInstance& instance, const ConvInstance& base) {
+  return instance.compiled && instance.arch == base.arch && !instance.twice &&
+         instance.operand == base.operand && instance.products == base.products &&
+         instance.output == base.output && instance.stored_bits == base.stored_bits &&
+         instance.block_inputs == base.block_inputs;
+}
+
+/// `apart`, or phases in pairs where these gain.
+Schedule or_in_pairs(const Problem& p, const Schedule& apart, const std::vector<ConvInstance>& instances,
+                     int sm_count) {
+  Schedule best = apart;
+  double least = kWorthwhileGain * apart.multiply_ms * 1e6;
+  if (apart.multiply_ms * 1e6 < kWorthwhileNs) return best;
+  const std::vector<CutSlabs> cuts = possible_pairs(p);
+  for (const ConvInstance& instance : instances) {
+    if (!is_alternative(instance, apart.instance) || !takes_pairs(instance)) continue;
+    for (const CutSlabs& pairs : cuts) {
+      const double ns = scheduled_ns(p, instance, pairs.slabs, pairs.cut, sm_count);
+      if (ns < least) best = {instance, pairs.cut, ns * 1e-6}, least = ns;
+    }
+  }
   return best;
 }
 
@@ -222,8 +310,7 @@ std::vector<CutSlabs> cuts_in_place(const Problem& p, std::vector<CutSlabs> cuts
 }  // namespace
 
 double scheduled_multiply_ms(const Problem& p, const ConvInstance& instance, const Cut& cut, int sm_count) {
-  const std::vector<Slab> slabs = plan_slabs(p, cut.split_axes, cut.share_taps);
-  return scheduled_ns(p, instance, slabs, cut.share_taps, sm_count) * 1e-6;
+  return scheduled_ns(p, instance, plan_slabs(p, cut), cut, sm_count) * 1e-6;
 }
 
 Schedule cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_count) {
@@ -231,7 +318,7 @@ Schedule cheapest_cut(const Problem& p, const ConvInstance& instance, int sm_cou
 }
 
 bool stores_in_place(const Problem& p, const Cut& cut) {
-  return slabs_lie_in_place(p, plan_slabs(p, cut.split_axes, cut.share_taps));
+  return slabs_lie_in_place(p, plan_slabs(p, cut));
 }
 
 Schedule cheapest_cut_in_place(const Problem& p, const ConvInstance& instance, int sm_count) {
@@ -247,19 +334,14 @@ Schedule cheapest_schedule(const Problem& p, const ConvInstance& base,
     if (!in_place.empty()) cuts = std::move(in_place);
   }
   Schedule best = cheapest_of(p, base, cuts, sm_count);
-  if (base.products != 1 || base.block_inputs != kBlockInputs) return best;
+  if (base.products != 1) return best;
   for (const ConvInstance& instance : instances) {
-    if (!instance.compiled || instance.arch != base.arch || instance.twice ||
-        instance.operand != base.operand || instance.products != base.products ||
-        instance.output != base.output || instance.stored_bits != base.stored_bits ||
-        instance.block_inputs != base.block_inputs) {
-      continue;
-    }
+    if (base.block_inputs != kBlockInputs || !is_alternative(instance, base)) continue;
     // One that counts more tiles than the kernel can takes forever.
     const Schedule other = cheapest_of(p, instance, cuts, sm_count);
     if (other.multiply_ms < best.multiply_ms) best = other;
   }
-  return best;
+  return or_in_pairs(p, best, instances, sm_count);
 }
 
 }  // namespace upconv3d

@@ -11,17 +11,12 @@
 #include <vector>
 
 #include "core/channels.hpp"
+#include "core/cut.hpp"
 #include "core/index_math.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 
 namespace upconv3d {
-
-/// How the output is cut into slabs: plan_slabs.
-struct Cut {
-  int split_axes = 0;
-  bool share_taps = false;
-};
 
 /// Tiles, and a cut of the output.
 struct Schedule {

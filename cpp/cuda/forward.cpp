@@ -8,6 +8,7 @@
 #include <string>
 
 #include "core/channels.hpp"
+#include "core/cut.hpp"
 #include "core/held_norm.hpp"
 #include "core/twice_layout.hpp"
 #include "core/twice_transposed.hpp"
@@ -145,6 +146,7 @@ ConvTransposeParams conv_params(const Problem& problem, const Plan& plan, const 
   conv.clears_counters = PackedOperands::packs_nothing(plan);
   conv.split_axes = plan.split_axes;
   conv.share_taps = plan.share_taps;
+  conv.pair_phases = plan.pair_phases;
   conv.launches = plan.launches;
   conv.window_tiles = plan.window_tiles;
   conv.sm_count = device.sm_count;
@@ -172,7 +174,7 @@ void finalize_slabs(const Problem& problem, const Plan& plan, const ForwardTenso
                     const Sm90Workspace& workspace, const ActivationMemory& activation, cudaStream_t stream) {
   FinalizeSlabsParams params;
   params.problem = problem;
-  params.slabs = plan_slabs(problem, plan.split_axes, plan.share_taps);
+  params.slabs = plan_slabs(problem, {plan.split_axes, plan.share_taps, plan.pair_phases});
   params.moment_positions = plan.tile_positions;
   params.granule_shift = moment_granule_shift(problem);
   params.part = workspace.part;

@@ -79,6 +79,7 @@ void convolve(const GradXPlan& plan, const Device& device, const GradXTensors& t
   conv.channels_first = plan.in_place && plan.problem.y_layout == Layout::kNCDHW;
   conv.split_axes = plan.cut.split_axes;
   conv.share_taps = plan.cut.share_taps;
+  conv.pair_phases = plan.cut.pair_phases;
   conv.sm_count = device.sm_count;
   conv.memo = memo;
   find_conv_transpose_launcher(plan.instance.name)(conv, stream);

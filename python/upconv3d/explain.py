@@ -37,6 +37,8 @@ class Plan:
             read only padding.
         share_taps: whether one load of input serves all taps along the height, or along the depth of small
             planes, where positions can be cut so; the rest is loaded tap by tap.
+        pair_phases: whether two phases of a strided block of up to 64 output channels share tiles, and loads
+            of input.
         window_tiles: of a strided block, tiles of positions for which all phases are computed before the next
             ones; 0 where phases follow each other whole.
         leaving_blocks: of the convolution, as many of its blocks as end after the first sample, so that a
@@ -77,6 +79,7 @@ class Plan:
     tile_positions: int
     split_axes: int
     share_taps: bool
+    pair_phases: bool
     window_tiles: int
     leaving_blocks: int
     channels: str
@@ -116,6 +119,7 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         tile_positions=plan["tile_positions"],
         split_axes=plan["split_axes"],
         share_taps=plan["share_taps"],
+        pair_phases=plan["pair_phases"],
         window_tiles=plan["window_tiles"],
         leaving_blocks=plan["leaving_blocks"],
         channels=plan["channels"],

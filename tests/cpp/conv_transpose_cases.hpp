@@ -103,6 +103,16 @@ inline const Case kCases[] = {
     {2, 64, 64, {5, 8, 8}, {3, 1, 3}, {1, 0, 1}, kNaN},
     {3, 32, 64, {9, 8, 8}, {3, 1, 3}, {0, 0, 0}},
     {3, 72, 128, {4, 8, 8}, {4, 4, 4}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
+    // pairs of phases: along the depth, of unlike planes, with and without loads that several taps share, of
+    // a stride of four; along the height; few channels
+    {2, 64, 64, {3, 17, 17}, {3, 3, 3}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
+    {2, 32, 64, {3, 16, 16}, {3, 4, 4}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
+    {1, 96, 48, {4, 5, 9}, {5, 3, 2}, {1, 1, 0}, 0.0, 1, false, {4, 1, 1}},
+    {2, 72, 40, {5, 8, 9}, {1, 4, 3}, {0, 1, 1}, 0.0, 1, false, {1, 2, 2}},
+    {3, 16, 8, {4, 5, 7}, {3, 3, 3}, {1, 1, 1}, 0.0, 1, false, {2, 2, 2}},
+    // in more tiles than few blocks, of which some are kept; rows that are no whole chunks
+    {2, 64, 64, {6, 11, 13}, {3, 3, 3}, {1, 1, 1}, 0.0, 1, false, {2, 1, 1}},
+    {1, 40, 20, {4, 5, 9}, {3, 3, 3}, {1, 1, 1}, 0.0, 1, false, {2, 1, 2}},
     // few output channels, of which rows of what is normalized hold 8, 3 and 2 positions, or 16, 7 and 4
     {4, 16, 8, {5, 6, 7}, {2, 2, 2}, {0, 0, 0}},
     {4, 40, 16, {4, 5, 7}, {3, 3, 3}, {0, 0, 0}},

@@ -19,6 +19,8 @@
 #include "conv_transpose_reference.cuh"
 #include "core/border_slabs.hpp"
 #include "core/channels.hpp"
+#include "core/im2col_limits.hpp"
+#include "core/phase_pairs.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 #include "core/slab_launches.hpp"
@@ -30,8 +32,9 @@
 
 namespace upconv3d::tests {
 
-/// border_slabs along 0 to 3 axes, and tap_sharing_slabs.
-inline constexpr Cut kCuts[] = {{0, false}, {1, false}, {2, false}, {3, false}, {0, true}};
+/// border_slabs along 0 to 3 axes, tap_sharing_slabs, and pairs of phases, which share loads or do not.
+inline constexpr Cut kCuts[] = {{0, false}, {1, false},       {2, false},     {3, false},
+                                {0, true},  {0, false, true}, {0, true, true}};
 
 /// What the kernel ends with.
 enum class Mode {
@@ -77,7 +80,13 @@ inline bool can_launch(const ConvInstance& instance, const Problem& problem, Mod
   // Phases of a stride are slabs already, of which some share loads or none.
   const bool has_stride = problem.stride != Extent3{1, 1, 1};
   if (has_stride && cut.split_axes > 0) return false;
-  if (has_stride && cut.share_taps) {
+  if (cut.pair_phases) {
+    const PhasePairs paired = pair_phases(problem);
+    const bool has_kernel = pairs_phases(instance.block_channels, instance.block_positions, instance.products,
+                                         instance.stored_bits);
+    if (!has_kernel || paired.pairs.empty() || 2 * paired.pairs.size() > std::size_t{kMaxSlabs}) return false;
+    if (!within_im2col(problem, reads_of_pairs(paired), cut.share_taps)) return false;
+  } else if (has_stride && cut.share_taps) {
     const std::vector<Slab> slabs = tap_sharing_slabs(problem);
     const bool shares = std::any_of(slabs.begin(), slabs.end(),
                                     [&](const Slab& slab) { return shares_x_loads(problem, slab); });
@@ -159,7 +168,7 @@ class Fixture {
   void launch(const Launch& launch, int sm_count) {
     set_tail(launch.tail);
     problem_.num_groups = launch.num_groups;
-    const auto slabs = plan_slabs(problem_, launch.cut.split_axes, launch.cut.share_taps);
+    const auto slabs = plan_slabs(problem_, launch.cut);
     const std::int64_t tiles = slab_tiles(slabs, moment_positions(instance_));
     const bool table_of_groups = normalizes(launch.mode), linear = is_linear(launch.mode);
     const bool keeps_steps =
@@ -191,6 +200,8 @@ class Fixture {
     if (launch.mode == Mode::kBeside) params.y = y_.get();
     params.split_axes = launch.cut.split_axes;
     params.share_taps = launch.cut.share_taps;
+    params.pair_phases = launch.cut.pair_phases;
+    params.window_tiles = launch.cut.pair_phases ? 2 : 0;  // as such launches of some size have them
     params.launches = slab_launches(slabs.size());
     params.sm_count = sm_count;
     params.normalized_beside = launch.mode == Mode::kMoments && params.launches == 1;

@@ -152,6 +152,30 @@ void test_rings() {
   }
 }
 
+/// Phases of up to 64 output channels go in pairs where that gains; not of more channels or groups, nor with
+/// three products.
+void test_pairs() {
+  Problem p = cube(2, 128, 64, 40, 3, 1);
+  p.stride = {2, 2, 2}, p.output_padding = {1, 1, 1};
+  const Schedule found = chosen(p);
+  expect(found.cut.pair_phases && found.instance.block_channels == 128, "pairs of phases");
+  const Problem plain = cube(2, 128, 64, 40, 3, 1);
+  expect(!chosen(plain).cut.pair_phases, "no phases, no pairs");
+  Problem wide = p;
+  wide.k = 72;
+  expect(!chosen(wide).cut.pair_phases, "more channels than a warpgroup has rows");
+  Problem grouped = p;
+  grouped.groups = 2;
+  expect(!chosen(grouped).cut.pair_phases, "groups");
+  Problem exact = p;
+  exact.dtype = DType::kFloat32, exact.precision = Precision::kIEEE;
+  const ConvInstance three = variant(64, 128, "f16x3_f32_");
+  expect(!cheapest_schedule(exact, three, all_compiled(), kSms).cut.pair_phases, "three products");
+  Problem few = p;
+  few.in = {6, 6, 6};
+  expect(!chosen(few).cut.pair_phases, "a few tiles are not worth it");
+}
+
 /// What was not compared keeps the variant that it began with.
 void test_uncompared_families() {
   Problem exact = cube(2, 128, 192, 40, 3, 1);
@@ -178,6 +202,7 @@ int main() {
     upconv3d::test_many_tiles_are_averaged();
     upconv3d::test_linear();
     upconv3d::test_rings();
+    upconv3d::test_pairs();
     upconv3d::test_uncompared_families();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());

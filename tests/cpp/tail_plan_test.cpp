@@ -85,7 +85,8 @@ std::string broken_promise(const Problem& p, const Plan& plan) {
   if (plan.twice && !(plan.normalizes == tail.norm && plan.activation_in_y && plan.conv_layout == p.y_layout))
     return "twice";
   if (plan.linear && (plan.normalizes || plan.keeps_activation)) return "linear, and more";
-  const bool in_place = plan.twice || stores_in_place(p, {plan.split_axes, plan.share_taps});
+  const bool in_place =
+      plan.twice || stores_in_place(p, {plan.split_axes, plan.share_taps, plan.pair_phases});
   if (plan.linear && plan.activation_in_y != in_place) return "stored in place";
   if ((plan.linear || tail.returns_conv) && stores_steps(plan)) return "steps of a result";
   if (tail.returns_conv && (plan.linear || plan.activation_in_y || tail.before() != Activation::kNone))

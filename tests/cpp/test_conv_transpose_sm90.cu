@@ -255,9 +255,9 @@ std::string label(const Problem& problem, const Launch& launch) {
          " K=" + std::to_string(problem.k) + " P=" + std::to_string(problem.out()[1]) +
          " groups=" + std::to_string(problem.groups) + " num_groups=" + std::to_string(launch.num_groups) +
          " split_axes=" + std::to_string(launch.cut.split_axes) +
-         (launch.cut.share_taps ? " share_taps, " : ", ") + (problem.has_bias ? "" : "no bias, ") +
-         modes[int(launch.mode)] + ", " + describe(launch.tail) + (launch.w_in_place ? ", w in place" : "") +
-         (launch.clears_counters ? ", clears counters" : "");
+         (launch.cut.share_taps ? " share_taps, " : ", ") + (launch.cut.pair_phases ? "pairs, " : "") +
+         (problem.has_bias ? "" : "no bias, ") + modes[int(launch.mode)] + ", " + describe(launch.tail) +
+         (launch.w_in_place ? ", w in place" : "") + (launch.clears_counters ? ", clears counters" : "");
 }
 
 /// One launch by few blocks, and all that it wrote.
@@ -327,7 +327,7 @@ void run_cuts(Fixture& fixture, int index, int sm_count, Tally& tally) {
       run_launch(fixture, {cut, groups, affine, mode, Tail{}}, tally);
       const bool many_launches = mode == Mode::kMoments && slab_launches(fixture.problem()) > 2;
       if ((index == kRepeatedCase && (cut.share_taps || cut.split_axes == 3)) ||
-          (many_launches && fixture.problem().k % 8 == 0)) {
+          ((many_launches || cut.pair_phases) && fixture.problem().k % 8 == 0)) {
         const Launch launch{cut, 8, true, mode, Tail{}};
         tally.run(fixture.instance(), "repeated, " + label(fixture.problem(), launch),
                   [&] { return check_repeats(fixture, launch, sm_count); });

@@ -289,7 +289,7 @@ void run_block(const Problem& block, bool w_channels_last, int sm_count, std::ui
       GradXPlan plan = selected;
       plan.instance = instance;
       cut_output(plan, cut);
-      const auto slabs = upconv3d::plan_slabs(plan.problem, cut.split_axes, cut.share_taps);
+      const auto slabs = upconv3d::plan_slabs(plan.problem, cut);
       if (slabs.size() > std::size_t(upconv3d::kMaxSlabs)) continue;
       const std::string what =
           (cut.share_taps ? "loads shared, " : std::to_string(cut.split_axes) + " axes cut, ");

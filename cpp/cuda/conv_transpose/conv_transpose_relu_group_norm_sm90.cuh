@@ -31,6 +31,8 @@
 /// Tiles belong to slabs: boxes of positions of one phase of the stride, which the same taps reach
 /// (core/border_slabs.hpp). Zeros that a stride inserts, and padding, are thus not multiplied. A tile never
 /// straddles two samples: part needs no atomics, and results repeat bit for bit, whichever block has a tile.
+/// Of up to 64 output channels a tile may be of a pair of slabs, one to each of the warpgroups that multiply
+/// (core/phase_pairs.hpp): what is said of its second 64 channels is then said of the second slab's 64.
 ///
 /// One block per multiprocessor, three warpgroups:
 ///   warp 0       hands out tiles and loads their operands by TMA (mainloop_sm90.cuh)
@@ -53,8 +55,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 #include <utility>
 
 #include <cooperative_groups.h>
@@ -64,22 +64,18 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
 
-#include "core/border_slabs.hpp"
-#include "core/channels.hpp"
-#include "core/index_math.hpp"
 #include "core/slab_launches.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/conv_transpose/cooperative_launch.hpp"
 #include "cuda/conv_transpose/drain_tiles_sm90.cuh"
+#include "cuda/conv_transpose/fill_params_sm90.cuh"
 #include "cuda/conv_transpose/finalize_sm90.cuh"
 #include "cuda/conv_transpose/group_norm_sm90.cuh"
 #include "cuda/conv_transpose/mainloop_sm90.cuh"
 #include "cuda/conv_transpose/relu_epilogue_sm90.cuh"
 #include "cuda/conv_transpose/remembered_launch_sm90.hpp"
-#include "cuda/conv_transpose/tail_sm90.hpp"
 #include "cuda/conv_transpose/tensor_maps_sm90.hpp"
 #include "cuda/conv_transpose/tiles_sm90.cuh"
-#include "cuda/group_norm/steps.cuh"
 
 namespace upconv3d::cuda {
 
@@ -87,7 +83,8 @@ namespace upconv3d::cuda {
 ///
 /// \tparam W_IN_PLACE of params. Known here, not where it is needed: between two ways to multiply into the
 /// same registers ptxas would wait for each instruction (C7515).
-template <class Traits, bool W_IN_PLACE>
+/// \tparam PAIRED whether each warpgroup has a phase of its own
+template <class Traits, bool W_IN_PLACE, bool PAIRED>
 CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, char* shared_memory) {
   using namespace cute;
   SharedMemory<Traits> const shared(uniform_shared(shared_memory), params.rings);
@@ -109,23 +106,30 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, char* sha
     slot.advance(kTileSlots);
     if (is_end(note)) break;
     TileWork const tile = noted_tile(params, note);
-    int const channel = tile.channel + warpgroup % Traits::WARPGROUPS_K * 64;
-    int const valid = tile.positions - warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS;
+    int const own_slab = PAIRED ? slab_of_warpgroup(params, tile.slab, warpgroup) : tile.slab;
+    KernelSlab<Traits> const& slab = params.slabs[own_slab];
+    int const channel = tile.channel + (PAIRED ? 0 : warpgroup % Traits::WARPGROUPS_K * 64);
+    int const valid = PAIRED ? slab.positions - tile.position
+                             : tile.positions - warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS;
+    int const x_loads = PAIRED ? slab.own_loads : tile.x_loads;
     typename Epilogue::Terms terms;
     bool takes_moments;
     auto const look_up = [&] {
       terms = Epilogue::load_terms(params, tile.n, channel);
-      takes_moments = consumers_take_moments(params, params.slabs[tile.slab], note, valid);
+      takes_moments = consumers_take_moments(params, slab, note, valid);
     };
+    if constexpr (PAIRED) rings.pass(slab.first_load, tile.shared_taps);
     if constexpr (Traits::PRODUCTS == 1) {
-      mma_one_product(rings, tile.x_loads, tile.shared_taps, tile.shared_rows, acc, [&] {
+      mma_one_product(rings, x_loads, tile.shared_taps, tile.shared_rows, acc, [&] {
         look_up();
-        // Here already, because ptxas would let the loads follow the wait for wgmma, but for a branch.
-        control.staging.wait_empty(staged);
+        // Here already, because ptxas would let the loads follow the wait for wgmma, but for a branch. Not in
+        // a pair, whose other warpgroup waits for the operands that this one holds.
+        if constexpr (!PAIRED) control.staging.wait_empty(staged);
       });
     } else {
-      mma_three_products(rings, tile.x_loads, tile.shared_taps, tile.shared_rows, acc);
+      mma_three_products(rings, x_loads, tile.shared_taps, tile.shared_rows, acc);
     }
+    if constexpr (PAIRED) rings.pass(slab.later_loads, tile.shared_taps);
     auto const hand_over = [&] {
       cute::tma_store_fence();
       __syncwarp();
@@ -153,6 +157,17 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, char* sha
 template <class Traits>
 CUTLASS_DEVICE void clear_counters(KernelParams<Traits> const& params) {
   for (int i = threadIdx.x; i < params.num_counters; i += Traits::THREADS) params.next_tile[i] = 0;
+}
+
+/// multiply_tiles as the launch's parameters have it.
+template <class Traits, bool PAIRED>
+CUTLASS_DEVICE void multiply_tiles_of(KernelParams<Traits> const& params, char* shared_memory) {
+  if constexpr (Traits::READS_W_IN_PLACE) {
+    params.w_in_place ? multiply_tiles<Traits, true, PAIRED>(params, shared_memory)
+                      : multiply_tiles<Traits, false, PAIRED>(params, shared_memory);
+  } else {
+    multiply_tiles<Traits, false, PAIRED>(params, shared_memory);
+  }
 }
 
 template <class Traits>
@@ -196,11 +211,11 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
   int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp >= 4) {
     cutlass::arch::warpgroup_reg_alloc<Traits::CONSUMER_REGISTERS>();
-    if constexpr (Traits::READS_W_IN_PLACE) {
-      params.w_in_place ? multiply_tiles<Traits, true>(params, raw_shared)
-                        : multiply_tiles<Traits, false>(params, raw_shared);
+    if constexpr (Traits::PAIRS_PHASES) {
+      params.pair_axis >= 0 ? multiply_tiles_of<Traits, true>(params, raw_shared)
+                            : multiply_tiles_of<Traits, false>(params, raw_shared);
     } else {
-      multiply_tiles<Traits, false>(params, raw_shared);
+      multiply_tiles_of<Traits, false>(params, raw_shared);
     }
     if (params.normalizes) {
       // Both warpgroups are done with the operands' memory: now items come there. What the other one staged
@@ -215,7 +230,14 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Traits::HELPER_REGISTERS>();
-    if (threadIdx.x == 0) load_tiles(params, shared);
+    if (threadIdx.x == 0) {
+      if constexpr (Traits::PAIRS_PHASES) {
+        params.pair_axis >= 0 ? load_tiles<Traits, true>(params, shared)
+                              : load_tiles<Traits, false>(params, shared);
+      } else {
+        load_tiles<Traits, false>(params, shared);
+      }
+    }
     if (warp == 1 || warp == 2) drain_tiles(params, shared, warp - 1);
     if (warp == 3 && !params.linear) {
       if (params.normalizes) {
@@ -226,217 +248,6 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     }
   }
 #endif
-}
-
-/// The slabs' descriptors and geometry.
-template <class Traits>
-void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, KernelParams<Traits>& to,
-                TensorMaps& maps) {
-  const Problem& problem = params.problem;
-  const std::vector<Slab> all = plan_slabs(problem, params.split_axes, params.share_taps);
-  const std::vector<Slab> slabs = slabs_of_launch(all, params.launch, params.launches);
-  if (slabs.size() > kMaxSlabs) {
-    throw std::logic_error("upconv3d: the SM90 kernel takes at most " + std::to_string(kMaxSlabs) +
-                           " slabs; got " + std::to_string(slabs.size()) + " for " + describe(problem) +
-                           ". select_plan must cut fewer axes, or divide them among launches.");
-  }
-  const void* const x[2] = {params.x_hi, params.x_lo};
-  const std::int64_t k_tiles = channel_tiles(problem, Traits::BLK_K);
-  const std::int64_t x_samples = params.x_packed ? problem.n * problem.groups : problem.n;
-  const std::int64_t x_pitch = params.x_pitch != 0 ? params.x_pitch : problem.c;
-  const std::int64_t x_channels = params.x_packed ? operand_channels(problem) : x_pitch;
-  const RowBox x_row = params.x_split ? row_box(SplitRow(x_pitch)) : RowBox{x_channels, x_channels};
-  to.x_block_step = static_cast<int>(params.x_split ? SplitRow(x_pitch).block_step() : Traits::BLK_C);
-  std::int64_t moments = slab_tiles(slabs_before(all, params.launch, params.launches), Traits::STAGED_POS);
-  std::int64_t tiles = 0;
-  int shared_rows = 0;
-  for (const Slab& from : slabs) {
-    SlabMaps<Traits>& slab_maps = to.maps[to.num_slabs];
-    KernelSlab<Traits>& slab = to.slabs[to.num_slabs++];
-    const SharedLoads shared = params.share_taps ? shared_loads(problem, from) : SharedLoads{};
-    slab.shared[0] = slab.shared[1] = 1;
-    slab.shared[shared.axis] = slab.shared_taps = static_cast<int>(shared.taps);
-    slab.shared_rows = static_cast<int>(shared.rows);
-    const int rows = (slab.shared_taps - 1) * slab.shared_rows;  // beyond BLK_POS
-    shared_rows = std::max(shared_rows, rows);
-    for (int split = 0; split < Traits::SPLITS; ++split) {
-      maps.place(slab_maps.x[split], split == 0 ? Mapped::kX : Mapped::kXLo,
-                 encode_slab_input(problem, from, operand, x[split], x_samples, x_row, Traits::BLK_POS + rows,
-                                   Traits::BLK_C, slab.shared_taps > 1));
-    }
-    const DType element = Traits::QUANTIZED ? DType::kFloat16 : output;  // any of 16 bit
-    using Stored = typename Traits::Stored;
-    maps.place(slab_maps.a, Mapped::kA,
-               params.channels_first
-                   ? encode_slab_channels(problem, from, element, params.a, kPanelPositions<Stored>, 64)
-                   : encode_slab_output(problem, from, element, to.pitch, params.a, kStagePositions<Stored>,
-                                        kPanelChannels<Stored>));
-    if ((Traits::QUANTIZED || Traits::KEEPS_TILE) && to.normalizes) {
-      maps.place(slab_maps.item, Mapped::kA,
-                 encode_slab_output(problem, from, element, to.pitch, params.a, Traits::ITEM_POS,
-                                    kPanelChannels<Stored>));
-    }
-    slab.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
-    slab.height = cutlass::FastDivmod(static_cast<int>(from.extent[1]));
-    slab.positions = static_cast<int>(from.positions());
-    // Where no tap reaches, the one k-block behind the last of all groups: x and w are zeros there.
-    const bool reached = from.tap_count() > 0;
-    slab.c_begin = reached ? 0 : static_cast<int>(ceil_div(x_channels, Traits::BLK_C));
-    slab.c_end =
-        reached ? static_cast<int>(ceil_div(group_inputs(problem), Traits::BLK_C)) : slab.c_begin + 1;
-    const InputBox box = input_box(problem, from);
-    for (int axis = 0; axis < 3; ++axis) {
-      slab.corner[axis] = static_cast<int>(box.lower[axis]);
-      slab.origin[axis] = static_cast<int>(from.origin[axis]);
-      slab.step[axis] = static_cast<int>(from.step[axis]);
-      slab.stride[axis] = static_cast<int>(from.stride[axis]);
-      slab.dilation[axis] = static_cast<int>(from.dilation[axis]);
-      slab.tap[axis] = static_cast<int>(from.tap[axis]);
-      slab.tap_step[axis] = static_cast<int>(from.tap_step[axis]);
-      slab.taps[axis] = reached ? static_cast<int>(from.taps[axis]) : 1;
-    }
-    const int k_blocks = slab.taps[0] * slab.taps[1] * slab.taps[2] * (slab.c_end - slab.c_begin);
-    slab.x_loads = k_blocks / slab.shared_taps;
-    slab.row_moments = wants_row_moments<Traits>(k_blocks, problem.n) && !to.linear;
-    const std::int64_t pos_tiles = ceil_div(from.positions(), Traits::BLK_POS);
-    slab.first_tile = static_cast<int>(tiles);
-    slab.first_moment = static_cast<int>(moments);
-    tiles += pos_tiles * k_tiles;
-    moments += ceil_div(from.positions(), Traits::STAGED_POS);
-  }
-  std::int64_t order = tiles;
-  if (params.window_tiles > 0) {
-    std::int64_t longest = 0;
-    for (const Slab& slab : slabs) longest = std::max(longest, ceil_div(slab.positions(), Traits::BLK_POS));
-    order = fill_windows(params.window_tiles, longest, k_tiles, to);
-  }
-  if (tiles * problem.n > kMaxSm90Tiles || order * problem.n > kMaxSm90Count ||
-      problem.positions() > kMaxSm90Count) {
-    throw std::logic_error("upconv3d: the SM90 kernel counts up to " + std::to_string(kMaxSm90Tiles) +
-                           " tiles; got " + std::to_string(tiles * problem.n) + " tiles for " +
-                           describe(problem) + ". select_plan must choose another plan.");
-  }
-  to.rings = ring_shape_of<Traits>(shared_rows);
-  to.k_tiles = cutlass::FastDivmod(static_cast<int>(k_tiles));
-  to.group_k_tiles = cutlass::FastDivmod(static_cast<int>(k_tiles / problem.groups));
-  to.tiles_per_sample = cutlass::FastDivmod(static_cast<int>(tiles));
-  to.order_per_sample = cutlass::FastDivmod(static_cast<int>(order));
-  to.order_size = static_cast<int>(order * problem.n);
-  to.moments = static_cast<int>(slab_tiles(all, Traits::STAGED_POS));
-}
-
-/// The descriptors of w.
-template <class Traits>
-void fill_w(const ConvTransposeParams& params, DType operand, KernelParams<Traits>& to, TensorMaps& maps) {
-  const Problem& problem = params.problem;
-  to.w_in_place = params.w_in_place;
-  if (params.w_in_place) {
-    if (!Traits::READS_W_IN_PLACE || problem.groups != 1) {
-      throw std::logic_error(
-          "upconv3d: this variant of the SM90 kernel takes a packed w; got one in place for " +
-          describe(problem) + ". select_plan must pack it.");
-    }
-    maps.place(to.w[0], Mapped::kW,
-               encode_w_in_place(problem, operand, params.w_hi, Traits::W_BOX_K, Traits::BLK_C));
-    return;
-  }
-  const void* const w[2] = {params.w_hi, params.w_lo};
-  for (int split = 0; split < Traits::SPLITS; ++split) {
-    maps.place(to.w[split], split == 0 ? Mapped::kW : Mapped::kWLo,
-               encode_w(problem, operand, w[split], Traits::BLK_K, Traits::BLK_C));
-  }
-}
-
-/// KernelParams::first_kept: of the samples that the last tiles of all blocks may belong to the first.
-template <class Traits>
-int first_kept_sample(const ConvTransposeParams& params, const KernelParams<Traits>& of) {
-  const std::int64_t samples = params.problem.n, blocks = params.sm_count;
-  // What lies beside y is read by a gradient's pass, or by who asked for it: there all of it is stored.
-  if (!Traits::KEEPS_TILE || !of.in_place || params.launches > 1 || blocks > kMaxKeepers) {
-    return static_cast<int>(samples);
-  }
-  const std::int64_t tiles = of.tiles_per_sample.divisor;
-  // Shares of tiles have every other row of a stride's phase, boxes all: rows narrower than two lines of L2
-  // then cost as much as they save (K = 48: 280 -> 288 us), unless every tile is kept.
-  constexpr std::int64_t kTwoLines = 256;
-  // Nor can they be folded.
-  const bool narrow = params.problem.k * std::int64_t{sizeof(typename Traits::Stored)} < kTwoLines;
-  const bool prefers_boxes = (narrow && params.problem.stride[2] > 1) || of.item_fold > 1;
-  if (!Traits::QUANTIZED && prefers_boxes && samples * tiles > blocks) return static_cast<int>(samples);
-  return static_cast<int>(std::max<std::int64_t>(samples * tiles - blocks, 0) / tiles);
-}
-
-/// All parameters but those of point_to.
-template <class Traits>
-void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType output,
-                        KernelParams<Traits>& to, TensorMaps& maps) {
-  const Problem& problem = params.problem;
-  to.linear = params.linear;
-  to.channels_first = params.channels_first;
-  to.floor = activation_floor(checked_before(params));
-  to.normalizes = params.channel_table == nullptr && !params.linear;
-  to.normalized_beside = params.normalized_beside;
-  to.in_place = to.normalizes && params.y == nullptr;
-  to.drains_normalize = to.normalizes && problem.n > 1;
-  // Stepped16 in y's memory has room for twice as many.
-  const std::int64_t pitch = padded_channels(problem.k);
-  to.pitch = static_cast<int>(to.in_place && Traits::QUANTIZED ? 2 * pitch : pitch);
-  to.step_pitch = static_cast<int>(pitch);
-  fill_slabs(params, operand, output, to, maps);
-  fill_w(params, operand, to, maps);
-  to.item_fold = item_fold<Traits>(problem);
-  to.item_rows = static_cast<int>(problem.positions() / to.item_fold);
-  to.first_kept = first_kept_sample(params, to);
-  to.first_late = to.linear ? to.order_size : first_late_place(to);
-  if constexpr (!Traits::QUANTIZED) {
-    if (to.normalizes) {
-      maps.place(to.item, Mapped::kA,
-                 encode_output_rows(problem, output, params.a, Traits::ITEM_POS,
-                                    kPanelChannels<typename Traits::Stored>, to.item_fold));
-    }
-  }
-  const Extent3 out = problem.out();
-  for (int axis = 0; axis < 3; ++axis) {
-    to.kernel[axis] = static_cast<int>(problem.kernel[axis]);
-    to.out[axis] = static_cast<int>(out[axis]);
-  }
-  to.num_counters = params.clears_counters ? static_cast<int>(counter_count(problem)) : 0;
-  to.samples = static_cast<int>(problem.n);
-  to.k = static_cast<int>(problem.k);
-  to.x_groups = params.x_packed ? static_cast<int>(problem.groups) : 1;
-  to.group_k = cutlass::FastDivmod(static_cast<int>(group_outputs(problem)));
-  to.group_c = static_cast<int>(group_inputs(problem));
-  to.unscale_step = params.one_unscale_sample ? 0 : 1;
-  const bool is_signed = to.floor < 0.f;
-  to.step_bits = is_signed ? 15 : 16;
-  to.stepped_zero = stored_origin(is_signed);
-  fill_group_norm(params.problem, to);
-  if (params.launches > 1) to.merge_steps = 0;  // no launch has the moments of all slabs
-}
-
-/// Every address of a launch but those in descriptors.
-template <class Traits>
-void point_to(const ConvTransposeParams& params, KernelParams<Traits>& to) {
-  using Output = typename Traits::Output;
-  to.a = static_cast<Output*>(params.a);
-  to.y = to.in_place ? to.a : static_cast<Output*>(params.y);
-  to.bias = static_cast<const Output*>(params.bias);
-  to.unscale_sample = params.unscale_sample;
-  to.unscale_column = params.unscale_column;
-  to.steps = params.steps;
-  to.moment_of = params.moment_of;
-  to.before = params.before;
-  to.gamma = static_cast<const Output*>(params.gamma);
-  to.beta = static_cast<const Output*>(params.beta);
-  if (to.normalizes) to.after = checked_linear_after(params);
-  to.part = reinterpret_cast<float2*>(params.part);
-  to.table = reinterpret_cast<float4*>(params.table);
-  to.channel_table = params.channel_table;
-  to.next_tile = params.counters;
-  to.next_item = params.counters + 1;
-  to.arrivals = params.counters + kStoredCounters;
-  to.finalized = params.counters + merged_counters(params.problem);
-  to.kept = params.counters + kept_tiles(params.problem);
 }
 
 /// A launch of one persistent block per multiprocessor, all at once.

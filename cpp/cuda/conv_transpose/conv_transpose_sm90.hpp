@@ -17,9 +17,9 @@
 
 namespace upconv3d::cuda {
 
-/// conv_transpose_twice_sm90 takes no channel_table, steps, moment_of, split_axes, share_taps, launches and
-/// window_tiles; its part is [N,granules,moments,2] of unrounded values, by granules of twice_granule_shift,
-/// M2 of fewer positions than others have with a minus, its table [twice_table_floats]
+/// conv_transpose_twice_sm90 takes no channel_table, steps, moment_of, split_axes, share_taps, pair_phases,
+/// launches and window_tiles; its part is [N,granules,moments,2] of unrounded values, by granules of
+/// twice_granule_shift, M2 of fewer positions than others have with a minus, its table [twice_table_floats]
 /// (core/twice_layout.hpp).
 ///
 /// a is before(conv + bias).
@@ -67,6 +67,7 @@ struct ConvTransposeParams {
   std::int32_t* counters = nullptr;  // [counter_count(problem)], zero unless this launch clears them
   int split_axes = 0;                // axes along which borders are cut off, see border_slabs
   bool share_taps = false;       // loads of x serve several taps: tap_sharing_slabs instead of border_slabs
+  bool pair_phases = false;      // two phases share tiles and loads of x (core/phase_pairs.hpp); one launch
   bool clears_counters = false;  // where no earlier kernel of the call can: blocks wait for that, about 1 us
   // Launches among which slabs are divided (core/slab_launches.hpp): of several, moments are not merged, and
   // channel_table, which must be given unless linear, is not written, nor is table.

@@ -57,11 +57,11 @@ struct Drain {
 
   CUTLASS_DEVICE static HalfTile half_tile(KernelParams<Traits> const& params, TileCoord const& tile,
                                            int warpgroup, int round) {
-    KernelSlab<Traits> const& slab = params.slabs[tile.slab];
     HalfTile half;
     half.n = tile.n;
-    half.slab = tile.slab;
-    half.channel = tile.channel + warpgroup % Traits::WARPGROUPS_K * 64;
+    half.slab = slab_of_warpgroup(params, tile.slab, warpgroup);
+    KernelSlab<Traits> const& slab = params.slabs[half.slab];
+    half.channel = tile.channel + (half.slab == tile.slab ? warpgroup % Traits::WARPGROUPS_K * 64 : 0);
     half.stored = stored_channel(params, tile.channel, half.channel);
     half.end = channel_end(params, tile.channel);
     half.position = tile.position + warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS + round * STAGED_POS;

@@ -80,7 +80,7 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
     slot.advance(kTileSlots);
     if (is_end(note)) break;
     TileCoord const coord = noted_tile(params, note);
-    KernelSlab<Traits> const& slab = params.slabs[coord.slab];
+    KernelSlab<Traits> const& slab = params.slabs[slab_of_warpgroup(params, coord.slab, warpgroup)];
     keeps = keeps_tile(params, control, coord, slot);
     if (keeps) {
       if (threadIdx.x % 32 == 0) {

@@ -162,7 +162,7 @@ class GroupNormWorker {
   /// which no item of another tile may touch.
   struct Item {
     int sample;
-    int slab;      // of tiles only
+    int slab;      // of tiles only; of a pair the first, whose positions and the second's the item has
     int channel;   // first
     int position;  // first, in [Z,P,Q], or row; of tiles: within the slab, perhaps beyond it
   };
@@ -267,8 +267,8 @@ class GroupNormWorker {
     if (item.sample >= first_of_tiles()) {
       // Lanes search the slabs side by side: their parameters lie in constant memory, where one after the
       // other would cost more than normalizing does.
-      int const tile = index / kItemsPerTile, lane = threadIdx.x % 32;
-      bool const begins = lane < params_.num_slabs && tile >= control_.first_tile[lane];
+      int const tile = index / kItemsPerTile, lane = lane_here();
+      bool const begins = lane < params_.tile_slabs && tile >= control_.first_tile[lane];
       item.slab = __popc(__ballot_sync(0xffffffffu, begins)) - 1;
       int const pos_tile = params_.k_tiles.divmod(k_tile, tile - control_.first_tile[item.slab]);
       item.position = pos_tile * Traits::BLK_POS + index % kItemsPerTile * Traits::ITEM_POS;
@@ -350,13 +350,15 @@ class GroupNormWorker {
     char* const to = buffers + slot * Traits::ITEM_BYTES;
     CUTLASS_PRAGMA_UNROLL
     for (int panel = 0; panel < Traits::BLK_K / kPanel; ++panel) {
-      int const channel = Drain<Traits>::stored_channel(params_, item.channel, item.channel) + panel * kPanel;
+      int channel = Drain<Traits>::stored_channel(params_, item.channel, item.channel) + panel * kPanel;
       if (item.sample >= first_of_tiles()) {
-        Slab const& slab = params_.slabs[item.slab];
+        int const index = slab_of_warpgroup(params_, item.slab, panel * kPanel / 64);
+        if (index != item.slab) channel -= 64;
+        Slab const& slab = params_.slabs[index];
         // An im2col load must begin inside the slab, also that of an item which lies beyond it whole.
         int q, p;
         int const z = slab.height.divmod(p, slab.width.divmod(q, min(item.position, slab.positions - 1)));
-        cute::SM90_TMA_LOAD_IM2COL_5D::copy(&params_.maps[item.slab].item, barrier, to + panel * kPanelBytes,
+        cute::SM90_TMA_LOAD_IM2COL_5D::copy(&params_.maps[index].item, barrier, to + panel * kPanelBytes,
                                             channel, q, p, z, item.sample, std::uint16_t(0), std::uint16_t(0),
                                             std::uint16_t(0));
       } else if constexpr (!Traits::QUANTIZED) {
@@ -392,7 +394,10 @@ class GroupNormWorker {
     int const chunk = lane % kChunks;
     bool const of_tile = item.sample >= first_of_tiles();
     int const fold = Traits::QUANTIZED || of_tile ? 1 : params_.item_fold;
-    int const at = item.channel + chunk * kVector;  // in a row of fold*K values
+    // Of the second phase of a pair, which has the tile's other 64 rows.
+    int const index = of_tile ? slab_of_warpgroup(params_, item.slab, chunk * kVector / 64) : 0;
+    bool const second = of_tile && index != item.slab;
+    int const at = item.channel + chunk * kVector - (second ? 64 : 0);  // in a row of fold*K values
     int const channel = fold > 1 ? channel_ : at;
     bool const inside = at < channel_end(params_, item.channel) * fold;
     if (inside) load_maps(item.sample, channel);
@@ -405,9 +410,10 @@ class GroupNormWorker {
     int count, pixel;  // a lane finds one position's place, for all
     float step[kVector];
     if (of_tile) {
-      Slab const& slab = params_.slabs[item.slab];
+      Slab const& first_slab = params_.slabs[item.slab];
+      Slab const& slab = params_.slabs[index];
       count = inside ? slab.positions - item.position : 0;
-      pixel = pixel_of(params_, slab, min(item.position + lane, slab.positions - 1));
+      pixel = pixel_of(params_, first_slab, min(item.position + lane, first_slab.positions - 1));
       if constexpr (Traits::QUANTIZED) {
         if (count > 0) {
           load_steps(item.sample, slab.first_moment + item.position / Traits::STAGED_POS, channel, step);
@@ -417,8 +423,8 @@ class GroupNormWorker {
       count = inside ? params_.item_rows - item.position : 0;
       pixel = item.position + lane;
     }
-    Output* const to =
-        params_.y + item.sample * std::int64_t(Drain<Traits>::pixels(params_)) * params_.k + at;
+    std::int64_t const sample = item.sample * std::int64_t(Drain<Traits>::pixels(params_));
+    Output* const to = params_.y + (sample + (second ? params_.pair_pixels : 0)) * params_.k + at;
     char const* const panel = buffer + chunk / 8 * panel_bytes;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first = lane / kChunks; first - lane / kChunks < Traits::ITEM_POS; first += kRows * kBatch) {

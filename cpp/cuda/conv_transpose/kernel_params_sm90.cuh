@@ -17,6 +17,7 @@
 #include "cutlass/gemm/collective/builders/sm90_common.inl"
 
 #include "core/border_slabs.hpp"
+#include "core/phase_pairs.hpp"
 #include "core/plan.hpp"
 #include "core/ring_shape.hpp"
 #include "cuda/activation.hpp"
@@ -112,6 +113,9 @@ struct ConvTransposeTraitsSm90 {
   /// Whether consumers can take moments, of all positions that they stage.
   static constexpr bool TAKES_ROW_MOMENTS = sizeof(Stored) == 2 && STAGE_ROUNDS == 1;
 
+  /// Whether the two warpgroups may have phases of their own.
+  static constexpr bool PAIRS_PHASES = pairs_phases(BLK_K, BLK_POS, PRODUCTS, 8 * int(sizeof(Stored)));
+
   /// Whether the loading thread tells the block's other warps all of a tile; else every warp finds a tile by
   /// its place. Told tiles gain 1 % where there are exponents to load. Elsewhere they lost 1 to 2 %, in a
   /// form in which the compiler did not see that they are the same for a whole warp and guarded each k-block.
@@ -157,8 +161,8 @@ RingShape ring_shape_of(int shared_rows) {
 
 /// A tile's place.
 struct TileCoord {
-  int n;  // sample
-  int slab;
+  int n;         // sample
+  int slab;      // of a pair the first
   int channel;   // first output channel
   int position;  // first position within the slab
 };
@@ -235,10 +239,11 @@ struct SlabMaps {
 
 template <class Traits>
 struct KernelSlab : SlabGeometry {
+  // What is loaded; of pairs, whose first slab has the tiles, what both read.
   int corner[3];       // first window's coordinates in x
   int stride[3];       // of x's coordinates, from one position to the next
   int dilation[3];     // of x's coordinates, from one tap to the next
-  int tap[3];          // first tap along T,R,S: the largest
+  int tap[3];          // the slab's own first tap along T,R,S: the largest
   int tap_step[3];     // from one tap to the next, downwards
   int taps[3];         // taps along T,R,S
   int c_begin, c_end;  // k-blocks of input channels
@@ -246,6 +251,11 @@ struct KernelSlab : SlabGeometry {
   int shared_taps;     // their product
   int shared_rows;     // of x, from one of those taps to the next
   int x_loads;         // of a tile
+  int lead;            // in pairs: taps along pair_axis before the slab's own,
+  int own_taps;        // and those;
+  int first_load;      // loads of x before those that serve them,
+  int own_loads;       // those,
+  int later_loads;     // and behind them
   int first_tile;      // of a sample's tiles
   int first_moment;    // of a sample's partial moments
   bool row_moments;    // consumers take the moments
@@ -274,20 +284,23 @@ struct KernelParams {
   CUtensorMap w[Traits::SPLITS];
   CUtensorMap item;  // a as [N,Z*P*Q/fold,fold*K]: boxes that are normalized; not for Stepped16
   int num_slabs;
-  bool w_in_place;                    // w is [C,T*R*S,K], not packed
-  int num_counters;                   // that the launch clears, 0: they are zero before
-  int kernel[3];                      // T,R,S
-  int out[3];                         // Z,P,Q
-  int samples;                        // N
-  int k;                              // output channels K
-  int pitch;                          // Stored of a row of a: of K channels, or more in y's memory or padded
-  int step_pitch;                     // channels of a row of steps, K in whole units of 8
-  int x_groups;                       // groups that x holds apart, as samples; else they share its rows
-  int x_block_step;                   // elements of a row of x from one k-block to the next
-  cutlass::FastDivmod group_k;        // output channels of a convolution group
-  int group_c;                        // input channels of one
-  cutlass::FastDivmod group_k_tiles;  // ceil(group_k / BLK_K): a tile's channels are one group's
-  cutlass::FastDivmod k_tiles;        // of all groups
+  int tile_slabs;               // by which tiles are counted: all of them, or the first of each pair
+  int pair_axis;                // along which the slabs of a pair differ: 0 or 1; -1: there are no pairs
+  int pair_pixels;              // in [Z,P,Q], from a position of a pair's first slab to the second's
+  bool w_in_place;              // w is [C,T*R*S,K], not packed
+  int num_counters;             // that the launch clears, 0: they are zero before
+  int kernel[3];                // T,R,S
+  int out[3];                   // Z,P,Q
+  int samples;                  // N
+  int k;                        // output channels K
+  int pitch;                    // Stored of a row of a: of K channels, or more in y's memory or padded
+  int step_pitch;               // channels of a row of steps, K in whole units of 8
+  int x_groups;                 // groups that x holds apart, as samples; else they share its rows
+  int x_block_step;             // elements of a row of x from one k-block to the next
+  cutlass::FastDivmod group_k;  // output channels of a convolution group
+  int group_c;                  // input channels of one
+  cutlass::FastDivmod group_k_tiles;     // ceil(group_k / BLK_K): a tile's channels are one group's
+  cutlass::FastDivmod k_tiles;           // of all groups
   cutlass::FastDivmod tiles_per_sample;  // k_tiles * pos_tiles of all slabs
   cutlass::FastDivmod order_per_sample;  // places in the launch order, of which tiles_per_sample hold a tile
   cutlass::FastDivmod order_per_window;  // the same per window, where the order has windows
@@ -350,6 +363,14 @@ struct KernelParams {
 CUTLASS_DEVICE char* uniform_shared(char* address) {
   auto const offset = static_cast<unsigned>(__cvta_generic_to_shared(address));
   return static_cast<char*>(__cvta_shared_to_generic(__shfl_sync(0xffffffffu, offset, 0)));
+}
+
+/// The lane, read anew: what is computed from threadIdx.x ptxas computes once for the whole kernel, and
+/// spills.
+CUTLASS_DEVICE int lane_here() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
 }
 
 /// The parts of shared memory.

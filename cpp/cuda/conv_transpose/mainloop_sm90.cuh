@@ -23,8 +23,9 @@
 
 namespace upconv3d::cuda {
 
-/// Loads one tap of w, BLK_K output channels from `channel` on x BLK_C input channels from `c` on.
-template <class Traits>
+/// Loads one tap of w, BLK_K output channels from `channel` on x BLK_C input channels from `c` on; of pairs
+/// 64, those of one phase.
+template <class Traits, int BOXES = Traits::WARPGROUPS_K>
 CUTLASS_DEVICE void load_w(KernelParams<Traits> const& params, CUtensorMap const& map, std::uint64_t* barrier,
                            char* to, int c, int channel, int tap) {
   // Every tile reads these channels' rows of w for all taps: w is what must stay in L2.
@@ -32,7 +33,7 @@ CUTLASS_DEVICE void load_w(KernelParams<Traits> const& params, CUtensorMap const
   if constexpr (Traits::READS_W_IN_PLACE) {
     if (params.w_in_place) {
       CUTLASS_PRAGMA_UNROLL
-      for (int box = 0; box < Traits::WARPGROUPS_K; ++box) {
+      for (int box = 0; box < BOXES; ++box) {
         cute::SM90_TMA_LOAD_3D::copy(&map, barrier, hint, to + box * (Traits::W_BYTES / Traits::WARPGROUPS_K),
                                      channel + box * Traits::W_BOX_K, tap, c);
       }
@@ -42,9 +43,42 @@ CUTLASS_DEVICE void load_w(KernelParams<Traits> const& params, CUtensorMap const
   cute::SM90_TMA_LOAD_3D::copy(&map, barrier, hint, to, c, channel, tap);
 }
 
+/// Loads what the two phases of a pair multiply by the same x: each warpgroup's 64 channels, of the tap that
+/// its own phase has there, if it has one.
+///
+/// \param slab  the pair's first
+/// \param tap   along T,R,S, counted from the first that either phase has
+/// \param outer the one along pair_axis
+template <class Traits>
+CUTLASS_DEVICE void load_paired_w(KernelParams<Traits> const& params, int slab,
+                                  RingBarriers<kMaxWUnits>& ring, RingCursor const& at, char* to, int c,
+                                  int channel, int const (&tap)[3], int outer) {
+  bool has[2];
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    KernelSlab<Traits> const& own = params.slabs[slab + i * params.tile_slabs];
+    has[i] = outer >= own.lead && outer < own.lead + own.own_taps;
+  }
+  constexpr int kBytes = Traits::W_BYTES / 2;
+  std::uint64_t* const barrier = ring.expect(at.slot, (int(has[0]) + int(has[1])) * kBytes);
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    if (!has[i]) continue;
+    KernelSlab<Traits> const& own = params.slabs[slab + i * params.tile_slabs];
+    int const lead[2] = {params.pair_axis == 0 ? own.lead : 0, params.pair_axis == 1 ? own.lead : 0};
+    int const t = own.tap[0] - (tap[0] - lead[0]) * own.tap_step[0];
+    int const r = own.tap[1] - (tap[1] - lead[1]) * own.tap_step[1];
+    int const s = own.tap[2] - tap[2] * own.tap_step[2];
+    load_w<Traits, 1>(params, params.w[0], barrier, to + i * kBytes, c, channel,
+                      (t * params.kernel[1] + r) * params.kernel[2] + s);
+  }
+}
+
 /// Producer: one thread hands out tiles and issues the loads of every k-block. Tiles are taken from a
 /// counter, since their costs differ; where a tile is computed changes no bit of it.
-template <class Traits>
+///
+/// \tparam PAIRED whether tiles are of two phases
+template <class Traits, bool PAIRED>
 CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<Traits> const& shared) {
   ControlStorage<Traits>& control = *shared.control;
   RingShape const& rings = params.rings;
@@ -101,17 +135,24 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
             for (int shared_tap = 0; shared_tap < slab.shared_taps; ++shared_tap) {
               int const t = t_begin + (slab.shared[0] > 1 ? shared_tap : 0);
               int const r = r_begin + (slab.shared[0] > 1 ? 0 : shared_tap);
-              // Inputs rise, taps of w fall; in a plain convolution they rise by a tap_step of -1.
-              int const tap_t = slab.tap[0] - t * slab.tap_step[0];
-              int const tap_r = slab.tap[1] - r * slab.tap_step[1];
-              int const tap_s = slab.tap[2] - s * slab.tap_step[2];
-              int const tap = (tap_t * params.kernel[1] + tap_r) * params.kernel[2] + tap_s;
-              CUTLASS_PRAGMA_UNROLL
-              for (int split = 0; split < Traits::SPLITS; ++split) {
+              if constexpr (PAIRED) {
                 control.w.wait_empty(w);
-                load_w(params, params.w[split], control.w.expect(w.slot, Traits::W_BYTES),
-                       shared.w + w.slot * Traits::W_BYTES, c, coord.channel, tap);
+                load_paired_w(params, coord.slab, control.w, w, shared.w + w.slot * Traits::W_BYTES, c,
+                              coord.channel, {t, r, s}, params.pair_axis == 0 ? t : r);
                 w.advance(rings.w_units);
+              } else {
+                // Inputs rise, taps of w fall; in a plain convolution they rise by a tap_step of -1.
+                int const tap_t = slab.tap[0] - t * slab.tap_step[0];
+                int const tap_r = slab.tap[1] - r * slab.tap_step[1];
+                int const tap_s = slab.tap[2] - s * slab.tap_step[2];
+                int const tap = (tap_t * params.kernel[1] + tap_r) * params.kernel[2] + tap_s;
+                CUTLASS_PRAGMA_UNROLL
+                for (int split = 0; split < Traits::SPLITS; ++split) {
+                  control.w.wait_empty(w);
+                  load_w(params, params.w[split], control.w.expect(w.slot, Traits::W_BYTES),
+                         shared.w + w.slot * Traits::W_BYTES, c, coord.channel, tap);
+                  w.advance(rings.w_units);
+                }
               }
             }
           }
@@ -154,6 +195,24 @@ class OperandRings {
   /// Waits for the splits of the next k-block's x or w; returns their slots.
   CUTLASS_DEVICE void wait_x(int (&slots)[Traits::SPLITS]) { wait(control_.x, x_at_, rings_.x_units, slots); }
   CUTLASS_DEVICE void wait_w(int (&slots)[Traits::SPLITS]) { wait(control_.w, w_at_, rings_.w_units, slots); }
+
+  /// Passes over loads of x, and the taps that each serves, that only the other warpgroup multiplies. Waits
+  /// for them all the same: of a slot that comes again, a barrier tells just two phases apart.
+  CUTLASS_DEVICE void pass(int x_loads, int shared_taps) {
+    int slot[Traits::SPLITS];
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int load = 0; load < x_loads; ++load) {
+      wait_x(slot);
+      __syncwarp();
+      release_x(slot);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int tap = 0; tap < shared_taps; ++tap) {
+        wait_w(slot);
+        __syncwarp();
+        release_w(slot);
+      }
+    }
+  }
 
   /// This warp no longer reads the slots.
   CUTLASS_DEVICE void release_x(int const (&slots)[Traits::SPLITS]) const { release(control_.x, slots); }

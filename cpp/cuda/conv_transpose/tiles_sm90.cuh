@@ -39,12 +39,19 @@ CUTLASS_DEVICE TileCoord tile_of_sample(KernelParams<Traits> const& params, int 
   TileCoord coord;
   coord.n = n;
   coord.slab = 0;
-  while (coord.slab + 1 < params.num_slabs && local >= params.slabs[coord.slab + 1].first_tile) ++coord.slab;
+  while (coord.slab + 1 < params.tile_slabs && local >= params.slabs[coord.slab + 1].first_tile) ++coord.slab;
   int k_tile;
   int const pos_tile = params.k_tiles.divmod(k_tile, local - params.slabs[coord.slab].first_tile);
   coord.channel = tile_channel(params, k_tile);
   coord.position = pos_tile * Traits::BLK_POS;
   return coord;
+}
+
+/// The slab whose positions consumer warpgroup `warpgroup` computes of a tile of slab `slab`.
+template <class Traits>
+CUTLASS_DEVICE int slab_of_warpgroup(KernelParams<Traits> const& params, int slab, int warpgroup) {
+  if constexpr (!Traits::PAIRS_PHASES) return slab;
+  return params.pair_axis >= 0 ? slab + warpgroup * params.tile_slabs : slab;
 }
 
 /// Which tile one is, sample by sample: the inverse of tile_of_sample.
@@ -166,7 +173,7 @@ std::int64_t fill_windows(std::int64_t window_tiles, std::int64_t longest, std::
   const std::int64_t windows = (longest + window_tiles - 1) / window_tiles;
   const std::int64_t end_windows = std::min(windows, kEndWindows);
   const std::int64_t per_slab = window_tiles * k_tiles;
-  const std::int64_t per_window = per_slab * to.num_slabs;
+  const std::int64_t per_window = per_slab * to.tile_slabs;
   to.window_tiles = static_cast<int>(window_tiles);
   to.order_per_slab = cutlass::FastDivmod(static_cast<int>(per_slab));
   to.order_per_end_slab = cutlass::FastDivmod(static_cast<int>(end_windows * per_slab));
