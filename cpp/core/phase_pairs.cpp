@@ -5,8 +5,6 @@
 #include <cstddef>
 #include <optional>
 
-#include "core/channels.hpp"
-
 namespace upconv3d {
 namespace {
 

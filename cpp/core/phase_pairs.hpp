@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/border_slabs.hpp"
+#include "core/channels.hpp"
 #include "core/problem.hpp"
 
 namespace upconv3d {
@@ -20,10 +21,11 @@ namespace upconv3d {
 inline constexpr std::int64_t kPairedChannels = 64;
 
 /// Whether the SM90 kernel has pairs on such tiles: 64 rows for each of two warpgroups, which have all
-/// positions, of 16 bits once they are stored.
-constexpr bool pairs_phases(int block_channels, int block_positions, int products, int stored_bits) {
-  return block_channels == 2 * kPairedChannels && block_positions == 256 && products == 1 &&
-         stored_bits == 16;
+/// positions, of 16 bits once they are stored; of whole k-blocks.
+constexpr bool pairs_phases(std::int64_t block_channels, std::int64_t block_positions,
+                            std::int64_t block_inputs, int products, int stored_bits) {
+  return block_channels == 2 * kPairedChannels && block_positions == 256 && block_inputs == kBlockInputs &&
+         products == 1 && stored_bits == 16;
 }
 
 /// Two phases that differ along one axis. Position j of one is position j of the other, as long as both have

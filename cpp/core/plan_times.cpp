@@ -107,8 +107,9 @@ double stored_us(const Problem& p, const Plan& sm90) {
   constexpr Cost kResult = {0.38, 0.51, 0.38, 0.51}, kResultOfLinear = {0.1, 0.45, 0.1, 0.45};
   // In rows, of the last sample, behind which nothing is multiplied while it is normalized.
   constexpr Cost kLastResult = {0.39, 0, 0.25, 0};
-  // Of 16 bit, MB from which on neither that nor all of kResult was seen: 19 blocks of 61 to 208 MB.
-  constexpr double kLargeResult = 32, kLessOfLarge = 0.45;
+  // MB from which on not all of that was seen: in 16 bit neither that nor all of kResult, of 19 blocks of 61
+  // to 208 MB, in float32 about half, of 6 of 57 to 537 MB in pairs of phases.
+  constexpr double kLargeResult = 32, kLessOfLarge = 0.45, kLessOfLargeFloat = 0.13;
   constexpr double kSchedule = 0.93, kHalfBlocks = 0.36;  // of what sm90_schedule.hpp says
   constexpr double kLaunch = 11, kPacked = 0.66, kPackedFloat = 0.47, kWeight = 0.21;
   constexpr double kRagged = 3;  // y's channels are stored elsewhere first
@@ -122,7 +123,8 @@ double stored_us(const Problem& p, const Plan& sm90) {
   const double last = mb.y / static_cast<double>(std::max<std::int64_t>(p.n, 1));
   const double normalized_last =
       kLastResult.of(p) * last -
-      (in_rows(p) && !is_float(p) ? kLessOfLarge * std::max(0.0, last - kLargeResult) : 0);
+      (in_rows(p) ? (is_float(p) ? kLessOfLargeFloat : kLessOfLarge) * std::max(0.0, last - kLargeResult)
+                  : 0);
   const double returned = p.tail.returns_conv ? kReturned.of(p) * mb.y + (in_rows(p) ? 0 : kUnpacked) : 0;
   const bool is_instance = !is_linear && !is_float(p) && p.num_groups == p.k;
   const bool halves = sm90.instance && sm90.instance->block_inputs != kBlockInputs;

@@ -162,6 +162,15 @@ double seen_of_mixed(const Problem& p, const ConvInstance& instance, std::size_t
   return slabs > phases ? kCutPhases : kMixedPhases;
 }
 
+/// What pairs of phases took of the estimate: along the depth, and along the height; of phases of one tap,
+/// whose tiles have few k-blocks, more. 170 times, beside those of tiles of 64 channels.
+double seen_of_pairs(const Problem& p) {
+  constexpr double kPlanes = 1.04, kRows = 1.12, kOneTap = 1.3;
+  const PhasePairs paired = pair_phases(p);
+  const bool one_tap = !paired.pairs.empty() && paired.pairs.front().reads.tap_count() == 1;
+  return (paired.axis == 0 ? kPlanes : kRows) * (one_tap ? kOneTap : 1);
+}
+
 /// Estimated time of the convolution's launches.
 double scheduled_ns(const Problem& p, const ConvInstance& instance, const std::vector<Slab>& slabs,
                     const Cut& cut, int sm_count) {
@@ -170,7 +179,6 @@ double scheduled_ns(const Problem& p, const ConvInstance& instance, const std::v
   const std::int64_t k_tiles = channel_tiles(p, instance.block_channels);
   const int launches = slab_launches(slabs.size());
   const std::size_t phases = border_slabs(p, 0).size();
-  const bool pairs_planes = cut.pair_phases && pair_phases(p).axis == 0;
   double ns = (launches - 1) * kLaunch;
   for (int launch = 0; launch < launches; ++launch) {
     const std::vector<Slab> own = slabs_of_launch(slabs, launch, launches);
@@ -192,9 +200,7 @@ double scheduled_ns(const Problem& p, const ConvInstance& instance, const std::v
     }
     // What such blocks took of their estimates: tiles of 64 channels less, those of 128 x 128 more.
     constexpr double kNarrow = 0.92, kSquare = 1.05;
-    // Pairs along the depth, and along the height, beside tiles of 64 channels: of 170 times.
-    constexpr double kPlanesInPairs = 1.04, kRowsInPairs = 1.12;
-    const double seen = cut.pair_phases                   ? (pairs_planes ? kPlanesInPairs : kRowsInPairs)
+    const double seen = cut.pair_phases                   ? seen_of_pairs(p)
                         : instance.block_channels == 64   ? kNarrow
                         : instance.block_positions == 128 ? kSquare
                                                           : 1;
@@ -226,8 +232,8 @@ std::vector<CutSlabs> possible_cuts(const Problem& p) {
 }
 
 bool takes_pairs(const ConvInstance& instance) {
-  return pairs_phases(instance.block_channels, instance.block_positions, instance.products,
-                      instance.stored_bits);
+  return pairs_phases(instance.block_channels, instance.block_positions, instance.block_inputs,
+                      instance.products, instance.stored_bits);
 }
 
 /// Phases in pairs: each load of x for one tap, or for several where that can be.

@@ -82,8 +82,8 @@ inline bool can_launch(const ConvInstance& instance, const Problem& problem, Mod
   if (has_stride && cut.split_axes > 0) return false;
   if (cut.pair_phases) {
     const PhasePairs paired = pair_phases(problem);
-    const bool has_kernel = pairs_phases(instance.block_channels, instance.block_positions, instance.products,
-                                         instance.stored_bits);
+    const bool has_kernel = pairs_phases(instance.block_channels, instance.block_positions,
+                                         instance.block_inputs, instance.products, instance.stored_bits);
     if (!has_kernel || paired.pairs.empty() || 2 * paired.pairs.size() > std::size_t{kMaxSlabs}) return false;
     if (!within_im2col(problem, reads_of_pairs(paired), cut.share_taps)) return false;
   } else if (has_stride && cut.share_taps) {

@@ -325,9 +325,13 @@ void run_cuts(Fixture& fixture, int index, int sm_count, Tally& tally) {
       const std::int64_t groups = counts[turn++ % counts.size()];
       const bool affine = (turn + index) % 3 != 0;
       run_launch(fixture, {cut, groups, affine, mode, Tail{}}, tally);
+      const std::int64_t k = fixture.problem().k;
       const bool many_launches = mode == Mode::kMoments && slab_launches(fixture.problem()) > 2;
-      if ((index == kRepeatedCase && (cut.share_taps || cut.split_axes == 3)) ||
-          ((many_launches || cut.pair_phases) && fixture.problem().k % 8 == 0)) {
+      // Of few channels, rows that are normalized hold several positions, unless tiles are kept: many blocks
+      // do.
+      const bool folds = normalizes(mode) && k <= 24 && cut.split_axes == 0 && !cut.share_taps;
+      const bool repeats = (many_launches || cut.pair_phases || folds) && k % 8 == 0;
+      if ((index == kRepeatedCase && (cut.share_taps || cut.split_axes == 3)) || repeats) {
         const Launch launch{cut, 8, true, mode, Tail{}};
         tally.run(fixture.instance(), "repeated, " + label(fixture.problem(), launch),
                   [&] { return check_repeats(fixture, launch, sm_count); });

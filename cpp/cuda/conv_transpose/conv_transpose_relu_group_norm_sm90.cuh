@@ -83,8 +83,7 @@ namespace upconv3d::cuda {
 ///
 /// \tparam W_IN_PLACE of params. Known here, not where it is needed: between two ways to multiply into the
 /// same registers ptxas would wait for each instruction (C7515).
-/// \tparam PAIRED whether each warpgroup has a phase of its own
-template <class Traits, bool W_IN_PLACE, bool PAIRED>
+template <class Traits, bool W_IN_PLACE>
 CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, char* shared_memory) {
   using namespace cute;
   SharedMemory<Traits> const shared(uniform_shared(shared_memory), params.rings);
@@ -106,30 +105,29 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, char* sha
     slot.advance(kTileSlots);
     if (is_end(note)) break;
     TileWork const tile = noted_tile(params, note);
-    int const own_slab = PAIRED ? slab_of_warpgroup(params, tile.slab, warpgroup) : tile.slab;
-    KernelSlab<Traits> const& slab = params.slabs[own_slab];
-    int const channel = tile.channel + (PAIRED ? 0 : warpgroup % Traits::WARPGROUPS_K * 64);
-    int const valid = PAIRED ? slab.positions - tile.position
-                             : tile.positions - warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS;
-    int const x_loads = PAIRED ? slab.own_loads : tile.x_loads;
+    KernelSlab<Traits> const& slab = params.slabs[slab_of_warpgroup(params, tile.slab, warpgroup)];
+    int const channel = tile.channel + (Traits::PAIRED ? 0 : warpgroup % Traits::WARPGROUPS_K * 64);
+    int const valid = Traits::PAIRED ? slab.positions - tile.position
+                                     : tile.positions - warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS;
+    int const x_loads = Traits::PAIRED ? slab.own_loads : tile.x_loads;
     typename Epilogue::Terms terms;
     bool takes_moments;
     auto const look_up = [&] {
       terms = Epilogue::load_terms(params, tile.n, channel);
       takes_moments = consumers_take_moments(params, slab, note, valid);
     };
-    if constexpr (PAIRED) rings.pass(slab.first_load, tile.shared_taps);
+    if constexpr (Traits::PAIRED) rings.pass(slab.first_load, tile.shared_taps);
     if constexpr (Traits::PRODUCTS == 1) {
       mma_one_product(rings, x_loads, tile.shared_taps, tile.shared_rows, acc, [&] {
         look_up();
         // Here already, because ptxas would let the loads follow the wait for wgmma, but for a branch. Not in
         // a pair, whose other warpgroup waits for the operands that this one holds.
-        if constexpr (!PAIRED) control.staging.wait_empty(staged);
+        if constexpr (!Traits::PAIRED) control.staging.wait_empty(staged);
       });
     } else {
       mma_three_products(rings, x_loads, tile.shared_taps, tile.shared_rows, acc);
     }
-    if constexpr (PAIRED) rings.pass(slab.later_loads, tile.shared_taps);
+    if constexpr (Traits::PAIRED) rings.pass(slab.later_loads, tile.shared_taps);
     auto const hand_over = [&] {
       cute::tma_store_fence();
       __syncwarp();
@@ -157,17 +155,6 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, char* sha
 template <class Traits>
 CUTLASS_DEVICE void clear_counters(KernelParams<Traits> const& params) {
   for (int i = threadIdx.x; i < params.num_counters; i += Traits::THREADS) params.next_tile[i] = 0;
-}
-
-/// multiply_tiles as the launch's parameters have it.
-template <class Traits, bool PAIRED>
-CUTLASS_DEVICE void multiply_tiles_of(KernelParams<Traits> const& params, char* shared_memory) {
-  if constexpr (Traits::READS_W_IN_PLACE) {
-    params.w_in_place ? multiply_tiles<Traits, true, PAIRED>(params, shared_memory)
-                      : multiply_tiles<Traits, false, PAIRED>(params, shared_memory);
-  } else {
-    multiply_tiles<Traits, false, PAIRED>(params, shared_memory);
-  }
 }
 
 template <class Traits>
@@ -211,11 +198,11 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
   int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp >= 4) {
     cutlass::arch::warpgroup_reg_alloc<Traits::CONSUMER_REGISTERS>();
-    if constexpr (Traits::PAIRS_PHASES) {
-      params.pair_axis >= 0 ? multiply_tiles_of<Traits, true>(params, raw_shared)
-                            : multiply_tiles_of<Traits, false>(params, raw_shared);
+    if constexpr (Traits::READS_W_IN_PLACE) {
+      params.w_in_place ? multiply_tiles<Traits, true>(params, raw_shared)
+                        : multiply_tiles<Traits, false>(params, raw_shared);
     } else {
-      multiply_tiles_of<Traits, false>(params, raw_shared);
+      multiply_tiles<Traits, false>(params, raw_shared);
     }
     if (params.normalizes) {
       // Both warpgroups are done with the operands' memory: now items come there. What the other one staged
@@ -230,14 +217,7 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Traits::HELPER_REGISTERS>();
-    if (threadIdx.x == 0) {
-      if constexpr (Traits::PAIRS_PHASES) {
-        params.pair_axis >= 0 ? load_tiles<Traits, true>(params, shared)
-                              : load_tiles<Traits, false>(params, shared);
-      } else {
-        load_tiles<Traits, false>(params, shared);
-      }
-    }
+    if (threadIdx.x == 0) load_tiles(params, shared);
     if (warp == 1 || warp == 2) drain_tiles(params, shared, warp - 1);
     if (warp == 3 && !params.linear) {
       if (params.normalizes) {
@@ -251,11 +231,12 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
 }
 
 /// A launch of one persistent block per multiprocessor, all at once.
-template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS, int BLK_C, bool CURVED>
+template <class Traits>
 class ConvTransposeLaunchSm90 : public RememberedLaunch {
  public:
   explicit ConvTransposeLaunchSm90(const ConvTransposeParams& params) : shown_(mapped_addresses(params)) {
-    constexpr DType operand = std::is_same_v<Operand, cutlass::half_t> ? DType::kFloat16 : DType::kBFloat16;
+    constexpr bool is_half = std::is_same_v<typename Traits::Operand, cutlass::half_t>;
+    constexpr DType operand = is_half ? DType::kFloat16 : DType::kBFloat16;
     constexpr DType output = std::is_same_v<typename Traits::Output, float> ? DType::kFloat32 : operand;
     fill_kernel_params(params, operand, output, params_, maps_);
     blocks_ = std::min(params_.order_size, params.sm_count);
@@ -276,7 +257,6 @@ class ConvTransposeLaunchSm90 : public RememberedLaunch {
   }
 
  private:
-  using Traits = ConvTransposeTraitsSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS, BLK_C, CURVED>;
   static constexpr const char* kName = "conv_transpose_relu_group_norm_sm90";
   static inline const void* const kKernel =
       reinterpret_cast<const void*>(conv_transpose_relu_group_norm_sm90<Traits>);
@@ -287,17 +267,24 @@ class ConvTransposeLaunchSm90 : public RememberedLaunch {
   int blocks_ = 0;
 };
 
-template <class Launch>
+template <class Traits>
 void launch_slabs(const ConvTransposeParams& params, cudaStream_t stream) {
+  using Launch = ConvTransposeLaunchSm90<Traits>;
   params.launches > 1 ? run_remembered<SlabLaunchesSm90<Launch>>(params, stream)
                       : run_remembered<Launch>(params, stream);
 }
 
 template <class Operand, int PRODUCTS, class Stored, int BLK_K, int BLK_POS, int BLK_C = int(kBlockInputs)>
 void launch_conv_transpose_relu_group_norm_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
-  using Launch = ConvTransposeLaunchSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS, BLK_C, false>;
-  using Curved = ConvTransposeLaunchSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS, BLK_C, true>;
-  is_floor(params.before.kind) ? launch_slabs<Launch>(params, stream) : launch_slabs<Curved>(params, stream);
+  const auto launch = [&]<bool PAIRED>() {
+    using Floor = ConvTransposeTraitsSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS, BLK_C, false, PAIRED>;
+    using Curved = ConvTransposeTraitsSm90<Operand, PRODUCTS, Stored, BLK_K, BLK_POS, BLK_C, true, PAIRED>;
+    is_floor(params.before.kind) ? launch_slabs<Floor>(params, stream) : launch_slabs<Curved>(params, stream);
+  };
+  if constexpr (pairs_phases(BLK_K, BLK_POS, BLK_C, PRODUCTS, 8 * int(sizeof(Stored)))) {
+    if (params.pair_phases) return launch.template operator()<true>();
+  }
+  launch.template operator()<false>();
 }
 
 }  // namespace upconv3d::cuda

@@ -61,7 +61,7 @@ struct Drain {
     half.n = tile.n;
     half.slab = slab_of_warpgroup(params, tile.slab, warpgroup);
     KernelSlab<Traits> const& slab = params.slabs[half.slab];
-    half.channel = tile.channel + (half.slab == tile.slab ? warpgroup % Traits::WARPGROUPS_K * 64 : 0);
+    half.channel = tile.channel + (Traits::PAIRED ? 0 : warpgroup % Traits::WARPGROUPS_K * 64);
     half.stored = stored_channel(params, tile.channel, half.channel);
     half.end = channel_end(params, tile.channel);
     half.position = tile.position + warpgroup / Traits::WARPGROUPS_K * Traits::WG_POS + round * STAGED_POS;

@@ -156,7 +156,7 @@ void check_slabs(const ConvTransposeParams& params, const LaunchSlabs& of) {
                            describe(params.problem) +
                            ". select_plan must cut fewer axes, or divide them among launches.");
   }
-  if (params.pair_phases && (!Traits::PAIRS_PHASES || of.slabs.empty() || params.launches > 1)) {
+  if (params.pair_phases != Traits::PAIRED || (Traits::PAIRED && (of.slabs.empty() || params.launches > 1))) {
     throw std::logic_error(
         "upconv3d: this variant of the SM90 kernel, or one of several launches, does not "
         "take pairs of phases; got " +
@@ -177,7 +177,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
   const std::int64_t x_pitch = params.x_pitch != 0 ? params.x_pitch : problem.c;
   to.num_slabs = static_cast<int>(of.slabs.size());
   to.tile_slabs = static_cast<int>(of.reads.size());
-  to.pair_axis = params.pair_phases ? of.paired.axis : -1;
+  to.pair_axis = of.paired.axis;
   to.pair_pixels = static_cast<int>(to.pair_axis == 0 ? out[1] * out[2] : out[2]);
   to.x_block_step = static_cast<int>(params.x_split ? SplitRow(x_pitch).block_step() : Traits::BLK_C);
   const std::int64_t k_tiles = channel_tiles(problem, Traits::BLK_K);
@@ -198,7 +198,7 @@ void fill_slabs(const ConvTransposeParams& params, DType operand, DType output, 
     longest = std::max(longest, own);
     tiles += own * k_tiles;
   }
-  if (params.pair_phases) {
+  if (Traits::PAIRED) {
     for (int index = 0; index < to.tile_slabs; ++index) fill_pair(of.paired, index, to);
   }
   const std::int64_t order =
@@ -236,7 +236,7 @@ void fill_w(const ConvTransposeParams& params, DType operand, KernelParams<Trait
   const void* const w[2] = {params.w_hi, params.w_lo};
   for (int split = 0; split < Traits::SPLITS; ++split) {
     maps.place(to.w[split], split == 0 ? Mapped::kW : Mapped::kWLo,
-               encode_w(problem, operand, w[split], params.pair_phases ? int(kPairedChannels) : Traits::BLK_K,
+               encode_w(problem, operand, w[split], Traits::PAIRED ? int(kPairedChannels) : Traits::BLK_K,
                         Traits::BLK_C));
   }
 }

@@ -135,7 +135,7 @@ class GroupFinalizer {
   /// Whether a slab ends amid a partial moment, which then stands for fewer positions than the others.
   CUTLASS_DEVICE bool counts_differ() const {
     static_assert(kMaxSlabs <= 32, "a lane looks at a slab");
-    int const lane = lane_here();
+    int const lane = slab_lane<Traits>();
     return __any_sync(0xffffffffu,
                       lane < params_.num_slabs && control_.last_count[lane] != Traits::STAGED_POS);
   }

@@ -267,7 +267,7 @@ class GroupNormWorker {
     if (item.sample >= first_of_tiles()) {
       // Lanes search the slabs side by side: their parameters lie in constant memory, where one after the
       // other would cost more than normalizing does.
-      int const tile = index / kItemsPerTile, lane = lane_here();
+      int const tile = index / kItemsPerTile, lane = slab_lane<Traits>();
       bool const begins = lane < params_.tile_slabs && tile >= control_.first_tile[lane];
       item.slab = __popc(__ballot_sync(0xffffffffu, begins)) - 1;
       int const pos_tile = params_.k_tiles.divmod(k_tile, tile - control_.first_tile[item.slab]);
@@ -353,7 +353,7 @@ class GroupNormWorker {
       int channel = Drain<Traits>::stored_channel(params_, item.channel, item.channel) + panel * kPanel;
       if (item.sample >= first_of_tiles()) {
         int const index = slab_of_warpgroup(params_, item.slab, panel * kPanel / 64);
-        if (index != item.slab) channel -= 64;
+        if (Traits::PAIRED) channel -= panel * kPanel / 64 * 64;
         Slab const& slab = params_.slabs[index];
         // An im2col load must begin inside the slab, also that of an item which lies beyond it whole.
         int q, p;
@@ -395,8 +395,7 @@ class GroupNormWorker {
     bool const of_tile = item.sample >= first_of_tiles();
     int const fold = Traits::QUANTIZED || of_tile ? 1 : params_.item_fold;
     // Of the second phase of a pair, which has the tile's other 64 rows.
-    int const index = of_tile ? slab_of_warpgroup(params_, item.slab, chunk * kVector / 64) : 0;
-    bool const second = of_tile && index != item.slab;
+    bool const second = Traits::PAIRED && of_tile && chunk * kVector >= 64;
     int const at = item.channel + chunk * kVector - (second ? 64 : 0);  // in a row of fold*K values
     int const channel = fold > 1 ? channel_ : at;
     bool const inside = at < channel_end(params_, item.channel) * fold;
@@ -411,7 +410,7 @@ class GroupNormWorker {
     float step[kVector];
     if (of_tile) {
       Slab const& first_slab = params_.slabs[item.slab];
-      Slab const& slab = params_.slabs[index];
+      Slab const& slab = params_.slabs[slab_of_warpgroup(params_, item.slab, int(second))];
       count = inside ? slab.positions - item.position : 0;
       pixel = pixel_of(params_, first_slab, min(item.position + lane, first_slab.positions - 1));
       if constexpr (Traits::QUANTIZED) {

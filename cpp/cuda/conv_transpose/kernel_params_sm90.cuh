@@ -53,10 +53,13 @@ inline constexpr int kTileSlots = 4;
 
 /// \tparam CURVED_ before() may be any activation, else ReLU or nothing: the code of the others, though no
 ///                 launch without one runs it, took every other launch 1 % longer
+/// \tparam PAIRED_ each of the two warpgroups that multiply has a phase of its own (core/phase_pairs.hpp);
+///                 asked at run time it took every other launch 1 % longer, too
 template <class Operand_, int PRODUCTS_, class Stored_, int BLK_K_, int BLK_POS_,
-          int BLK_C_ = int(kBlockInputs), bool CURVED_ = false>
+          int BLK_C_ = int(kBlockInputs), bool CURVED_ = false, bool PAIRED_ = false>
 struct ConvTransposeTraitsSm90 {
   static constexpr bool CURVED = CURVED_;
+  static constexpr bool PAIRED = PAIRED_;
   using Operand = Operand_;
   using Stored = Stored_;  // before(conv) between the epilogue and the normalization
   static constexpr bool QUANTIZED = std::is_same_v<Stored, Stepped16>;
@@ -113,8 +116,7 @@ struct ConvTransposeTraitsSm90 {
   /// Whether consumers can take moments, of all positions that they stage.
   static constexpr bool TAKES_ROW_MOMENTS = sizeof(Stored) == 2 && STAGE_ROUNDS == 1;
 
-  /// Whether the two warpgroups may have phases of their own.
-  static constexpr bool PAIRS_PHASES = pairs_phases(BLK_K, BLK_POS, PRODUCTS, 8 * int(sizeof(Stored)));
+  static_assert(!PAIRED || pairs_phases(BLK_K, BLK_POS, BLK_C, PRODUCTS, 8 * int(sizeof(Stored))));
 
   /// Whether the loading thread tells the block's other warps all of a tile; else every warp finds a tile by
   /// its place. Told tiles gain 1 % where there are exponents to load. Elsewhere they lost 1 to 2 %, in a
@@ -284,23 +286,23 @@ struct KernelParams {
   CUtensorMap w[Traits::SPLITS];
   CUtensorMap item;  // a as [N,Z*P*Q/fold,fold*K]: boxes that are normalized; not for Stepped16
   int num_slabs;
-  int tile_slabs;               // by which tiles are counted: all of them, or the first of each pair
-  int pair_axis;                // along which the slabs of a pair differ: 0 or 1; -1: there are no pairs
-  int pair_pixels;              // in [Z,P,Q], from a position of a pair's first slab to the second's
-  bool w_in_place;              // w is [C,T*R*S,K], not packed
-  int num_counters;             // that the launch clears, 0: they are zero before
-  int kernel[3];                // T,R,S
-  int out[3];                   // Z,P,Q
-  int samples;                  // N
-  int k;                        // output channels K
-  int pitch;                    // Stored of a row of a: of K channels, or more in y's memory or padded
-  int step_pitch;               // channels of a row of steps, K in whole units of 8
-  int x_groups;                 // groups that x holds apart, as samples; else they share its rows
-  int x_block_step;             // elements of a row of x from one k-block to the next
-  cutlass::FastDivmod group_k;  // output channels of a convolution group
-  int group_c;                  // input channels of one
-  cutlass::FastDivmod group_k_tiles;     // ceil(group_k / BLK_K): a tile's channels are one group's
-  cutlass::FastDivmod k_tiles;           // of all groups
+  int tile_slabs;                     // by which tiles are counted: all of them, or the first of each pair
+  int pair_axis;                      // PAIRED: along which the slabs of a pair differ, 0 or 1
+  int pair_pixels;                    // in [Z,P,Q], from a position of a pair's first slab to the second's
+  bool w_in_place;                    // w is [C,T*R*S,K], not packed
+  int num_counters;                   // that the launch clears, 0: they are zero before
+  int kernel[3];                      // T,R,S
+  int out[3];                         // Z,P,Q
+  int samples;                        // N
+  int k;                              // output channels K
+  int pitch;                          // Stored of a row of a: of K channels, or more in y's memory or padded
+  int step_pitch;                     // channels of a row of steps, K in whole units of 8
+  int x_groups;                       // groups that x holds apart, as samples; else they share its rows
+  int x_block_step;                   // elements of a row of x from one k-block to the next
+  cutlass::FastDivmod group_k;        // output channels of a convolution group
+  int group_c;                        // input channels of one
+  cutlass::FastDivmod group_k_tiles;  // ceil(group_k / BLK_K): a tile's channels are one group's
+  cutlass::FastDivmod k_tiles;        // of all groups
   cutlass::FastDivmod tiles_per_sample;  // k_tiles * pos_tiles of all slabs
   cutlass::FastDivmod order_per_sample;  // places in the launch order, of which tiles_per_sample hold a tile
   cutlass::FastDivmod order_per_window;  // the same per window, where the order has windows
@@ -365,11 +367,12 @@ CUTLASS_DEVICE char* uniform_shared(char* address) {
   return static_cast<char*>(__cvta_shared_to_generic(__shfl_sync(0xffffffffu, offset, 0)));
 }
 
-/// The lane, read anew: what is computed from threadIdx.x ptxas computes once for the whole kernel, and
-/// spills.
-CUTLASS_DEVICE int lane_here() {
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+/// The lane, which looks at a slab. In pairs it is read anew: of threadIdx.x ptxas would make the address
+/// that a lane looks at once for the whole kernel, and spill it.
+template <class Traits>
+CUTLASS_DEVICE int slab_lane() {
+  int lane = threadIdx.x % 32;
+  if constexpr (Traits::PAIRED) asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
 

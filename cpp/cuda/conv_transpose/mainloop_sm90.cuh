@@ -76,9 +76,7 @@ CUTLASS_DEVICE void load_paired_w(KernelParams<Traits> const& params, int slab,
 
 /// Producer: one thread hands out tiles and issues the loads of every k-block. Tiles are taken from a
 /// counter, since their costs differ; where a tile is computed changes no bit of it.
-///
-/// \tparam PAIRED whether tiles are of two phases
-template <class Traits, bool PAIRED>
+template <class Traits>
 CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<Traits> const& shared) {
   ControlStorage<Traits>& control = *shared.control;
   RingShape const& rings = params.rings;
@@ -135,7 +133,7 @@ CUTLASS_DEVICE void load_tiles(KernelParams<Traits> const& params, SharedMemory<
             for (int shared_tap = 0; shared_tap < slab.shared_taps; ++shared_tap) {
               int const t = t_begin + (slab.shared[0] > 1 ? shared_tap : 0);
               int const r = r_begin + (slab.shared[0] > 1 ? 0 : shared_tap);
-              if constexpr (PAIRED) {
+              if constexpr (Traits::PAIRED) {
                 control.w.wait_empty(w);
                 load_paired_w(params, coord.slab, control.w, w, shared.w + w.slot * Traits::W_BYTES, c,
                               coord.channel, {t, r, s}, params.pair_axis == 0 ? t : r);

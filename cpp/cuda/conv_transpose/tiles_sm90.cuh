@@ -50,8 +50,7 @@ CUTLASS_DEVICE TileCoord tile_of_sample(KernelParams<Traits> const& params, int 
 /// The slab whose positions consumer warpgroup `warpgroup` computes of a tile of slab `slab`.
 template <class Traits>
 CUTLASS_DEVICE int slab_of_warpgroup(KernelParams<Traits> const& params, int slab, int warpgroup) {
-  if constexpr (!Traits::PAIRS_PHASES) return slab;
-  return params.pair_axis >= 0 ? slab + warpgroup * params.tile_slabs : slab;
+  return Traits::PAIRED ? slab + warpgroup * params.tile_slabs : slab;
 }
 
 /// Which tile one is, sample by sample: the inverse of tile_of_sample.

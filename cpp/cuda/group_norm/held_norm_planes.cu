@@ -18,6 +18,7 @@ HeldPlanesArgs<T> held_planes_args(const HeldNormParams& params, const HeldPlane
   HeldPlanesArgs<T> args{};
   fill_common(params, args);
   args.whole = params.positions % kLanes<T> == 0;
+  args.one_channel = args.whole || params.k == params.num_groups;
   args.clusters = planes.clusters;
   args.groups = count(params.n * params.num_groups);
   args.num_groups = count(params.num_groups);

@@ -37,6 +37,7 @@ struct HeldPlanesArgs {
   ActivationParams activation;  // the only one
   float parameter;              // activation.parameter
   bool whole;                   // whether a channel's positions are whole vectors
+  bool one_channel;             // whether a vector's are always of one channel: so, or a group has but one
   bool clusters;                // HeldPlanes::clusters
   int groups;                   // of all samples
   int num_groups;               // of a sample
@@ -170,7 +171,7 @@ __device__ __forceinline__ void for_each_plane_lane(const HeldPlanesArgs<T>& arg
 template <class T>
 __device__ __forceinline__ void read_row(const HeldPlanesArgs<T>& args, const HeldPlane& at, const float* row,
                                          float (&to)[kLanes<T>]) {
-  if (args.whole) {
+  if (args.one_channel) {
     const float all = row[at.channel];
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) to[j] = all;
@@ -219,11 +220,14 @@ __device__ __forceinline__ float sum_of_plane(const HeldPlanesArgs<T>& args, Hel
     const uint4 word = *held;
     float v[kLanes<T>];
     plane_pending<T, Input>(args, at, shared, word, v);
+    if (!at.is_inside(args)) {  // what is not the tile's lies at no distance
+#pragma unroll
+      for (int j = 0; j < kLanes<T>; ++j) v[j] = at.has(j) ? v[j] : mean;
+    }
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) {
       const float distance = v[j] - mean;  // the mean is 0 at first
-      const float term = distance * (squares ? distance : 1.f);
-      sum[j] += args.whole || at.has(j) ? term : 0.f;
+      sum[j] += distance * (squares ? distance : 1.f);
     }
     at.advance(args);
   }
