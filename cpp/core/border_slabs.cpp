@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "core/index_math.hpp"
@@ -265,6 +266,27 @@ std::vector<Slab> tap_sharing_slabs(const Problem& problem) {
   if (phases.size() == 1 && depth_cut.size() <= std::size_t{kMaxSlabs}) slabs = depth_cut;
   sort_by_taps(slabs);
   return slabs;
+}
+
+std::optional<Slab> united_windows(const Slab& a, const Slab& b) {
+  if (b.tap_count() == 0) return a;
+  Slab both = a;
+  for (int axis = 0; axis < 3; ++axis) {
+    const std::int64_t dilation = b.dilation[axis];
+    if (a.tap_count() == 0) {
+      both.window[axis] = b.window[axis];
+      both.taps[axis] = b.taps[axis];
+      both.dilation[axis] = dilation;
+      continue;
+    }
+    if (a.dilation[axis] != dilation || (a.window[axis] - b.window[axis]) % dilation != 0)
+      return std::nullopt;
+    const std::int64_t end =
+        std::max(a.window[axis] + a.taps[axis] * dilation, b.window[axis] + b.taps[axis] * dilation);
+    both.window[axis] = std::min(a.window[axis], b.window[axis]);
+    both.taps[axis] = (end - both.window[axis]) / dilation;
+  }
+  return both;
 }
 
 SharedLoads shared_loads(const Problem& problem, const Slab& slab) {

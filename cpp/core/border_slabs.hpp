@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "core/problem.hpp"
@@ -44,6 +45,10 @@ struct Slab {
 /// width, height slabs the whole width. A tap that reads only padding for all positions of a slab is left
 /// out. Sorted by falling tap count, so that tiles handed out in this order end with the cheap ones.
 std::vector<Slab> border_slabs(const Problem& problem, int split_axes);
+
+/// Windows and taps of `a` and `b` taken together, at the positions of `a`; nothing where the grids of their
+/// taps differ.
+std::optional<Slab> united_windows(const Slab& a, const Slab& b);
 
 /// Loads of x that serve several taps of a slab: position j's input for tap m is position j + m*rows' for tap
 /// 0, in the order of the slab's positions.

@@ -23,19 +23,16 @@ std::optional<int> pair_axis(const Problem& problem) {
 /// Two phases, neighbours along `axis`; nothing where one has no taps or they read between each other's
 /// inputs.
 std::optional<PhasePair> paired(const Slab& first, const Slab& second, int axis) {
-  const std::int64_t dilation = first.dilation[axis];
   if (first.tap_count() == 0 || second.tap_count() == 0) return std::nullopt;
-  if ((first.window[axis] - second.window[axis]) % dilation != 0) return std::nullopt;
   // The first may have a plane more; of rows both have the same, or one's positions were not the other's.
   Extent3 extent = second.extent;
   if (axis == 0) extent[0] = first.extent[0];
   if (extent != first.extent || second.extent[0] > first.extent[0]) return std::nullopt;
-  PhasePair pair{first, {first, second}};
-  const auto end = [&](const Slab& phase) { return phase.window[axis] + phase.taps[axis] * dilation; };
-  pair.reads.window[axis] = std::min(first.window[axis], second.window[axis]);
-  pair.reads.taps[axis] = (std::max(end(first), end(second)) - pair.reads.window[axis]) / dilation;
+  const std::optional<Slab> reads = united_windows(first, second);
+  if (!reads) return std::nullopt;
+  PhasePair pair{*reads, {first, second}};
   for (int i = 0; i < 2; ++i) {
-    pair.lead[i] = (pair.phases[i].window[axis] - pair.reads.window[axis]) / dilation;
+    pair.lead[i] = (pair.phases[i].window[axis] - reads->window[axis]) / reads->dilation[axis];
   }
   return pair;
 }

@@ -16,28 +16,9 @@ namespace {
 
 constexpr std::int64_t kPile = 2;  // views
 
-/// Windows and taps of `a` and `b` together, at the positions of `a`; nothing where positions or the grids of
-/// their taps differ.
+/// united_windows, where `b` has the positions of `a`.
 std::optional<Slab> unite(const Slab& a, const Slab& b) {
-  if (a.extent != b.extent) return std::nullopt;
-  if (b.tap_count() == 0) return a;
-  Slab both = a;
-  for (int axis = 0; axis < 3; ++axis) {
-    const std::int64_t dilation = b.dilation[axis];
-    if (a.tap_count() == 0) {
-      both.window[axis] = b.window[axis];
-      both.taps[axis] = b.taps[axis];
-      both.dilation[axis] = dilation;
-      continue;
-    }
-    if (a.dilation[axis] != dilation || (a.window[axis] - b.window[axis]) % dilation != 0)
-      return std::nullopt;
-    const std::int64_t end =
-        std::max(a.window[axis] + a.taps[axis] * dilation, b.window[axis] + b.taps[axis] * dilation);
-    both.window[axis] = std::min(a.window[axis], b.window[axis]);
-    both.taps[axis] = (end - both.window[axis]) / dilation;
-  }
-  return both;
+  return a.extent == b.extent ? united_windows(a, b) : std::nullopt;
 }
 
 /// The phases along the width that begin with `first`: of the same planes and rows.
