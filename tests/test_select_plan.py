@@ -241,16 +241,34 @@ def test_sm90_refuses_and_says_why(name):
     ("group", "quicker"), [((24, 24), True), ((64, 16), True), ((16, 16), False), ((32, 32), False)]
 )
 def test_groups_that_cudnn_has_kernels_for_are_left_to_it(group, quicker):
-    """Groups of as many outputs as inputs, a power of two up to 32, at stride 1."""
+    """Groups of as many outputs as inputs, a power of two up to 32, at stride 1, as they were timed."""
 
     def is_ours(**changes):
+        changes = {"padding": [1, 1, 1], "weight_layout": changes.get("layout", "NDHWC"), **changes}
         shape = facts(2, 4 * group[0], 4 * group[1], (20, 20, 20), groups=4, **changes)
         return plan_of(shape).algorithm == "sm90_implicit_gemm"
 
     assert is_ours() == is_ours(layout="NCDHW") == is_ours(dtype="float32", precision="tf32") == quicker
     # Trained and pointwise, which were not timed, fewer are.
     assert not is_ours(training=True)
-    assert not is_ours(kernel=(1, 1, 1))
+    assert not is_ours(kernel=(1, 1, 1), padding=[0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("groups", "channels", "dtype", "layout", "quicker"),
+    [
+        (2, 64, "float16", "NDHWC", False),  # SM90 plan 38 us, library plan 20
+        (2, 64, "float32", "NCDHW", False),  # 53 and 40
+        (8, 64, "bfloat16", "NCDHW", True),  # 46 and 54
+        (2, 256, "float32", "NDHWC", True),  # 88 and 151
+    ],
+)
+def test_groups_of_many_channels_are_compared_by_their_times(groups, channels, dtype, layout, quicker):
+    """Eight samples of 8^3 positions (perf/results/h200_grouped.txt, part 4)."""
+    precision = {"precision": "tf32"} if dtype == "float32" else {}
+    shape = {"groups": groups, "num_groups": groups, "dtype": dtype, "layout": layout, **precision}
+    plan = plan_of(facts(8, groups * channels, groups * channels, (8, 8, 8), padding=[1, 1, 1], **shape))
+    assert plan.algorithm == ("sm90_implicit_gemm" if quicker else "cuda_library")
 
 
 @pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])

@@ -171,7 +171,10 @@ std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, cons
     // Of many outputs it has a launch more than the SM90 plan. Without a norm and without times it was
     // compared with that alone.
     const bool compared = has_plan_times(p) || is_slow || !has_library || p.tail.norm;
-    const bool considers_direct = compared && (!spares_host || !has_many_outputs_of_few_inputs(p, device));
+    // Of groups that cuDNN has kernels for it took 2 to 6 times the library plan's time.
+    const bool is_of_groups = has_group_times(p) && has_library && !is_slow;
+    const bool considers_direct =
+        compared && !is_of_groups && (!spares_host || !has_many_outputs_of_few_inputs(p, device));
     if (considers_direct) {
       const double least = has_library ? advantage.us : sm90_us(p, sm90);
       std::string reason = is_slow ? "not the SM90 kernel: " + advantage.reason : "";
