@@ -57,6 +57,19 @@ constexpr std::int64_t kLeastRowBytes = 32;
 /// Partial moments that every block reads of all its groups: 8 KB, less than the values it holds.
 constexpr std::int64_t kMostPartials = 1024;
 
+/// Bytes of shared memory that a kernel gets without being asked.
+constexpr std::int64_t kUnaskedBytes = 48 * 1024;
+
+/// Whether registers may keep a tile's values until they are normalized: what is due of a value is known when
+/// the kernel is compiled, and there are few of them.
+///
+/// \param held_bytes of shared memory that they take all the same, to be transposed
+template <class Cut>
+bool may_keep(const Problem& p, const Cut& t, std::int64_t held_bytes) {
+  return is_floor(p.tail.before()) && t.loads <= kept_vectors(static_cast<int>(size_of(p.dtype))) &&
+         t.shared_bytes() - t.held_bytes + held_bytes <= kUnaskedBytes;
+}
+
 /// Threads and shared memory of a block.
 ///
 /// \param narrows whether blocks of more threads than run at once, which do not wait, are made smaller
@@ -81,6 +94,7 @@ void fill_block(const Problem& p, HeldTiles& t, bool narrows) {
   t.slot_rows = t.shares_warps() ? t.threads / 32 : t.row_lanes;
   t.slots_bytes = ceil_div(t.slot_rows * t.columns * (lanes / t.slot_lanes), 4) * 16;
   t.table_bytes = HeldTiles::kTableRows * ceil_div(p.k / t.slabs, 4) * 16;
+  t.kept = may_keep(p, t, p.y_layout == Layout::kNDHWC ? 0 : t.held_bytes);
 }
 
 /// Tiles of a cluster for a slab's or group's `bytes`, or 1 where there is to be none.
@@ -158,6 +172,8 @@ HeldPlanes in_stretches(const Problem& p, std::int64_t values, std::int64_t tile
   t.held_bytes = t.loads * t.threads() * kVectorBytes;
   t.slots_bytes = ceil_div(t.threads() / 32, 4) * 16;
   t.table_bytes = HeldPlanes::kTableRows * t.teams * t.channels * 4;
+  const bool one_channel = p.positions() % lanes == 0 || p.k == p.num_groups;  // of a vector
+  t.kept = one_channel && t.threads() <= HeldPlanes::kKeptThreads && may_keep(p, t, 0);
   return t;
 }
 

@@ -13,6 +13,14 @@
 
 namespace upconv3d {
 
+/// Values that registers of a thread keep from the first sum to the result, where it has no more; with what
+/// else such a kernel needs they take 80 to 128 registers.
+inline constexpr int kKeptValues = 32;
+/// 16-byte vectors of them, of elements of `bytes` bytes.
+constexpr int kept_vectors(int bytes) {
+  return kKeptValues * bytes / 16;
+}
+
 /// Of NDHWC. A block's tile is a slab of whole norm groups over some rows of one sample. A row is what `fold`
 /// neighbouring positions have of a slab, a whole number of 16-byte vectors.
 struct HeldTiles {
@@ -26,6 +34,7 @@ struct HeldTiles {
   std::int64_t threads = 0;     // of a block, at least columns * row_lanes
   std::int64_t loads = 0;       // vectors of a thread, at most
   std::int64_t slot_lanes = 1;  // neighbouring values of a vector that are always of one group
+  bool kept = false;            // whether values stay in registers, where not all blocks wait
 
   std::int64_t slot_rows = 0;  // sums that a block takes of each lane of a row
 
@@ -50,6 +59,7 @@ struct HeldPlanes {
   std::int64_t team_threads = 0;  // a power of two, at least a warp
   std::int64_t loads = 0;         // vectors of a thread, at most
   std::int64_t channels = 0;      // of a tile, at most
+  bool kept = false;              // as HeldTiles::kept
 
   // Of a block's shared memory, in this order:
   std::int64_t held_bytes = 0;                   // [loads,threads] vectors
@@ -57,11 +67,19 @@ struct HeldPlanes {
   std::int64_t table_bytes = 0;                  // [teams,kTableRows,channels] float
   static constexpr std::int64_t kTableRows = 4;  // scale, shift, bias and slope
 
+  /// Threads of a block that keep their values, at most.
+  static constexpr std::int64_t kKeptThreads = 256;
+
   std::int64_t threads() const { return teams * team_threads; }
   std::int64_t shared_bytes() const { return held_bytes + slots_bytes + table_bytes; }
 };
 
 using HeldCut = std::variant<HeldTiles, HeldPlanes>;
+
+/// Whether the launch of this cut is one whose values stay in registers.
+inline bool keeps_values(const HeldCut& cut) {
+  return std::visit([](const auto& of) { return of.kept && (of.tiles == 1 || of.clusters); }, cut);
+}
 
 /// Shared memory that a block may take on a device of this compute capability; 0 where this kernel cannot
 /// run.

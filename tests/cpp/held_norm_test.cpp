@@ -132,6 +132,31 @@ void test_narrowed_blocks() {
   expect(narrowed > 50, concat(narrowed, " narrowed blocks"));
 }
 
+/// Values stay in registers where a thread has at most 32 of them, and what is due of each is known.
+void test_kept() {
+  const auto is_kept = [](Problem p, Layout layout) {
+    p.x_layout = p.y_layout = layout;
+    const std::optional<HeldCut> cut = held_cut(p, layout, 90);
+    return cut && keeps_values(*cut);
+  };
+  for (const Layout layout : {Layout::kNDHWC, Layout::kNCDHW}) {
+    Problem p = of_size(2, 64, 1728, 8);
+    expect(is_kept(p, layout), "a small block");
+    p.tail.activation = Activation::kSilu;
+    expect(!is_kept(p, layout), "SiLU before the norm is chosen at run time");
+    p.tail.order = Order::kNormAct;
+    expect(is_kept(p, layout), "SiLU behind it when the kernel is compiled");
+  }
+  Problem p = of_size(2, 64, 1728, 8);
+  p.y_layout = Layout::kNCDHW;
+  const std::optional<HeldTiles> transposed = held_tiles(p, 90);
+  expect(transposed && transposed->kept, "a transposed result");
+  expect(!is_kept(of_size(64, 256, 512, 8), Layout::kNDHWC), "16 vectors of bfloat16");
+  expect(!is_kept(of_size(16, 192, 1728, 192, DType::kFloat32), Layout::kNCDHW), "14 vectors of float32");
+  expect(is_kept(of_size(2, 64, 729, 64), Layout::kNCDHW), "planes of no whole vectors, of one channel");
+  expect(!is_kept(of_size(2, 64, 729, 8), Layout::kNCDHW), "and of several");
+}
+
 void test_tiles() {
   int held = 0, waiting = 0, clusters = 0, planes = 0;
   for (const std::int64_t n : {1, 2, 64}) {
@@ -212,6 +237,7 @@ int main() {
     upconv3d::test_tiles();
     upconv3d::test_narrowed_teams();
     upconv3d::test_narrowed_blocks();
+    upconv3d::test_kept();
     upconv3d::test_what_is_held();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());

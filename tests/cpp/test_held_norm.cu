@@ -112,6 +112,12 @@ HeldCut without_clusters(HeldCut cut) {
   return cut;
 }
 
+/// The same tiles, for threads whose values do not stay in registers.
+HeldCut in_shared_memory(HeldCut cut) {
+  std::visit([](auto& of) { of.kept = false; }, cut);
+  return cut;
+}
+
 /// Lets the next kernel begin, and brings c late: that one may have read nothing before.
 __global__ void deliver_late(const char* from, char* to, std::int64_t bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -156,7 +162,7 @@ void check_alike(const Case& at, const Reference& ref, const std::vector<double>
 }
 
 /// Against the reference; then the same bits with as many blocks as a small device holds, none of them in
-/// clusters, and in place where nothing is transposed.
+/// clusters, from values that lie in shared memory, and in place where nothing is transposed.
 void run_case(const Case& at, const HeldCut& cut) {
   const double eps = 1e-5;
   const Reference ref = make_reference(at, eps);
@@ -179,6 +185,11 @@ void run_case(const Case& at, const HeldCut& cut) {
            "the same bits from " + std::to_string(blocks) + " blocks: " + what);
   }
   params.max_blocks = 0;
+  params.cut = in_shared_memory(cut);
+  check(cudaMemset(on.y.data(), 0xA5, on.y.bytes()), "filling a test buffer");
+  launch_held_norm(params, nullptr);
+  expect(once == download_bytes(on.y.data(), on.y.bytes()),
+         "the same bits from values in shared memory: " + what);
   params.cut = cut;
   if (!params.y_planes) {
     params.y = on.c.data();
@@ -209,31 +220,36 @@ constexpr Shape kShapes[] = {
 struct Kinds {
   int waiting = 0, alone = 0, folded = 0, transposed = 0, planes_waiting = 0, planes_alone = 0, teams = 0;
   int clusters = 0, planes_clusters = 0;  // on a GPU that has them
+  int kept = 0, planes_kept = 0;          // whose values are few enough to stay in registers
 
   void count(const HeldCut& cut, bool transposes) {
     transposed += transposes;
     if (const auto* const t = std::get_if<HeldTiles>(&cut)) {
+      kept += keeps_values(cut);
       waiting += t->tiles > 1 && !t->clusters, alone += t->tiles == 1, folded += t->fold > 1;
       clusters += t->clusters;
       return;
     }
     const HeldPlanes& t = std::get<HeldPlanes>(cut);
+    planes_kept += keeps_values(cut);
     planes_waiting += t.tiles > 1 && !t.clusters, planes_alone += t.tiles == 1, teams += t.teams > 1;
     planes_clusters += t.clusters;
   }
   void expect_all() const {
     std::string text;
-    for (const int kind : {waiting, clusters, alone, folded, transposed, planes_waiting, planes_clusters,
-                           planes_alone, teams}) {
+    for (const int kind : {waiting, clusters, alone, folded, transposed, kept, planes_waiting,
+                           planes_clusters, planes_alone, teams, planes_kept}) {
       text += " " + std::to_string(kind);
     }
     std::printf(
-        "cases that wait for all, for clusters, for none, fold, transpose; planes that wait for all, for "
-        "clusters, for none, in teams:%s\n",
+        "cases that wait for all, for clusters, for none, fold, transpose, keep; planes that wait for all, "
+        "for "
+        "clusters, for none, in teams, keep:%s\n",
         text.c_str());
     const int wanted = compute_capability() >= 90 ? 10 : 0;
     expect(waiting > 10 && clusters >= wanted && alone > 20 && folded > 5 && transposed > 40 &&
-               planes_waiting > 10 && planes_clusters >= wanted && planes_alone > 20 && teams > 5,
+               planes_waiting > 10 && planes_clusters >= wanted && planes_alone > 20 && teams > 5 &&
+               kept > 20 && planes_kept > 20,
            "cases of every kind:" + text);
   }
 };

@@ -103,12 +103,20 @@ inline bool refuses_clusters(cudaError_t status) {
   return status == cudaErrorInvalidClusterSize || status == cudaErrorLaunchOutOfResources;
 }
 
+/// The kernel whose threads keep their values in registers, where that can run.
+template <class Args>
+struct KeptKernel {
+  void (*kernel)(Args) = nullptr;
+  int held_bytes = 0;  // of shared memory that values take there
+};
+
+/// \param kept in the place of `kernel` where not all blocks wait for each other
 /// \param reserved,arch static, the kernel's own. What a GPU runs from PTX of an older architecture neither
 /// knows clusters nor waits for the kernel before.
 template <class Args>
-void launch_held_kernel(const char* name, void (*kernel)(Args), Args& args, const HeldShape& shape,
-                        ReservedSharedMemory& reserved, CompiledArch& arch, const HeldNormParams& params,
-                        cudaStream_t stream) {
+void launch_held_kernel(const char* name, void (*kernel)(Args), const KeptKernel<Args>& kept, Args& args,
+                        const HeldShape& shape, ReservedSharedMemory& reserved, CompiledArch& arch,
+                        const HeldNormParams& params, cudaStream_t stream) {
   constexpr int kUnasked = 48 * 1024;  // bytes that kernels get
   if (shape.shared_bytes > kUnasked) {
     int device = 0, most = 0;
@@ -118,7 +126,14 @@ void launch_held_kernel(const char* name, void (*kernel)(Args), Args& args, cons
   }
   const bool knows_hopper = arch.of(reinterpret_cast<const void*>(kernel)) >= 90;
   if (shape.tiles == 1 || (shape.clusters && knows_hopper)) {
-    const cudaError_t status = launch_held_clusters(kernel, args, shape, knows_hopper, stream);
+    Args alone = args;
+    HeldShape of_alone = shape;
+    if (kept.kernel != nullptr) {
+      alone.held_bytes = kept.held_bytes;
+      of_alone.shared_bytes += kept.held_bytes - args.held_bytes;
+    }
+    const cudaError_t status = launch_held_clusters(kept.kernel != nullptr ? kept.kernel : kernel, alone,
+                                                    of_alone, knows_hopper, stream);
     if (!shape.clusters || !refuses_clusters(status)) return check(status, name);
     cudaGetLastError();
   }

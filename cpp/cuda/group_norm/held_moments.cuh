@@ -6,6 +6,7 @@
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
+#include "core/held_norm.hpp"
 #include "cuda/group_norm/element.cuh"
 
 namespace upconv3d::cuda {
@@ -15,6 +16,10 @@ inline constexpr int kMaxHeldThreads = 512;
 /// Elements of a 16-byte vector.
 template <class T>
 constexpr int kLanes = kAccessBytes / sizeof(T);
+
+/// Vectors of a thread that its registers keep.
+template <class T>
+inline constexpr int kKeptVectors = kept_vectors(sizeof(T));
 
 /// Sum over `lanes` neighbouring threads, a power of two of them.
 template <class Value>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Host side of activation_group_norm_held.
+/// Host side of activation_group_norm_held and of activation_group_norm_kept.
 #include "cuda/group_norm/held_norm.hpp"
 
 #include <algorithm>
@@ -13,6 +13,7 @@
 
 #include "cuda/group_norm/held_launch.cuh"
 #include "cuda/group_norm/held_norm.cuh"
+#include "cuda/group_norm/kept_norm.cuh"
 
 namespace upconv3d::cuda {
 namespace {
@@ -75,7 +76,11 @@ void launch_held_tiles(const HeldNormParams& params, const HeldTiles& tiles, cud
     static CompiledArch arch;
     HeldArgs<T> args = held_args<T>(params, tiles);
     args.wide = wide_columns(tiles, params.dtype);
-    launch_held_kernel("activation_group_norm_held", activation_group_norm_held<T, Input>, args,
+    KeptKernel<HeldArgs<T>> kept;
+    if constexpr (!Input::kDecidesLater) {
+      if (tiles.kept) kept = {activation_group_norm_kept<T, Input>, params.y_planes ? args.held_bytes : 0};
+    }
+    launch_held_kernel("activation_group_norm_held", activation_group_norm_held<T, Input>, kept, args,
                        {args.work, static_cast<int>(tiles.threads), static_cast<int>(tiles.shared_bytes()),
                         static_cast<int>(tiles.tiles), tiles.clusters},
                        reserved, arch, params, stream);

@@ -20,6 +20,7 @@
 #include <cuda_pipeline.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/group_norm/held_tile.cuh"
 #include "cuda/group_norm/pending.cuh"
@@ -143,10 +144,11 @@ struct HeldChannels {
   }
 };
 
-/// Sums of the thread's values, lane by lane, or of their squared distances from the tile's means.
-template <class T, class Input>
+/// Sums of the thread's values' distances from the tile's means, lane by lane, or of their squares.
+/// \param squares where loops of their own are short, a type
+template <class T, class Input, class Squares>
 __device__ __forceinline__ void add_up(const HeldArgs<T>& args, const HeldTile& tile,
-                                       const HeldShared& shared, bool squares, float (&sum)[kLanes<T>]) {
+                                       const HeldShared& shared, Squares squares, float (&sum)[kLanes<T>]) {
   const HeldChannels<T, Input> channels(args, tile, shared);
   const uint4* held = shared.held + threadIdx.x;
 #pragma unroll 2
@@ -297,11 +299,12 @@ __device__ __forceinline__ void merge_tiles_of_groups(const HeldArgs<T>& args, c
 }
 
 /// Takes the moments of the groups that are left, about means that their values' distances correct.
-template <class T, class Input>
+/// \param add_up as of take_tile_moments
+template <class T, class AddUp>
 __device__ __forceinline__ void correct_moments(const HeldArgs<T>& args, const HeldTile& tile,
-                                                const HeldShared& shared) {
+                                                const HeldShared& shared, AddUp add_up) {
   float sum[kLanes<T>] = {};
-  add_up<T, Input>(args, tile, shared, false, sum);
+  add_up(false, sum);
   leave_in_slots(args, tile, sum, shared.slots);
   __syncthreads();
   for_each_group(args, [&](int group, int lane) {
@@ -316,24 +319,31 @@ __device__ __forceinline__ void correct_moments(const HeldArgs<T>& args, const H
   __syncthreads();
 }
 
-template <class T, class Input>
+/// \param add_up add_up(squares, sum): adds the thread's values' distances from the tile's means, or their
+/// squares, to sum[lane]
+template <class T, class AddUp>
 __device__ __forceinline__ void take_tile_moments(const HeldArgs<T>& args, const HeldTile& tile,
-                                                  const HeldShared& shared) {
-  load_tile(args, tile, shared);
-  load_channels<T, Input>(args, tile, shared);
-  __pipeline_wait_prior(0);
-  __syncthreads();
+                                                  const HeldShared& shared, AddUp add_up) {
   bool left = false;
 #pragma unroll 1
   for (int round = 0; round < 2; ++round) {
     float sum[kLanes<T>] = {};
-    add_up<T, Input>(args, tile, shared, round == 1, sum);
+    add_up(round == 1, sum);
     leave_in_slots(args, tile, sum, shared.slots);
     __syncthreads();
     left = __syncthreads_or(merge_slots_of_groups(args, tile, shared, round == 1));
   }
   if (left) [[unlikely]]
-    correct_moments<T, Input>(args, tile, shared);
+    correct_moments(args, tile, shared, add_up);
+}
+
+template <class T, class Input>
+__device__ __forceinline__ void bring_tile(const HeldArgs<T>& args, const HeldTile& tile,
+                                           const HeldShared& shared) {
+  load_tile(args, tile, shared);
+  load_channels<T, Input>(args, tile, shared);
+  __pipeline_wait_prior(0);
+  __syncthreads();
 }
 
 /// \param parameter parameter_behind
@@ -394,7 +404,17 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1) activation_group_norm_held
   const float parameter = parameter_behind<T, Input>(args.activation, args.parameter);
 #pragma unroll 1
   for (unsigned at = blockIdx.x; at < work; at += gridDim.x) {
-    take_tile_moments<T, Input>(args, HeldTile(args, at), shared);
+    const HeldTile tile(args, at);
+    bring_tile<T, Input>(args, tile, shared);
+    take_tile_moments(args, tile, shared, [&](bool squares, float (&sum)[kLanes<T>]) {
+      if constexpr (Input::kDecidesLater) {
+        add_up<T, Input>(args, tile, shared, squares, sum);
+      } else if (squares) {
+        add_up<T, Input>(args, tile, shared, std::true_type{}, sum);
+      } else {
+        add_up<T, Input>(args, tile, shared, std::false_type{}, sum);
+      }
+    });
   }
   if (args.counts.tiles > 1) wait_for_tiles(args.clusters);
 #pragma unroll 1
@@ -402,10 +422,7 @@ __global__ void __launch_bounds__(kMaxHeldThreads, 1) activation_group_norm_held
     const HeldTile tile(args, at);
     if (!holds) {
       __syncthreads();  // before this tile takes the last one's shared memory
-      load_tile(args, tile, shared);
-      load_channels<T, Input>(args, tile, shared);
-      __pipeline_wait_prior(0);
-      __syncthreads();
+      bring_tile<T, Input>(args, tile, shared);
     }
     if (args.counts.tiles > 1) {
       merge_tiles_of_groups(args, tile, shared);

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Host side of activation_group_norm_held_planes.
+/// Host side of activation_group_norm_held_planes and of activation_group_norm_kept_planes.
 #include "cuda/group_norm/held_norm_planes.cuh"
 
-#include <algorithm>
+#include <bit>
 #include <cstdint>
 
 #include "core/index_math.hpp"
 #include "cuda/group_norm/held_launch.cuh"
+#include "cuda/group_norm/kept_norm_planes.cuh"
 
 namespace upconv3d::cuda {
 namespace {
@@ -29,6 +30,7 @@ HeldPlanesArgs<T> held_planes_args(const HeldNormParams& params, const HeldPlane
   args.tile_values = count(planes.tile_values);
   args.teams = count(planes.teams);
   args.team_threads = count(planes.team_threads);
+  args.team_shift = std::countr_zero(static_cast<std::uint64_t>(planes.team_threads));
   const int step = args.team_threads * kLanes<T>;
   args.step_channels = step / args.positions;
   args.step_positions = step % args.positions;
@@ -50,8 +52,12 @@ void launch_held_planes(const HeldNormParams& params, const HeldPlanes& planes, 
     static ReservedSharedMemory reserved;
     static CompiledArch arch;
     HeldPlanesArgs<T> args = held_planes_args<T>(params, planes);
+    KeptKernel<HeldPlanesArgs<T>> kept;
+    if constexpr (!Input::kDecidesLater) {
+      if (planes.kept) kept = {activation_group_norm_kept_planes<T, Input>, 0};
+    }
     launch_held_kernel(
-        "activation_group_norm_held_planes", activation_group_norm_held_planes<T, Input>, args,
+        "activation_group_norm_held_planes", activation_group_norm_held_planes<T, Input>, kept, args,
         {args.work, static_cast<int>(planes.threads()), static_cast<int>(planes.shared_bytes()),
          static_cast<int>(planes.tiles), planes.clusters},
         reserved, arch, params, stream);
