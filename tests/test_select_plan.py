@@ -271,6 +271,14 @@ def test_groups_of_many_channels_are_compared_by_their_times(groups, channels, d
     assert plan.algorithm == ("sm90_implicit_gemm" if quicker else "cuda_library")
 
 
+@pytest.mark.parametrize(("weight_layout", "plan"), [("NDHWC", "library"), ("NCDHW", "sm90")])
+def test_the_weight_of_groups_that_pytorch_copies_counts_as_a_whole(weight_layout, plan):
+    """1.8 MB of it, at every call."""
+    shape = {"groups": 8, "num_groups": 8, "dtype": "float16", "padding": [1, 1, 1]}
+    chosen = plan_of(facts(8, 512, 512, (8, 8, 8), weight_layout=weight_layout, **shape))
+    assert plan in chosen.algorithm
+
+
 @pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(80, 16), (128, 32), (32, 64)])
 def test_groups_with_a_stride(layout, inputs, outputs):

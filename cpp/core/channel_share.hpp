@@ -27,8 +27,8 @@ inline double channel_share(const Problem& p) {
 }
 
 /// Whether cuDNN has kernels for convolution groups of that size: of as many outputs as inputs, a power of
-/// two. Others take it up to eight times as long (perf/NOTES.md, "Groups that cuDNN has no kernels for"), as
-/// larger ones were not timed.
+/// two. Others take it up to eight times as long (perf/NOTES.md, "Groups that cuDNN has no kernels for");
+/// larger ones were not timed, and count as others.
 inline bool are_groups_of_cudnn(const Problem& p) {
   constexpr std::int64_t kLargest = 256;
   const std::int64_t inputs = group_inputs(p);

@@ -110,12 +110,12 @@ double library_taps_us(const Problem& p) {
   return kPerTap * std::max(0.0, std::min(taps, kMost) - kFitted) * positions;
 }
 
-/// Groups at stride 1 for which cuDNN has quick kernels, where the direct plan took 1.3 to 5.6 times the
-/// library plan's time.
+/// Groups for which cuDNN has quick kernels, where the direct plan took 1.3 to 5.6 times the library plan's
+/// time: of stride 1, several taps, and before a norm.
 bool are_quick_groups_of_cudnn(const Problem& p) {
   constexpr std::int64_t kInputs = 16;
-  return p.groups > 1 && p.stride == Extent3{1, 1, 1} && are_groups_of_cudnn(p) &&
-         group_inputs(p) >= kInputs && !p.is_ieee();
+  return p.groups > 1 && p.stride == Extent3{1, 1, 1} && volume(p.kernel) > 1 && !is_dilated(p) &&
+         p.tail.norm && are_groups_of_cudnn(p) && group_inputs(p) >= kInputs && !p.is_ieee();
 }
 
 /// What cuDNN's convolution of groups of several channels takes at least, in us: of three blocks of groups of

@@ -13,13 +13,16 @@
 
 namespace upconv3d {
 
-/// Values that registers of a thread keep from the first sum to the result, where it has no more; with what
-/// else such a kernel needs they take 80 to 128 registers.
+/// Values that registers of a thread keep from the first sum to the result, where it has no more: with what
+/// else such a kernel needs they take 78 to 91 registers.
 inline constexpr int kKeptValues = 32;
 /// 16-byte vectors of them, of elements of `bytes` bytes.
 constexpr int kept_vectors(int bytes) {
   return kKeptValues * bytes / 16;
 }
+
+/// Bytes of shared memory that a kernel gets without being asked.
+inline constexpr std::int64_t kUnaskedSharedBytes = 48 * 1024;
 
 /// Of NDHWC. A block's tile is a slab of whole norm groups over some rows of one sample. A row is what `fold`
 /// neighbouring positions have of a slab, a whole number of 16-byte vectors.

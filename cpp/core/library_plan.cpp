@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <limits>
 
-#include "core/channel_share.hpp"
 #include "core/channels.hpp"
 #include "core/held_norm.hpp"
 #include "core/index_math.hpp"
@@ -50,21 +49,6 @@ bool has_compared_copies(const Problem& p) {
   const bool aligned = p.x_aligned || (p.x_layout == Layout::kNCDHW && !is_pointwise(p));
   return tensor_cores && whole && p.groups == 1 && aligned && p.x_layout == p.y_layout && !is_dilated(p) &&
          *std::max_element(p.stride.begin(), p.stride.end()) <= 2 && !is_flat_and_long(p);
-}
-
-/// The library plan of groups that cuDNN has kernels for, in us: as one group of as many times the samples
-/// takes, 0.7 to 1.4 of that in 16 bits, in NCDHW more, and up to 2 under "tf32"; the SM90 plan keeps to its
-/// own estimate (perf/NOTES.md, "Groups that cuDNN has kernels for").
-double library_groups_plan_us(const Problem& p, const Device& device) {
-  constexpr double kOfFloat = 1.35, kOfPlanes = 1.25, kOfRows = 1.05;
-  Problem one = p;
-  one.n *= p.groups;
-  one.c /= p.groups;
-  one.k /= p.groups;
-  one.num_groups = std::max<std::int64_t>(p.num_groups / p.groups, 1);
-  one.groups = 1;
-  const double seen = p.dtype == DType::kFloat32 ? kOfFloat : in_rows(p) ? kOfRows : kOfPlanes;
-  return seen * library_plan_us(one, device);
 }
 
 // The rest is of float32's accuracy.
@@ -233,23 +217,11 @@ bool library_copies_operands(const Problem& p, const Device& device) {
   return operand_copies(p, mb) < library_copies(p, mb);
 }
 
-bool has_group_times(const Problem& p) {
-  constexpr std::int64_t kInputs = 32;
-  return p.operation == Operation::kConvTranspose && p.groups > 1 && are_groups_of_cudnn(p) &&
-         group_inputs(p) >= kInputs && p.n > 0 && p.dtype != DType::kFloat64 && !p.is_ieee() &&
-         p.stride == Extent3{1, 1, 1} && !is_pointwise(p) && !is_dilated(p) && p.x_layout == p.y_layout &&
-         p.tail.norm && !p.tail.has_skip && !p.tail.returns_conv && !is_flat_and_long(p);
-}
-
 LibraryAdvantage library_advantage(const Problem& p, const Device& device, const Plan& sm90) {
-  const bool is_timed = has_plan_times(p), are_groups = has_group_times(p);
-  const double library = is_timed     ? library_plan_us(p, device)
-                         : are_groups ? library_groups_plan_us(p, device)
-                                      : 0;
-  const Times times =
-      is_timed || are_groups
-          ? Times{library, sm90_us(p, sm90), "cuDNN's convolution and what follows it are expected to take "}
-          : ieee_times(p, device, sm90);
+  const bool is_timed = has_plan_times(p) || has_group_times(p);
+  const Times times = is_timed ? Times{library_plan_us(p, device), sm90_us(p, sm90),
+                                       "cuDNN's convolution and what follows it are expected to take "}
+                               : ieee_times(p, device, sm90);
   // Of two that are near, cuDNN's convolution is never far behind a peer that runs it as well: of the blocks
   // that were timed, as many us are lost as by the lesser, on half as many blocks. Of float32's accuracy it
   // is to be ahead in NCDHW, where it takes the host longer.

@@ -17,10 +17,6 @@ struct LibraryAdvantage {
   double us = 0;
 };
 
-/// Whether the library plan's time is estimated for such convolution groups: of sizes that cuDNN has kernels
-/// for, from 32 channels on, of stride 1 and before a norm.
-bool has_group_times(const Problem& problem);
-
 /// \param sm90 the SM90 plan
 LibraryAdvantage library_advantage(const Problem& problem, const Device& device, const Plan& sm90);
 

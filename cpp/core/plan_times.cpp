@@ -8,6 +8,7 @@
 #include <limits>
 #include <optional>
 
+#include "core/channel_share.hpp"
 #include "core/channels.hpp"
 #include "core/col2im_plan.hpp"
 #include "core/copy_tiles.hpp"
@@ -295,6 +296,22 @@ double cudnn_us(const Problem& p, const Work& mb, bool copies) {
   return multiplies_zeros ? std::max(all, cudnn_long_stride_us(p, mb)) : all;
 }
 
+/// cuDNN's convolution of groups that it has kernels for: as of one group of as many times the samples, whose
+/// weight is all of theirs; 112 blocks and inputs took 0.7 to 1.5 of that in 16 bits, under "tf32" up to
+/// twice as long (perf/NOTES.md, "Groups that cuDNN has kernels for"). Of operands that are ours nothing is
+/// known.
+double cudnn_groups_us(const Problem& p, const Work& mb) {
+  constexpr Cost kOfOneGroup = {1.05, 1.2, 1.45, 1.3};  // by which the choice among those is best
+  Problem one = p;
+  one.n *= p.groups;
+  one.c /= p.groups;
+  one.k /= p.groups;
+  one.groups = 1;
+  Work work(one);
+  work.w = mb.w;
+  return kOfOneGroup.of(p) * cudnn_us(one, work, false);
+}
+
 /// What follows a convolution that lies in memory in the order `layout`.
 double tail_us(const Problem& p, const Device& device, Layout layout, const Work& mb) {
   if (!p.tail.norm) {
@@ -303,8 +320,8 @@ double tail_us(const Problem& p, const Device& device, Layout layout, const Work
   }
   constexpr Cost kHeld = {0.76, 1.1, 0.72, 0.83}, kInLaunches = {0.79, 0.95, 0.79, 0.79};
   constexpr double kLaunch = 7.3, kLaunches = 9.4;
-  constexpr double kKept =
-      1.1;  // less where values stay in registers, which was built after these were fitted
+  // Less where values stay in registers, as they have since these were fitted.
+  constexpr double kKept = 1.1;
   // Before a norm, exponentials are computed for the moments and once more.
   constexpr double kExponential = 0.3, kExponentialOfFloat = 0.06;
   const double before = p.tail.order == Order::kActNorm
@@ -322,6 +339,15 @@ bool has_plan_times(const Problem& p) {
   return p.operation == Operation::kConvTranspose && p.n > 0 && p.dtype != DType::kFloat64 && !p.is_ieee() &&
          p.groups == 1 && p.x_layout == p.y_layout && !p.tail.has_skip && longest_stride(p) <= kStride &&
          !(is_dilated(p) && p.stride != Extent3{1, 1, 1}) && !is_flat_and_long(p);
+}
+
+bool has_group_times(const Problem& p) {
+  constexpr std::int64_t kInputs = 32, kKernel = 4;  // at least, and at most, of what was timed
+  return p.operation == Operation::kConvTranspose && p.groups > 1 && are_groups_of_cudnn(p) &&
+         group_inputs(p) >= kInputs && p.n > 0 && p.dtype != DType::kFloat64 && !p.is_ieee() &&
+         p.stride == Extent3{1, 1, 1} && volume(p.kernel) > 1 &&
+         *std::max_element(p.kernel.begin(), p.kernel.end()) <= kKernel && !is_dilated(p) &&
+         p.x_layout == p.y_layout && p.tail.norm && !p.tail.has_skip && !p.tail.returns_conv;
 }
 
 double sm90_plan_us(const Problem& p, const Plan& sm90) {
@@ -342,7 +368,8 @@ double library_plan_us(const Problem& given, const Device& device) {
   // PyTorch adds the bias of a convolution that is returned by a launch of its own.
   constexpr double kLaunch = 3, kPerMB = 0.5;
   const double returned = p.tail.returns_conv && p.has_bias ? kLaunch + kPerMB * mb.y : 0;
-  return cudnn_us(p, mb, copies) + library_weight_copy_us(p) + returned +
+  const double convolution = p.groups > 1 ? cudnn_groups_us(p, mb) : cudnn_us(p, mb, copies);
+  return convolution + library_weight_copy_us(p) + returned +
          tail_us(p, device, copies ? Layout::kNDHWC : p.y_layout, mb);
 }
 

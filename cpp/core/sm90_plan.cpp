@@ -12,7 +12,6 @@
 #include "core/im2col_limits.hpp"
 #include "core/index_math.hpp"
 #include "core/leaving_blocks.hpp"
-#include "core/library_plan.hpp"
 #include "core/pack_stages.hpp"
 #include "core/phase_pairs.hpp"
 #include "core/plan_times.hpp"

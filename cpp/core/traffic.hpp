@@ -14,7 +14,7 @@ struct Traffic {
   explicit Traffic(const Problem& p) {
     const double size = 1e-6 * static_cast<double>(size_of(p.dtype));
     x = size * static_cast<double>(p.n * p.c * volume(p.in));
-    w = size * static_cast<double>(p.c * p.k * volume(p.kernel));
+    w = size * static_cast<double>(p.c / p.groups * p.k * volume(p.kernel));
     y = size * static_cast<double>(p.n * p.k * p.positions());
   }
 };

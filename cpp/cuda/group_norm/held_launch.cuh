@@ -117,8 +117,7 @@ template <class Args>
 void launch_held_kernel(const char* name, void (*kernel)(Args), const KeptKernel<Args>& kept, Args& args,
                         const HeldShape& shape, ReservedSharedMemory& reserved, CompiledArch& arch,
                         const HeldNormParams& params, cudaStream_t stream) {
-  constexpr int kUnasked = 48 * 1024;  // bytes that kernels get
-  if (shape.shared_bytes > kUnasked) {
+  if (shape.shared_bytes > kUnaskedSharedBytes) {
     int device = 0, most = 0;
     check(cudaGetDevice(&device), "asking for the current device");
     check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), name);

@@ -145,7 +145,7 @@ struct HeldChannels {
 };
 
 /// Sums of the thread's values' distances from the tile's means, lane by lane, or of their squares.
-/// \param squares where loops of their own are short, a type
+/// \param squares a bool, or its type where each is to have a loop of its own
 template <class T, class Input, class Squares>
 __device__ __forceinline__ void add_up(const HeldArgs<T>& args, const HeldTile& tile,
                                        const HeldShared& shared, Squares squares, float (&sum)[kLanes<T>]) {

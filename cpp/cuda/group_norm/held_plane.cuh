@@ -44,7 +44,7 @@ struct HeldPlanesArgs {
 
 /// What a block has in shared memory; the table is the team's.
 struct HeldPlanesShared {
-  uint4* held;                  // [loads,threads] vectors; each is written and read by its own thread
+  uint4* held;                  // [loads,threads] vectors, each of its own thread; none where kept
   float* slots;                 // [threads/32] sums
   float *scale, *shift, *bias;  // [channels of the tile] each; until tiles are merged gamma and beta
   float* slope;                 // [channels of the tile] of PReLU with a slope per channel

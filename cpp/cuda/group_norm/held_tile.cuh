@@ -43,7 +43,7 @@ struct HeldArgs {
 
 /// A block's shared memory.
 struct HeldShared {
-  uint4* held;   // [loads,threads] vectors; each is written and read by its own thread
+  uint4* held;   // [loads,threads] vectors, each of its own thread unless y is transposed; none where kept
   float* slots;  // [slots of a row without fold,fold*slot_rows] sums
   // [slab_channels] each; until the tiles are merged mean is the tile's, scale gamma and shift beta
   float *mean, *scale, *shift, *bias;
