@@ -312,6 +312,12 @@ double cudnn_groups_us(const Problem& p, const Work& mb) {
   return kOfOneGroup.of(p) * cudnn_us(one, work, false);
 }
 
+/// What a held norm takes less where values stay in registers, as they have since its times were fitted.
+double saved_by_keeping(const HeldCut& cut) {
+  constexpr double kKept = 1.1;
+  return keeps_values(cut) ? kKept : 0;
+}
+
 /// What follows a convolution that lies in memory in the order `layout`.
 double tail_us(const Problem& p, const Device& device, Layout layout, const Work& mb) {
   if (!p.tail.norm) {
@@ -320,8 +326,6 @@ double tail_us(const Problem& p, const Device& device, Layout layout, const Work
   }
   constexpr Cost kHeld = {0.76, 1.1, 0.72, 0.83}, kInLaunches = {0.79, 0.95, 0.79, 0.79};
   constexpr double kLaunch = 7.3, kLaunches = 9.4;
-  // Less where values stay in registers, as they have since these were fitted.
-  constexpr double kKept = 1.1;
   // Before a norm, exponentials are computed for the moments and once more.
   constexpr double kExponential = 0.3, kExponentialOfFloat = 0.06;
   const double before = p.tail.order == Order::kActNorm
@@ -329,7 +333,7 @@ double tail_us(const Problem& p, const Device& device, Layout layout, const Work
                             : 0;
   const std::optional<HeldCut> held = held_cut(p, layout, device.compute_capability);
   if (!held) return before + kLaunches + kInLaunches.of(p) * mb.y;
-  return before + kLaunch + kHeld.of(p) * mb.y - (keeps_values(*held) ? kKept : 0);
+  return before + kLaunch + kHeld.of(p) * mb.y - saved_by_keeping(*held);
 }
 
 }  // namespace
@@ -391,11 +395,13 @@ double col2im_plan_us(const Problem& p, const Device& device) {
                        (columns.rows % whole != 0 ? kOddWeight : 0);
   const double lanes =
       mb.positions * static_cast<double>(ceil_div(p.k, std::int64_t{col2im_lane_channels(p)}));
-  const bool unheld = p.tail.norm && !held_cut(p, p.y_layout, device.compute_capability);
+  const std::optional<HeldCut> held = held_cut(p, p.y_layout, device.compute_capability);
+  const bool unheld = p.tail.norm && !held;
   return (is_float(p) ? kLaunchesOfFloat : kLaunches) - (p.tail.norm ? 0 : kLinear) + block * blocks +
          kPerMB * static_cast<double>(columns.values()) * sizeof(float) * kMega + kInput * mb.x +
          (p.tail.norm ? kResult : kResultOfLinear).of(p) * mb.y +
-         (col2im_has_short_lanes(p) ? kShortLane : kLane) * lanes + (unheld ? kUnheld : 0);
+         (col2im_has_short_lanes(p) ? kShortLane : kLane) * lanes + (unheld ? kUnheld : 0) -
+         (held ? saved_by_keeping(*held) : 0);
 }
 
 }  // namespace upconv3d
