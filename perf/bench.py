@@ -10,7 +10,7 @@ ms is a median. tflops counts useful arithmetic, gbs x, w and y once each. Every
 divided by the other's: below 1 is quicker than eager, than torch.compile at its best, than the library's
 convolution alone; x_floor is explained in upconv3d.profile.cases.floor_ms and given on an H200 only. Errors
 are absolute, against float64, on normalized values. check is "ok" where every value is finite and the rms
-error is at most twice eager's.
+error is at most twice eager's, or under "tf32" twice that of an operand's rounding.
 
 Exit status 1 if any check fails; 2 for wrong arguments, a result file that cannot be written among them; 4
 where it could be written at first and not after measuring. See perf/README.md for how to read and
