@@ -247,8 +247,7 @@ struct Kinds {
     }
     std::printf(
         "cases that wait for all, for clusters, for none, fold, transpose, keep; planes that wait for all, "
-        "for "
-        "clusters, for none, in teams, keep:%s\n",
+        "for clusters, for none, in teams, keep:%s\n",
         text.c_str());
     const int wanted = compute_capability() >= 90 ? 10 : 0;
     expect(waiting > 10 && clusters >= wanted && alone > 20 && folded > 5 && transposed > 40 &&

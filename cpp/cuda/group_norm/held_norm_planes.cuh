@@ -106,24 +106,12 @@ __device__ __forceinline__ void normalize_plane(const HeldPlanesArgs<T>& args, H
     plane_pending<T, Input>(args, at, shared, word, v);
     read_row(args, at, shared.scale, scale);
     read_row(args, at, shared.shift, shift);
-    Vector<T, kLanes<T>> y;
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) v[j] = (v[j] - mean) * scale[j] + shift[j];
     float slope[kLanes<T>] = {};
     if constexpr (kHasChannelSlopes<Input>) read_row(args, at, shared.slope, slope);
     activate_behind<Input>(parameter, v, [&](int j) { return slope[j]; });
-#pragma unroll
-    for (int j = 0; j < kLanes<T>; ++j) y.at[j] = from_stat<T>(v[j]);
-    if (at.is_inside(args)) {
-      uint4 out;
-      memcpy(&out, &y, sizeof(out));
-      *reinterpret_cast<uint4*>(args.y + at.first) = out;
-    } else {
-#pragma unroll
-      for (int j = 0; j < kLanes<T>; ++j) {
-        if (at.has(j)) args.y[at.first + j] = y.at[j];
-      }
-    }
+    store_plane(args, at, v);
     at.advance(args);
   }
 }

@@ -90,19 +90,7 @@ __device__ __forceinline__ void normalize_kept(const HeldPlanesArgs<T>& args, co
     float slope = 0.f;
     if constexpr (kHasChannelSlopes<Input>) slope = shared.slope[at.channel];
     activate_behind<Input>(parameter, v[i], [&](int) { return slope; });
-    Vector<T, kLanes<T>> y;
-#pragma unroll
-    for (int j = 0; j < kLanes<T>; ++j) y.at[j] = from_stat<T>(v[i][j]);
-    if (at.is_inside(args)) {
-      uint4 word;
-      memcpy(&word, &y, sizeof(word));
-      *reinterpret_cast<uint4*>(args.y + at.first) = word;
-    } else {
-#pragma unroll
-      for (int j = 0; j < kLanes<T>; ++j) {
-        if (at.has(j)) args.y[at.first + j] = y.at[j];
-      }
-    }
+    store_plane(args, at, v[i]);
   });
 }
 
