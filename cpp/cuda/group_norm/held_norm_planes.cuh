@@ -21,11 +21,44 @@
 
 namespace upconv3d::cuda {
 
+/// Vectors of 16 values, whose way from shared memory is then less than what is due of them.
+template <class T>
+inline constexpr int kVectorsAtOnce = 16 / kLanes<T>;
+
+/// Calls body(vector, its channel of the tile, its first element of c) for the thread's vectors, each of
+/// which is all of the tile and of one channel. What else a vector costs would be several times what its
+/// values do.
+/// \tparam kAtOnce vectors that are read before the body has the first of them
+template <int kAtOnce, class T, class Body>
+__device__ __forceinline__ void for_each_whole(const HeldPlanesArgs<T>& args, const HeldPlane& plane,
+                                               const HeldPlanesShared& shared, Body body) {
+  const uint4* held = shared.held + threadIdx.x;
+  const int threads = blockDim.x, positions = args.positions;
+  int first = plane.first, channel = plane.channel, position = plane.position;
+#pragma unroll kAtOnce
+  for (int i = 0; i < plane.count; ++i, held += threads) {
+    body(*held, channel, first);
+    first += plane.step;
+    channel += args.step_channels;
+    position += args.step_positions;
+    if (position >= positions) position -= positions, ++channel;
+  }
+}
+
 /// Sends the thread's vectors on their way, all at once.
 template <class T>
 __device__ __forceinline__ void load_plane(const HeldPlanesArgs<T>& args, HeldPlane at,
                                            const HeldPlanesShared& shared) {
   uint4* to = shared.held + threadIdx.x;
+  if (args.whole) {
+    const T* from = args.c + at.first;
+#pragma unroll 4
+    for (int i = 0; i < at.count; ++i, from += at.step, to += blockDim.x) {
+      __pipeline_memcpy_async(to, from, kAccessBytes);
+    }
+    __pipeline_commit();
+    return;
+  }
 #pragma unroll 1
   for (int i = 0; i < at.count; ++i, at.first += at.step, to += blockDim.x) {
     if (at.is_inside(args)) {
@@ -68,12 +101,20 @@ __device__ __forceinline__ void plane_pending(const HeldPlanesArgs<T>& args, con
   if constexpr (Input::kDecidesLater) activate_plane(args, at, shared, v);
 }
 
-/// Sum of the team's values' distances from `mean`, or of their squares, which all its threads get. All
-/// threads of the block take part.
+/// The same of a whole vector.
 template <class T, class Input>
-__device__ __forceinline__ float sum_of_plane(const HeldPlanesArgs<T>& args, HeldPlane at,
-                                              const HeldPlanesShared& shared, bool squares, float mean) {
-  float sum[kLanes<T>] = {};
+__device__ __forceinline__ void whole_pending(uint4 word, float bias, float (&v)[kLanes<T>]) {
+  Vector<T, kLanes<T>> c;
+  memcpy(&c, &word, sizeof(c));
+#pragma unroll
+  for (int j = 0; j < kLanes<T>; ++j) v[j] = Input{}(to_stat(c.at[j]), bias);
+}
+
+/// Adds the thread's values' distances from `mean`, or their squares, to sum[lane].
+template <class T, class Input>
+__device__ __forceinline__ void add_up_plane(const HeldPlanesArgs<T>& args, HeldPlane at,
+                                             const HeldPlanesShared& shared, bool squares, float mean,
+                                             float (&sum)[kLanes<T>]) {
   const uint4* held = shared.held + threadIdx.x;
 #pragma unroll 1
   for (int i = 0; i < at.count; ++i, held += blockDim.x) {
@@ -91,13 +132,45 @@ __device__ __forceinline__ float sum_of_plane(const HeldPlanesArgs<T>& args, Hel
     }
     at.advance(args);
   }
+}
+
+/// The same where args.whole.
+template <class T, class Input>
+__device__ __forceinline__ void add_up_whole(const HeldPlanesArgs<T>& args, const HeldPlane& plane,
+                                             const HeldPlanesShared& shared, bool squares, float mean,
+                                             float (&sum)[kLanes<T>]) {
+  for_each_whole<kVectorsAtOnce<T>>(args, plane, shared, [&](uint4 word, int channel, int) {
+    float v[kLanes<T>];
+    whole_pending<T, Input>(word, shared.bias[channel], v);
+#pragma unroll
+    for (int j = 0; j < kLanes<T>; ++j) {
+      const float distance = v[j] - mean;
+      sum[j] += distance * (squares ? distance : 1.f);
+    }
+  });
+}
+
+/// Sum of the team's values' distances from `mean`, or of their squares, which all its threads get. All
+/// threads of the block take part.
+template <class T, class Input>
+__device__ __forceinline__ float sum_of_plane(const HeldPlanesArgs<T>& args, const HeldPlane& plane,
+                                              const HeldPlanesShared& shared, bool squares, float mean) {
+  float sum[kLanes<T>] = {};
+  if constexpr (Input::kDecidesLater) {
+    add_up_plane<T, Input>(args, plane, shared, squares, mean, sum);
+  } else if (args.whole) {
+    add_up_whole<T, Input>(args, plane, shared, squares, mean, sum);
+  } else {
+    add_up_plane<T, Input>(args, plane, shared, squares, mean, sum);
+  }
   return sum_of_team(args, shared, sum);
 }
 
 /// \param parameter parameter_behind
 template <class T, class Input>
-__device__ __forceinline__ void normalize_plane(const HeldPlanesArgs<T>& args, HeldPlane at,
-                                                const HeldPlanesShared& shared, float mean, float parameter) {
+__device__ __forceinline__ void normalize_vectors(const HeldPlanesArgs<T>& args, HeldPlane at,
+                                                  const HeldPlanesShared& shared, float mean,
+                                                  float parameter) {
   const uint4* held = shared.held + threadIdx.x;
 #pragma unroll 1
   for (int i = 0; i < at.count; ++i, held += blockDim.x) {
@@ -114,6 +187,32 @@ __device__ __forceinline__ void normalize_plane(const HeldPlanesArgs<T>& args, H
     store_plane(args, at, v);
     at.advance(args);
   }
+}
+
+/// The same where args.whole.
+template <class T, class Input>
+__device__ __forceinline__ void normalize_whole(const HeldPlanesArgs<T>& args, const HeldPlane& plane,
+                                                const HeldPlanesShared& shared, float mean, float parameter) {
+  for_each_whole<2>(args, plane, shared, [&](uint4 word, int channel, int first) {
+    float v[kLanes<T>];
+    whole_pending<T, Input>(word, shared.bias[channel], v);
+    const float scale = shared.scale[channel], shift = shared.shift[channel];
+#pragma unroll
+    for (int j = 0; j < kLanes<T>; ++j) v[j] = (v[j] - mean) * scale + shift;
+    float slope = 0.f;
+    if constexpr (kHasChannelSlopes<Input>) slope = shared.slope[channel];
+    activate_behind<Input>(parameter, v, [&](int) { return slope; });
+    store_vector(args.y + first, v);
+  });
+}
+
+template <class T, class Input>
+__device__ __forceinline__ void normalize_plane(const HeldPlanesArgs<T>& args, const HeldPlane& plane,
+                                                const HeldPlanesShared& shared, float mean, float parameter) {
+  if constexpr (!Input::kDecidesLater) {
+    if (args.whole) return normalize_whole<T, Input>(args, plane, shared, mean, parameter);
+  }
+  normalize_vectors<T, Input>(args, plane, shared, mean, parameter);
 }
 
 template <class T, class Input>

@@ -161,22 +161,25 @@ __device__ __forceinline__ void read_row(const HeldPlanesArgs<T>& args, const He
   }
 }
 
-/// Writes a vector of y, of one that is not all of the tile only its own values.
+/// Writes a vector of y.
 template <class T>
-__device__ __forceinline__ void store_plane(const HeldPlanesArgs<T>& args, const HeldPlane& at,
-                                            const float (&v)[kLanes<T>]) {
+__device__ __forceinline__ void store_vector(T* to, const float (&v)[kLanes<T>]) {
   Vector<T, kLanes<T>> y;
 #pragma unroll
   for (int j = 0; j < kLanes<T>; ++j) y.at[j] = from_stat<T>(v[j]);
-  if (at.is_inside(args)) {
-    uint4 word;
-    memcpy(&word, &y, sizeof(word));
-    *reinterpret_cast<uint4*>(args.y + at.first) = word;
-    return;
-  }
+  uint4 word;
+  memcpy(&word, &y, sizeof(word));
+  *reinterpret_cast<uint4*>(to) = word;
+}
+
+/// The same, of a vector that is not all of the tile only its own values.
+template <class T>
+__device__ __forceinline__ void store_plane(const HeldPlanesArgs<T>& args, const HeldPlane& at,
+                                            const float (&v)[kLanes<T>]) {
+  if (at.is_inside(args)) return store_vector(args.y + at.first, v);
 #pragma unroll
   for (int j = 0; j < kLanes<T>; ++j) {
-    if (at.has(j)) args.y[at.first + j] = y.at[j];
+    if (at.has(j)) args.y[at.first + j] = from_stat<T>(v[j]);
   }
 }
 
