@@ -37,7 +37,7 @@ double library_copies(const Problem& p, const Traffic& mb) {
 
 /// channels_last_copies.
 double operand_copies(const Problem& p, const Traffic& mb) {
-  constexpr double kLaunch = 4, kPerMB = 0.6;
+  constexpr double kLaunch = 4, kPerMB = 0.48;  // memory's rate
   return kLaunch + kPerMB * (mb.x + (p.w_channels_last || is_pointwise(p) ? 0 : mb.w));
 }
 

@@ -6,11 +6,15 @@
 ///   from [batch,channels,positions]  dtype
 ///   to   [batch,positions,channels]  dtype
 ///
-/// A block takes one tile through shared memory, all its loads on the way at once. Tiles are at most 128
-/// bytes of positions wide, and as many channels as fill kTileValues: of kernels of few taps a tile is
-/// contiguous. A larger x of 16 bit goes by the tiles of input_tile.cuh.
+/// A block takes one tile through shared memory, all its loads on the way at once. Where channels and
+/// addresses are whole vectors of 16 bytes and positions are few, as a weight's are, a tile is all positions
+/// of some channels (stretch): contiguous, and read and written in vectors. Else it is read and written value
+/// by value, at most 128 bytes of positions wide, and as many channels as fill kTileValues. A larger x of
+/// 16 bit goes by the tiles of input_tile.cuh.
 #include <algorithm>
+#include <bit>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <stdexcept>
@@ -35,16 +39,25 @@ constexpr std::int64_t kRowBytes = 128;
 /// Channels of a tile are a multiple, so that what a warp writes is contiguous.
 constexpr std::int64_t kChannelUnit = 32;
 
+constexpr int kVectorBytes = 16;
+/// Of a stretch, four vectors of a thread on the way.
+constexpr int kStretchRounds = kStretchBytes / kVectorBytes / kThreads;
+/// Stretches that fill an H200's multiprocessors twice; of fewer channels each there are more.
+constexpr std::int64_t kStretchesWanted = 264;
+
 /// Of one tensor. Extents are 32-bit, offsets are not.
 template <class T>
 struct CopyArgs {
   const T* from;
   T* to;
   unsigned channels, positions;
+  bool stretches;  // else tile by tile, value by value
   unsigned tile_channels, tile_positions;
   unsigned per_position, per_channel;  // inverses of the tile's extents (quotient)
   unsigned across, down;               // tiles along positions and along channels
   unsigned first, tiles;               // blocks
+  unsigned row_shift;                  // of stretches, log2 of a row's vectors
+  unsigned pad;                        // of stretches, vectors behind as many as positions (copy_stretch)
 };
 
 template <class T>
@@ -52,10 +65,12 @@ struct CopiesArgs {
   CopyArgs<T> of[2];
 };
 
-/// Shared memory of a tile: one more per row, so that a column's values lie in different banks.
+/// Shared memory of a tile: one more per row, so that a column's values lie in different banks. Of a stretch:
+/// one vector more per vector of channels, of two positions half of what it holds.
 template <class T>
-struct Staged {
+union Staged {
   T values[kTileValues + kTileValues];
+  uint4 vectors[kStretchBytes / kVectorBytes * 3 / 2];
 };
 
 /// i / extent for i < kTileValues by the extent's inverse, rounded up. That makes it too large by less than
@@ -104,12 +119,65 @@ __device__ __forceinline__ void copy_tile(const CopyArgs<T>& copy, unsigned at, 
   }
 }
 
+/// The stretch's vectors as they lie, then as they are to lie. As many neighbouring channels as a vector has
+/// values are as many vectors as there are positions; behind them lies another where that is even: of
+/// neighbouring vectors of a row, the values of a channel then lie in different banks.
+///
+/// \param at number of the stretch
+template <class T>
+__device__ __forceinline__ void copy_stretch(const CopyArgs<T>& copy, unsigned at, Staged<T>& staged) {
+  constexpr unsigned kLanes = kVectorBytes / sizeof(T);
+  const unsigned batch = at / copy.down, channel = (at - batch * copy.down) * copy.tile_channels;
+  const unsigned rows = min(copy.tile_channels, copy.channels - channel) / kLanes;  // vectors of channels
+  const std::uint64_t base = std::uint64_t{batch} * copy.channels * copy.positions;
+
+  const auto* const from =
+      reinterpret_cast<const uint4*>(copy.from + base + std::uint64_t{channel} * copy.positions);
+  const unsigned vectors = rows * copy.positions;
+  uint4 loaded[kStretchRounds];
+#pragma unroll
+  for (int round = 0; round < kStretchRounds; ++round) {
+    const unsigned i = threadIdx.x + round * kThreads;
+    if (i < vectors) loaded[round] = __ldcs(from + i);
+  }
+#pragma unroll
+  for (int round = 0; round < kStretchRounds; ++round) {
+    const unsigned i = threadIdx.x + round * kThreads;
+    if (i < vectors) staged.vectors[i + copy.pad * quotient(i, copy.per_position)] = loaded[round];
+  }
+  __syncthreads();
+  T* const to = copy.to + base + channel;
+  const unsigned row_pitch = (copy.positions + copy.pad) * kLanes;
+#pragma unroll
+  for (int round = 0; round < kStretchRounds; ++round) {
+    const unsigned i = threadIdx.x + round * kThreads;
+    const unsigned position = i >> copy.row_shift, row = i - (position << copy.row_shift);
+    if (position >= copy.positions || row >= rows) continue;
+    const T* value = staged.values + row * row_pitch + position;
+    T own[kLanes];
+#pragma unroll
+    for (unsigned j = 0; j < kLanes; ++j, value += copy.positions) own[j] = *value;
+    uint4 vector;
+    memcpy(&vector, own, sizeof(vector));
+    *reinterpret_cast<uint4*>(to + std::uint64_t{position} * copy.channels + row * kLanes) = vector;
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void copy_part(const CopyArgs<T>& copy, unsigned at, Staged<T>& staged) {
+  if (copy.stretches) {
+    copy_stretch(copy, at, staged);
+  } else {
+    copy_tile(copy, at, staged);
+  }
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads) channels_last_copies(const CopiesArgs<T> args) {
   __shared__ Staged<T> staged;
   // A copy, not a reference: indexed parameters would go through local memory.
   const CopyArgs<T> copy = blockIdx.x >= args.of[1].first ? args.of[1] : args.of[0];
-  copy_tile(copy, blockIdx.x - copy.first, staged);
+  copy_part(copy, blockIdx.x - copy.first, staged);
 }
 
 /// x by the tiles that pack operands, which read four values at a time and write eight; then w.
@@ -124,8 +192,30 @@ __global__ void __launch_bounds__(kInputThreads, kVector == 4 ? 5 : 4)
   if (blockIdx.x < x_blocks) {
     pack_ncdhw_tile<kVector>(x, input_tile(x, blockIdx.x), InputRows{});
   } else {
-    copy_tile(w, blockIdx.x - x_blocks, staged);
+    copy_part(w, blockIdx.x - x_blocks, staged);
   }
+}
+
+bool is_aligned_to(const void* pointer, std::uintptr_t bytes) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
+}
+
+/// Channels of a stretch, or 0 where `copy` goes value by value: as many as fill it, but not so many that
+/// there are fewer stretches than wanted.
+std::int64_t stretch_channels(const ChannelsLastCopy& copy, std::int64_t element_bytes) {
+  if (!is_copied_in_stretches(copy.channels, copy.positions, element_bytes) ||
+      !is_aligned_to(copy.from, kVectorBytes) || !is_aligned_to(copy.to, kVectorBytes)) {
+    return 0;
+  }
+  const auto fits = [&](std::int64_t channels) {
+    return channels * copy.positions * element_bytes <= kStretchBytes;
+  };
+  std::int64_t channels = kLeastStretchRowBytes / element_bytes;
+  while (fits(2 * channels) && channels < copy.channels &&
+         copy.batch * ceil_div(copy.channels, 2 * channels) >= kStretchesWanted) {
+    channels *= 2;
+  }
+  return channels;
 }
 
 template <class T>
@@ -139,9 +229,16 @@ CopyArgs<T> copy_args(const ChannelsLastCopy& copy, std::int64_t first) {
   args.to = static_cast<T*>(copy.to);
   args.channels = static_cast<unsigned>(copy.channels);
   args.positions = static_cast<unsigned>(copy.positions);
-  const std::int64_t wide = std::min<std::int64_t>(copy.positions, kRowBytes / sizeof(T));
+  const std::int64_t of_stretch = stretch_channels(copy, sizeof(T));
+  args.stretches = of_stretch > 0;
+  const std::int64_t row_values = kRowBytes / sizeof(T);
+  const std::int64_t wide = args.stretches ? copy.positions : std::min(copy.positions, row_values);
   const std::int64_t most = std::min(kTileValues / wide / kChannelUnit * kChannelUnit, kMostExtent);
-  const std::int64_t deep = std::min(ceil_div(copy.channels, kChannelUnit) * kChannelUnit, most);
+  const std::int64_t of_tile = std::min(ceil_div(copy.channels, kChannelUnit) * kChannelUnit, most);
+  const std::int64_t deep = args.stretches ? of_stretch : of_tile;
+  const auto row_vectors = static_cast<std::uint64_t>(deep) * sizeof(T) / kVectorBytes;
+  args.row_shift = static_cast<unsigned>(std::countr_zero(row_vectors));
+  args.pad = copy.positions % 2 == 0 ? 1 : 0;
   args.tile_positions = static_cast<unsigned>(wide);
   args.tile_channels = static_cast<unsigned>(deep);
   args.per_position = inverse(wide);
@@ -173,10 +270,6 @@ void launch_copies(const std::array<ChannelsLastCopy, 2>& copies, cudaStream_t s
   if (blocks == 0) return;
   channels_last_copies<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
   check_launch("channels_last_copies");
-}
-
-bool is_aligned_to(const void* pointer, std::uintptr_t bytes) {
-  return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
 }
 
 /// `copy` of 16-bit values as those tiles take it, or nothing where it goes value by value.
