@@ -53,7 +53,7 @@ def expected_plan(shape, kind, layout) -> str:
     return "cuda_library" if as_it_lies or (shape == WIDE and kind != "ieee") else "cuda_col2im"
 
 
-def promised_block(shape, kind, layout, device, **overrides) -> Block:
+def promised_block(shape, kind, layout, device, any_plan=False, **overrides) -> Block:
     n, c, k, extent, kernel, num_groups = shape
     dtype, precision = KINDS[kind]
     block = make_block(
@@ -62,7 +62,7 @@ def promised_block(shape, kind, layout, device, **overrides) -> Block:
     block = replace(block, precision=precision)
     block = block.channels_last() if layout == "NDHWC" else block
     plan = block.plan()
-    assert plan.algorithm == expected_plan(shape, kind, layout), plan
+    assert any_plan or plan.algorithm == expected_plan(shape, kind, layout), plan
     return block
 
 
@@ -314,7 +314,7 @@ def test_host_time(hopper, layout, kind):
     assert max(figures.values()) <= max(120, 2 * eager), text
 
 
-def crowd() -> None:
+def crowd(any_plan) -> None:
     """Calls from several threads, each on a stream of its own, while matmuls hold multiprocessors.
 
     They end, and with the bits of calls alone. Blocks of one kernel that wait for each other would hang where
@@ -322,7 +322,7 @@ def crowd() -> None:
     """
     device = torch.device("cuda")
     blocks = [
-        promised_block(shape, kind, layout, device)
+        promised_block(shape, kind, layout, device, any_plan)
         for shape, kind, layout in (
             (LARGE, "bfloat16", "NDHWC"),
             (LARGE, "ieee", "NCDHW"),
@@ -414,4 +414,4 @@ def test_random_stride_1_shapes(hopper, index):
 
 
 if __name__ == "__main__":
-    crowd()
+    crowd(any_plan="any-plan" in sys.argv)  # as test_mps.py asks, whose contexts are granted less of a GPU

@@ -161,13 +161,15 @@ double twice_us(const Problem& p, const Plan& sm90) {
 
 /// How long the tensor cores take for cuDNN's convolution, by the tile that is quickest: all phases of a
 /// stride side by side, each a product of its own taps.
-double cudnn_multiply_us(const Problem& p) {
+///
+/// \param sm_count multiprocessors: 132 where this was fitted; a context may be granted fewer
+double cudnn_multiply_us(const Problem& p, int sm_count) {
   struct Tile {
     std::int64_t positions, outputs;
   };
   constexpr Tile kTiles[] = {{64, 32},  {128, 32}, {64, 64},   {128, 64},
                              {256, 64}, {64, 128}, {128, 128}, {256, 128}};
-  constexpr double kBlocks = 132;                          // that run at once
+  const double at_once = std::max(sm_count, 1);            // blocks
   constexpr std::int64_t kInputs = 64, kFloatInputs = 32;  // of a k-block, which may be half empty
   constexpr double kPerOutput = 2e-5, kPerRow = 1.6e-3;    // of a tile, us per k-block
   constexpr double kTile = 1.4, kTileOfFloat = 2.6;        // us of a tile beside those
@@ -202,14 +204,14 @@ double cudnn_multiply_us(const Problem& p) {
   for (const Tile& tile : kTiles) {
     const double tiles = phases * std::ceil(of_phase / static_cast<double>(tile.positions)) *
                          static_cast<double>(ceil_div(p.k, tile.outputs));
-    const double full = std::max(1.0, tiles / kBlocks);
+    const double full = std::max(1.0, tiles / at_once);
     const double waves = (full + std::ceil(full)) / 2;  // half of what the last leaves idle was seen
     const double k_block = slower * std::max(kPerRow * static_cast<double>(tile.positions + tile.outputs),
                                              kPerOutput * static_cast<double>(tile.positions * tile.outputs));
     const double alone = static_cast<double>(most_taps) * blocks * k_block + fixed;
     least = std::min(least, std::max(waves * (taps * blocks * k_block + fixed), alone));
-    if (splits && tiles <= kSplitShare * kBlocks) {
-      const double halves = std::max(1.0, 2 * tiles / kBlocks);
+    if (splits && tiles <= kSplitShare * at_once) {
+      const double halves = std::max(1.0, 2 * tiles / at_once);
       least =
           std::min(least, (halves + std::ceil(halves)) / 2 * (taps * blocks * k_block / 2 + fixed) + added);
     }
@@ -263,7 +265,7 @@ double cudnn_long_stride_us(const Problem& p, const Work& mb) {
 
 /// PyTorch's convolution, with the copies that cuDNN makes of NCDHW or, where `copies`, those of x and w that
 /// are ours.
-double cudnn_us(const Problem& p, const Work& mb, bool copies) {
+double cudnn_us(const Problem& p, const Device& device, const Work& mb, bool copies) {
   if (is_pointwise(p) && p.in == p.out()) return cudnn_pointwise_us(p, mb);
   constexpr std::int64_t kLongStride = 3;
   constexpr Cost kLaunch = {7.1, 12, 7.5, 13};
@@ -277,7 +279,7 @@ double cudnn_us(const Problem& p, const Work& mb, bool copies) {
   constexpr std::int64_t kLoad = 4;        // whole loads
   // Of nine blocks of 4 to 134 MB of w, in 16 bit 0.6 to 0.8 less than value by value, in float32 0 to 0.3.
   constexpr double kCopiedInStretches = 0.3, kCopiedInStretchesOfFloat = 0.45;
-  double us = cudnn_multiply_us(p) + (p.stride != Extent3{1, 1, 1} ? kStrided : 0);
+  double us = cudnn_multiply_us(p, device.sm_count) + (p.stride != Extent3{1, 1, 1} ? kStrided : 0);
   if (is_float(p)) {
     us += kInputOfFloat * mb.x + kResultOfFloat * mb.y + kWeightOfFloat * mb.w;
   } else {
@@ -310,7 +312,7 @@ double cudnn_us(const Problem& p, const Work& mb, bool copies) {
 /// weight is all of theirs; 112 blocks and inputs took 0.7 to 1.5 of that in 16 bits, under "tf32" up to
 /// twice as long (perf/NOTES.md, "Groups that cuDNN has kernels for"). Of operands that are ours nothing is
 /// known.
-double cudnn_groups_us(const Problem& p, const Work& mb) {
+double cudnn_groups_us(const Problem& p, const Device& device, const Work& mb) {
   constexpr Cost kOfOneGroup = {1.05, 1.2, 1.45, 1.3};  // by which the choice among those is best
   Problem one = p;
   one.n *= p.groups;
@@ -319,18 +321,24 @@ double cudnn_groups_us(const Problem& p, const Work& mb) {
   one.groups = 1;
   Work work(one);
   work.w = mb.w;
-  return kOfOneGroup.of(p) * cudnn_us(one, work, false);
+  return kOfOneGroup.of(p) * cudnn_us(one, device, work, false);
 }
 
-/// What a held norm takes less, since its times were fitted, where values stay in registers, or where they do
-/// not, but planes are whole vectors (of two blocks).
-double saved_of_held(const Problem& p, const HeldCut& cut, const Work& mb) {
-  constexpr double kKept = 1.1, kPerMBOfWhole = 0.2;
-  if (keeps_values(cut)) return kKept;
+/// What a held norm takes less where values stay in registers, as they have since its times were fitted.
+double saved_by_keeping(const HeldCut& cut) {
+  constexpr double kKept = 1.1;
+  return keeps_values(cut) ? kKept : 0;
+}
+
+/// Behind cuDNN's convolution, what it takes less where they do not stay there, but planes are whole vectors:
+/// of three blocks, since when such planes have loops of their own.
+double saved_of_whole_planes(const Problem& p, const HeldCut& cut, const Work& mb) {
+  constexpr double kPerMB = 0.2;
   constexpr std::int64_t kVectorBytes = 16;
+  if (keeps_values(cut)) return 0;
   const bool whole =
       std::holds_alternative<HeldPlanes>(cut) && p.positions() * size_of(p.dtype) % kVectorBytes == 0;
-  return whole ? kPerMBOfWhole * mb.y : 0;
+  return whole ? kPerMB * mb.y : 0;
 }
 
 /// What follows a convolution that lies in memory in the order `layout`.
@@ -348,7 +356,8 @@ double tail_us(const Problem& p, const Device& device, Layout layout, const Work
                             : 0;
   const std::optional<HeldCut> held = held_cut(p, layout, device.compute_capability);
   if (!held) return before + kLaunches + kInLaunches.of(p) * mb.y;
-  return before + kLaunch + kHeld.of(p) * mb.y - saved_of_held(p, *held, mb);
+  return before + kLaunch + kHeld.of(p) * mb.y - saved_by_keeping(*held) -
+         saved_of_whole_planes(p, *held, mb);
 }
 
 }  // namespace
@@ -387,7 +396,7 @@ double library_plan_us(const Problem& given, const Device& device) {
   // PyTorch adds the bias of a convolution that is returned by a launch of its own.
   constexpr double kLaunch = 3, kPerMB = 0.5;
   const double returned = p.tail.returns_conv && p.has_bias ? kLaunch + kPerMB * mb.y : 0;
-  const double convolution = p.groups > 1 ? cudnn_groups_us(p, mb) : cudnn_us(p, mb, copies);
+  const double convolution = p.groups > 1 ? cudnn_groups_us(p, device, mb) : cudnn_us(p, device, mb, copies);
   return convolution + library_weight_copy_us(p) + returned +
          tail_us(p, device, copies ? Layout::kNDHWC : p.y_layout, mb);
 }
@@ -416,7 +425,7 @@ double col2im_plan_us(const Problem& p, const Device& device) {
          kPerMB * static_cast<double>(columns.values()) * sizeof(float) * kMega + kInput * mb.x +
          (p.tail.norm ? kResult : kResultOfLinear).of(p) * mb.y +
          (col2im_has_short_lanes(p) ? kShortLane : kLane) * lanes + (unheld ? kUnheld : 0) -
-         (held ? saved_of_held(p, *held, mb) : 0);
+         (held ? saved_by_keeping(*held) : 0);
 }
 
 }  // namespace upconv3d
