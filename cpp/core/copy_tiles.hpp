@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// Which copies channels_last_copies makes by the tiles of cuda/layout/input_tile.cuh, four values a load and
-/// eight a store, which in stretches of whole channels, by vectors of 16 bytes, and which value by value.
+/// eight a store, which in stretches, by vectors of 16 bytes, and which value by value.
 #pragma once
 
 #include <cstdint>
@@ -33,17 +33,23 @@ inline bool is_copied_by_tiles(std::int64_t batch, std::int64_t channels, std::i
          CopyTiles(batch, channels, positions).count >= kLeastTiles;
 }
 
-/// Bytes of a stretch: all positions of some channels, which a block holds.
+/// Bytes of a stretch, which a block holds: all positions of some channels, or a cache line's of each.
 inline constexpr std::int64_t kStretchBytes = 16 * 1024;
 /// Bytes that a stretch writes of a position, at least: a sector of memory.
-inline constexpr std::int64_t kLeastStretchRowBytes = 32;
+inline constexpr std::int64_t kLeastStretchColumnBytes = 32;
 
-/// Where channels fall into whole vectors, as addresses are to, and a sector's have few enough positions: of
-/// weights, but of the longest kernels, and of small x.
+/// Whether a stretch has all positions of its channels, and so is contiguous.
+inline bool has_contiguous_stretches(std::int64_t positions) {
+  return kLeastStretchColumnBytes * positions <= kStretchBytes;
+}
+
+/// Where channels fall into whole vectors, as addresses are to, and either all positions fit a stretch, as of
+/// weights but of the longest kernels, and of small x, or they fall into whole vectors, too.
 inline bool is_copied_in_stretches(std::int64_t channels, std::int64_t positions,
                                    std::int64_t element_bytes) {
   constexpr std::int64_t kVectorBytes = 16;
-  return channels * element_bytes % kVectorBytes == 0 && kLeastStretchRowBytes * positions <= kStretchBytes;
+  return channels * element_bytes % kVectorBytes == 0 &&
+         (has_contiguous_stretches(positions) || positions * element_bytes % kVectorBytes == 0);
 }
 
 }  // namespace upconv3d

@@ -68,10 +68,18 @@ bool may_keep(const Problem& p, const Cut& t, std::int64_t held_bytes) {
          t.shared_bytes() - t.held_bytes + held_bytes <= kUnaskedSharedBytes;
 }
 
+/// Rows whose values a thread stores together, of y in NCDHW; 1 where they are not to be.
+///
+/// \param rows of a sample
+std::int64_t run_rows(const Problem& p, std::int64_t rows) {
+  return p.y_layout == Layout::kNCDHW && rows % HeldTiles::kRunRows == 0 ? HeldTiles::kRunRows : 1;
+}
+
 /// Threads and shared memory of a block.
 ///
+/// \param run run_rows
 /// \param narrows whether blocks of more threads than run at once, which do not wait, are made smaller
-void fill_block(const Problem& p, HeldTiles& t, bool narrows) {
+void fill_block(const Problem& p, HeldTiles& t, std::int64_t run, bool narrows) {
   const std::int64_t lanes = kVectorBytes / size_of(p.dtype);
   const std::int64_t vectors = t.rows * t.columns;
   t.threads = 128;
@@ -86,6 +94,8 @@ void fill_block(const Problem& p, HeldTiles& t, bool narrows) {
     t.threads /= 2;
   }
   t.row_lanes = std::min(t.threads / t.columns, t.rows);
+  // Of whole runs, unless more than an eighth of the threads would have none.
+  if (8 * (t.row_lanes % run) <= t.row_lanes) t.row_lanes -= t.row_lanes % run;
   t.loads = ceil_div(t.rows, t.row_lanes);
   t.slot_lanes = std::gcd(p.k / p.num_groups, lanes);
   t.held_bytes = t.loads * t.threads * kVectorBytes;
@@ -110,9 +120,10 @@ bool clusters_run_at_once(std::int64_t parts, std::int64_t tiles, std::int64_t t
 
 /// Slabs of `rows` rows in `tiles` tiles, or fewer.
 HeldTiles in_tiles(const Problem& p, std::int64_t rows, HeldTiles t, std::int64_t tiles, bool narrows) {
-  t.rows = ceil_div(rows, tiles);
+  const std::int64_t run = run_rows(p, rows);
+  t.rows = ceil_div(ceil_div(rows, tiles), run) * run;
   t.tiles = ceil_div(rows, t.rows);
-  fill_block(p, t, narrows);
+  fill_block(p, t, run, narrows);
   return t;
 }
 

@@ -41,6 +41,10 @@ struct HeldTiles {
 
   std::int64_t slot_rows = 0;  // sums that a block takes of each lane of a row
 
+  /// Neighbouring values of a plane that a thread stores together where y is one: where their number allows,
+  /// tiles and row_lanes are whole runs of rows. (Of four, registers spill.)
+  static constexpr std::int64_t kRunRows = 2;
+
   // Of a block's shared memory, in this order:
   std::int64_t held_bytes = 0;                   // [loads,threads] vectors
   std::int64_t slots_bytes = 0;                  // [columns*lanes/slot_lanes,slot_rows] float

@@ -73,12 +73,13 @@ struct Operand {
 
 // x of a small block, w of 1 to 216 taps, channels that fill no tile, one channel, one position; x of many
 // tiles, some of them not full; stretches of many and of few channels, the last of them not full, of as many
-// positions as one can have and of one more.
+// positions as one can have and of one more, and of rows of positions, the last of them not full.
 constexpr Extents kExtents[] = {
     {2, 384, 216},   {384, 64, 27},  {4, 320, 112},  {320, 320, 8},  {1, 33, 1000}, {7, 992, 2},
     {3, 1023, 2},    {5, 2048, 1},   {9, 1, 77},     {16, 31, 64},   {8, 70, 125},  {2, 16, 216},
     {1, 256, 20480}, {5, 100, 33},   {3, 65, 3},     {2, 2016, 1},   {1, 1500, 3},  {3, 72, 12345},
-    {4, 24, 16384},  {2, 200, 4096}, {600, 264, 36}, {2048, 40, 64}, {2, 72, 512},  {2, 72, 513}};
+    {4, 24, 16384},  {2, 200, 4096}, {600, 264, 36}, {2048, 40, 64}, {2, 72, 512},  {2, 72, 513},
+    {1, 128, 4096},  {2, 72, 3000},  {9, 520, 1000}};
 
 void run_cases() {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {

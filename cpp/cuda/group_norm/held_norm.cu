@@ -53,9 +53,16 @@ HeldArgs<T> held_args(const HeldNormParams& params, const HeldTiles& tiles) {
   return args;
 }
 
-/// Columns of a warp's stores into NCDHW, so that the rows beside them fill a sector of 32 bytes.
-int wide_columns(const HeldTiles& tiles, DType dtype) {
-  const std::int64_t most = size_of(dtype) == 4 ? 4 : 2;
+/// Whether the values of a plane that neighbouring rows of a tile become can be stored together.
+bool stores_runs(const HeldTiles& tiles, const HeldNormParams& params) {
+  constexpr std::int64_t kRows = HeldTiles::kRunRows;
+  return params.positions % kRows == 0 && tiles.rows % kRows == 0 && tiles.row_lanes % kRows == 0 &&
+         reinterpret_cast<std::uintptr_t>(params.y) % (kRows * size_of(params.dtype)) == 0;
+}
+
+/// Columns of a warp's stores into NCDHW, so that the rows beside them fill a sector of 32 bytes, or two.
+int wide_columns(const HeldTiles& tiles, DType dtype, bool runs) {
+  const std::int64_t most = runs || size_of(dtype) == 4 ? 4 : 2;
   return static_cast<int>(std::gcd(tiles.columns, most));
 }
 
@@ -75,7 +82,8 @@ void launch_held_tiles(const HeldNormParams& params, const HeldTiles& tiles, cud
     static ReservedSharedMemory reserved;
     static CompiledArch arch;
     HeldArgs<T> args = held_args<T>(params, tiles);
-    args.wide = wide_columns(tiles, params.dtype);
+    args.stores_runs = stores_runs(tiles, params);
+    args.wide = wide_columns(tiles, params.dtype, !Input::kDecidesLater && args.stores_runs);
     KeptKernel<HeldArgs<T>> kept;
     if constexpr (!Input::kDecidesLater) {
       if (tiles.kept) kept = {activation_group_norm_kept<T, Input>, params.y_planes ? args.held_bytes : 0};

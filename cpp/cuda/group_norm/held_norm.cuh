@@ -362,36 +362,76 @@ __device__ __forceinline__ void normalize_tile(const HeldArgs<T>& args, const He
   }
 }
 
-/// The same into y [N,K,Z,P,Q]. A warp takes `wide` columns of as many rows as it has lanes left: of its
-/// stores, one per channel, neighbouring lanes fill a sector, and it reads what other threads brought.
-template <class T, class Input>
-__device__ __forceinline__ void normalize_tile_to_planes(const HeldArgs<T>& args, const HeldTile& tile,
+/// Writes neighbouring values, two of them at once.
+template <class T, int kRows>
+__device__ __forceinline__ void store_run(T* to, const Vector<T, kRows>& run) {
+  static_assert(kRows <= 2);
+  if constexpr (kRows == 1) {
+    *to = run.at[0];
+  } else {
+    using Word = std::conditional_t<sizeof(T) == 4, uint2, std::uint32_t>;
+    Word word;
+    memcpy(&word, &run, sizeof(word));
+    *reinterpret_cast<Word*>(to) = word;
+  }
+}
+
+/// The same into y [N,K,Z,P,Q]. A warp takes `wide` columns of as many runs of rows as it has lanes left: of
+/// its stores, one per channel, neighbouring lanes fill a sector, and it reads what other threads brought.
+/// Warps share out columns before rows, so that what a thread knows of its channels serves all its rows.
+/// \tparam kRows rows of a thread's store
+template <int kRows, class T, class Input>
+__device__ __forceinline__ void normalize_rows_to_planes(const HeldArgs<T>& args, const HeldTile& tile,
                                                          const HeldShared& shared, float parameter) {
-  const int wide = args.wide, warp_rows = 32 / wide, lane = threadIdx.x % 32;
-  const int blocks_across = args.columns / wide;
+  const int wide = args.wide, lane = threadIdx.x % 32, runs = 32 / wide;
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int across = args.columns / wide, beside = min(across, warps), below = warps / beside;
   const int rows = min(args.tile_rows, args.sample_rows - tile.tile * args.tile_rows);
-  const int work = blocks_across * ((rows + warp_rows - 1) / warp_rows);
+  const int under = warp / beside;
+  if (under >= below) return;
   HeldTile mine = tile;
+  mine.count = 1;
 #pragma unroll 1
-  for (int at = threadIdx.x / 32; at < work; at += blockDim.x / 32) {
-    const int down = at / blocks_across, row = down * warp_rows + lane / wide;
-    if (row >= rows) continue;
-    const int column = (at - down * blocks_across) * wide + lane % wide;
+  for (int at = warp - under * beside; at < across; at += beside) {
+    const int column = at * wide + lane % wide;
     mine.channel = column * kLanes<T>;
-    mine.count = 1;
     const HeldChannels<T, Input> channels(args, mine, shared);
-    const int load = row / args.row_lanes;
-    const uint4 word = shared.held[load * blockDim.x + (row - load * args.row_lanes) * args.columns + column];
-    float v[kLanes<T>];
-    channels.pending(args, word, v);
-    channels.normalize(args, parameter, v);
     T* const to =
         args.y +
         ((tile.sample * args.slabs + tile.slab) * args.slab_channels + mine.channel) * args.sample_rows +
-        tile.tile * args.tile_rows + row;
+        tile.tile * args.tile_rows;
+#pragma unroll 1
+    for (int row = (under * runs + lane / wide) * kRows; row < rows; row += below * runs * kRows) {
+      const int load = row / args.row_lanes;
+      const uint4* const from =
+          shared.held + load * blockDim.x + (row - load * args.row_lanes) * args.columns + column;
+      float v[kRows][kLanes<T>];
 #pragma unroll
-    for (int j = 0; j < kLanes<T>; ++j) to[j * args.sample_rows] = from_stat<T>(v[j]);
+      for (int i = 0; i < kRows; ++i) {
+        const uint4 word = from[i * args.columns];
+        channels.pending(args, word, v[i]);
+        channels.normalize(args, parameter, v[i]);
+      }
+#pragma unroll
+      for (int j = 0; j < kLanes<T>; ++j) {
+        Vector<T, kRows> run;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) run.at[i] = from_stat<T>(v[i][j]);
+        store_run(to + j * args.sample_rows + row, run);
+      }
+    }
   }
+}
+
+template <class T, class Input>
+__device__ __forceinline__ void normalize_tile_to_planes(const HeldArgs<T>& args, const HeldTile& tile,
+                                                         const HeldShared& shared, float parameter) {
+  if constexpr (!Input::kDecidesLater) {
+    if (args.stores_runs) {
+      return normalize_rows_to_planes<kRunRows, T, Input>(args, tile, shared, parameter);
+    }
+  }
+  normalize_rows_to_planes<1, T, Input>(args, tile, shared, parameter);
 }
 
 template <class T, class Input>

@@ -36,10 +36,14 @@ struct HeldArgs {
   int slot_shift;     // log2 of the lanes of a slot
   int slot_rows;      // rows of a slot, which with a fold take turns
   bool shares_warps;  // whether the rows of a warp are added up before they take a slot
+  bool stores_runs;   // with y_planes: whether a thread stores kRunRows at a time, else one
   int wide;           // with y_planes: columns of a warp's stores, a power of two that divides all
   int group_lanes;    // threads that merge a group, a power of two up to 32
   int held_bytes, slots_bytes;
 };
+
+/// Rows that a thread stores at once into planes.
+inline constexpr int kRunRows = HeldTiles::kRunRows;
 
 /// A block's shared memory.
 struct HeldShared {

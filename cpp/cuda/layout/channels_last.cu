@@ -7,10 +7,10 @@
 ///   to   [batch,positions,channels]  dtype
 ///
 /// A block takes one tile through shared memory, all its loads on the way at once. Where channels and
-/// addresses are whole vectors of 16 bytes and positions are few, as a weight's are, a tile is all positions
-/// of some channels (stretch): contiguous, and read and written in vectors. Else it is read and written value
-/// by value, at most 128 bytes of positions wide, and as many channels as fill kTileValues. A larger x of
-/// 16 bit goes by the tiles of input_tile.cuh.
+/// addresses are whole vectors of 16 bytes, a tile is a stretch (core/copy_tiles.hpp), read and written in
+/// vectors: of few positions, as a weight's are, contiguous, of more those of some rows. Else it is read and
+/// written value by value, at most 128 bytes of positions wide, and as many channels as fill kTileValues. A
+/// larger x of 16 bit goes by the tiles of input_tile.cuh.
 #include <algorithm>
 #include <bit>
 #include <cstdint>
@@ -56,8 +56,10 @@ struct CopyArgs {
   unsigned per_position, per_channel;  // inverses of the tile's extents (quotient)
   unsigned across, down;               // tiles along positions and along channels
   unsigned first, tiles;               // blocks
-  unsigned row_shift;                  // of stretches, log2 of a row's vectors
-  unsigned pad;                        // of stretches, vectors behind as many as positions (copy_stretch)
+  // Of stretches:
+  bool contiguous;
+  unsigned row_shift, column_shift;  // log2 of a channel's vectors, where not contiguous, and of a position's
+  unsigned pad;                      // vectors behind as many as positions of the tile
 };
 
 template <class T>
@@ -121,24 +123,31 @@ __device__ __forceinline__ void copy_tile(const CopyArgs<T>& copy, unsigned at, 
 
 /// The stretch's vectors as they lie, then as they are to lie. As many neighbouring channels as a vector has
 /// values are as many vectors as there are positions; behind them lies another where that is even: of
-/// neighbouring vectors of a row, the values of a channel then lie in different banks.
+/// neighbouring vectors of a position, the values of a channel then lie in different banks.
 ///
 /// \param at number of the stretch
 template <class T>
 __device__ __forceinline__ void copy_stretch(const CopyArgs<T>& copy, unsigned at, Staged<T>& staged) {
   constexpr unsigned kLanes = kVectorBytes / sizeof(T);
-  const unsigned batch = at / copy.down, channel = (at - batch * copy.down) * copy.tile_channels;
-  const unsigned rows = min(copy.tile_channels, copy.channels - channel) / kLanes;  // vectors of channels
+  const unsigned above = at / copy.across, batch = above / copy.down;
+  const unsigned position = (at - above * copy.across) * copy.tile_positions;
+  const unsigned channel = (above - batch * copy.down) * copy.tile_channels;
+  const unsigned rows = min(copy.tile_channels, copy.channels - channel);
+  const unsigned columns = min(copy.tile_positions, copy.positions - position);
   const std::uint64_t base = std::uint64_t{batch} * copy.channels * copy.positions;
 
-  const auto* const from =
-      reinterpret_cast<const uint4*>(copy.from + base + std::uint64_t{channel} * copy.positions);
-  const unsigned vectors = rows * copy.positions;
-  uint4 loaded[kStretchRounds];
+  const T* const from = copy.from + base + std::uint64_t{channel} * copy.positions + position;
+  const unsigned vectors = copy.contiguous ? rows * columns / kLanes : rows << copy.row_shift;
+  uint4 loaded[kStretchRounds] = {};
 #pragma unroll
   for (int round = 0; round < kStretchRounds; ++round) {
     const unsigned i = threadIdx.x + round * kThreads;
-    if (i < vectors) loaded[round] = __ldcs(from + i);
+    const unsigned row = copy.contiguous ? 0 : i >> copy.row_shift;
+    const unsigned column = (i - (row << copy.row_shift)) * kLanes;
+    if (i < vectors && (copy.contiguous || column < columns)) {
+      loaded[round] =
+          __ldcs(reinterpret_cast<const uint4*>(from + std::uint64_t{row} * copy.positions + column));
+    }
   }
 #pragma unroll
   for (int round = 0; round < kStretchRounds; ++round) {
@@ -146,20 +155,20 @@ __device__ __forceinline__ void copy_stretch(const CopyArgs<T>& copy, unsigned a
     if (i < vectors) staged.vectors[i + copy.pad * quotient(i, copy.per_position)] = loaded[round];
   }
   __syncthreads();
-  T* const to = copy.to + base + channel;
-  const unsigned row_pitch = (copy.positions + copy.pad) * kLanes;
+  T* const to = copy.to + base + std::uint64_t{position} * copy.channels + channel;
+  const unsigned pitch = (copy.tile_positions + copy.pad) * kLanes;
 #pragma unroll
   for (int round = 0; round < kStretchRounds; ++round) {
     const unsigned i = threadIdx.x + round * kThreads;
-    const unsigned position = i >> copy.row_shift, row = i - (position << copy.row_shift);
-    if (position >= copy.positions || row >= rows) continue;
-    const T* value = staged.values + row * row_pitch + position;
+    const unsigned column = i >> copy.column_shift, row = i - (column << copy.column_shift);  // a vector's
+    if (column >= columns || row * kLanes >= rows) continue;
+    const T* value = staged.values + row * pitch + column;
     T own[kLanes];
 #pragma unroll
-    for (unsigned j = 0; j < kLanes; ++j, value += copy.positions) own[j] = *value;
+    for (unsigned j = 0; j < kLanes; ++j, value += copy.tile_positions) own[j] = *value;
     uint4 vector;
     memcpy(&vector, own, sizeof(vector));
-    *reinterpret_cast<uint4*>(to + std::uint64_t{position} * copy.channels + row * kLanes) = vector;
+    *reinterpret_cast<uint4*>(to + std::uint64_t{column} * copy.channels + row * kLanes) = vector;
   }
 }
 
@@ -200,19 +209,20 @@ bool is_aligned_to(const void* pointer, std::uintptr_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
 }
 
-/// Channels of a stretch, or 0 where `copy` goes value by value: as many as fill it, but not so many that
-/// there are fewer stretches than wanted.
-std::int64_t stretch_channels(const ChannelsLastCopy& copy, std::int64_t element_bytes) {
-  if (!is_copied_in_stretches(copy.channels, copy.positions, element_bytes) ||
-      !is_aligned_to(copy.from, kVectorBytes) || !is_aligned_to(copy.to, kVectorBytes)) {
-    return 0;
-  }
-  const auto fits = [&](std::int64_t channels) {
-    return channels * copy.positions * element_bytes <= kStretchBytes;
-  };
-  std::int64_t channels = kLeastStretchRowBytes / element_bytes;
-  while (fits(2 * channels) && channels < copy.channels &&
-         copy.batch * ceil_div(copy.channels, 2 * channels) >= kStretchesWanted) {
+bool has_stretches(const ChannelsLastCopy& copy, std::int64_t element_bytes) {
+  return is_copied_in_stretches(copy.channels, copy.positions, element_bytes) &&
+         is_aligned_to(copy.from, kVectorBytes) && is_aligned_to(copy.to, kVectorBytes);
+}
+
+/// Channels of a stretch: as many as fill it, but not so many that there are fewer stretches than wanted.
+///
+/// \param positions of a stretch
+std::int64_t stretch_channels(const ChannelsLastCopy& copy, std::int64_t positions,
+                              std::int64_t element_bytes) {
+  const std::int64_t across = ceil_div(copy.positions, positions);
+  std::int64_t channels = kLeastStretchColumnBytes / element_bytes;
+  while (2 * channels * positions * element_bytes <= kStretchBytes && channels < copy.channels &&
+         copy.batch * across * ceil_div(copy.channels, 2 * channels) >= kStretchesWanted) {
     channels *= 2;
   }
   return channels;
@@ -229,16 +239,21 @@ CopyArgs<T> copy_args(const ChannelsLastCopy& copy, std::int64_t first) {
   args.to = static_cast<T*>(copy.to);
   args.channels = static_cast<unsigned>(copy.channels);
   args.positions = static_cast<unsigned>(copy.positions);
-  const std::int64_t of_stretch = stretch_channels(copy, sizeof(T));
-  args.stretches = of_stretch > 0;
-  const std::int64_t row_values = kRowBytes / sizeof(T);
-  const std::int64_t wide = args.stretches ? copy.positions : std::min(copy.positions, row_values);
+  constexpr std::int64_t kBytes = sizeof(T);
+  args.stretches = has_stretches(copy, kBytes);
+  args.contiguous = args.stretches && has_contiguous_stretches(copy.positions);
+  const std::int64_t row_values = kRowBytes / kBytes;
+  const std::int64_t wide = args.contiguous ? copy.positions : std::min(copy.positions, row_values);
   const std::int64_t most = std::min(kTileValues / wide / kChannelUnit * kChannelUnit, kMostExtent);
   const std::int64_t of_tile = std::min(ceil_div(copy.channels, kChannelUnit) * kChannelUnit, most);
-  const std::int64_t deep = args.stretches ? of_stretch : of_tile;
-  const auto row_vectors = static_cast<std::uint64_t>(deep) * sizeof(T) / kVectorBytes;
-  args.row_shift = static_cast<unsigned>(std::countr_zero(row_vectors));
-  args.pad = copy.positions % 2 == 0 ? 1 : 0;
+  const std::int64_t deep = args.stretches ? stretch_channels(copy, wide, kBytes) : of_tile;
+  const auto log_of_vectors = [](std::int64_t values) {
+    return static_cast<unsigned>(
+        std::countr_zero(static_cast<std::uint64_t>(values * kBytes / kVectorBytes)));
+  };
+  args.row_shift = args.contiguous ? 0 : log_of_vectors(row_values);
+  args.column_shift = log_of_vectors(deep);
+  args.pad = wide % 2 == 0 ? 1 : 0;
   args.tile_positions = static_cast<unsigned>(wide);
   args.tile_channels = static_cast<unsigned>(deep);
   args.per_position = inverse(wide);
