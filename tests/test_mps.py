@@ -5,10 +5,12 @@ Kernels whose blocks wait for each other have to fit the part, and clusters may 
 daemon is one of these tests' own, which nothing else uses, and ends with them.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,33 +43,33 @@ def mps(hopper, daemon):
     return daemon
 
 
-def start_crowd(environment, plan, percentage) -> subprocess.Popen:
-    """test_cuda_promises.py's crowd, in a process of its own."""
+def check_crowds(environment, plan, percentage, processes):
+    """test_cuda_promises.py's crowd, in processes of their own that run at the same time."""
     granted = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percentage), "UPCONV3D_PLAN": plan}
-    return subprocess.Popen(
-        [sys.executable, str(CROWD), "any-plan"], env=environment | granted, stderr=subprocess.PIPE, text=True
-    )
-
-
-def check_crowds(crowds):
-    try:
-        for crowd in crowds:
+    with contextlib.ExitStack() as ends:
+        crowds = []
+        for _ in range(processes):
+            errors = ends.enter_context(tempfile.TemporaryFile("w+"))
+            command = [sys.executable, str(CROWD), "any-plan"]
+            crowd = subprocess.Popen(command, env=environment | granted, stderr=errors)
+            ends.callback(crowd.wait)
+            ends.callback(crowd.kill)
+            crowds.append((crowd, errors))
+        for crowd, errors in crowds:
             try:
-                _, error = crowd.communicate(timeout=SECONDS)
+                status = crowd.wait(SECONDS)
             except subprocess.TimeoutExpired:
                 pytest.fail(f"calls under MPS do not end within {SECONDS} s")
-            assert crowd.returncode == 0, error
-    finally:
-        for crowd in crowds:
-            crowd.kill()
+            errors.seek(0)
+            assert status == 0, errors.read()
 
 
 @pytest.mark.parametrize("plan", ["", "stored"], ids=["chosen", "stored"])
 @pytest.mark.parametrize("percentage", [20, 7])
 def test_part_of_the_multiprocessors(mps, percentage, plan):
-    check_crowds([start_crowd(mps, plan, percentage)])
+    check_crowds(mps, plan, percentage, processes=1)
 
 
 @pytest.mark.parametrize("percentage", [60, 100])
 def test_several_processes(mps, percentage):
-    check_crowds([start_crowd(mps, "stored", percentage) for _ in range(3)])
+    check_crowds(mps, "stored", percentage, processes=3)

@@ -94,8 +94,7 @@ void fill_block(const Problem& p, HeldTiles& t, std::int64_t run, bool narrows) 
     t.threads /= 2;
   }
   t.row_lanes = std::min(t.threads / t.columns, t.rows);
-  // Of whole runs, unless more than an eighth of the threads would have none.
-  if (8 * (t.row_lanes % run) <= t.row_lanes) t.row_lanes -= t.row_lanes % run;
+  t.row_lanes = std::max(t.row_lanes / run * run, std::int64_t{1});
   t.loads = ceil_div(t.rows, t.row_lanes);
   t.slot_lanes = std::gcd(p.k / p.num_groups, lanes);
   t.held_bytes = t.loads * t.threads * kVectorBytes;
@@ -118,13 +117,26 @@ bool clusters_run_at_once(std::int64_t parts, std::int64_t tiles, std::int64_t t
   return parts * tiles * threads <= kClusterThreads;
 }
 
-/// Slabs of `rows` rows in `tiles` tiles, or fewer.
-HeldTiles in_tiles(const Problem& p, std::int64_t rows, HeldTiles t, std::int64_t tiles, bool narrows) {
-  const std::int64_t run = run_rows(p, rows);
+HeldTiles in_tiles_of_runs(const Problem& p, std::int64_t rows, HeldTiles t, std::int64_t tiles,
+                           std::int64_t run, bool narrows) {
   t.rows = ceil_div(ceil_div(rows, tiles), run) * run;
   t.tiles = ceil_div(rows, t.rows);
   fill_block(p, t, run, narrows);
   return t;
+}
+
+/// Slabs of `rows` rows in `tiles` tiles, or fewer; of whole runs of rows where that takes no thread and no
+/// load more.
+HeldTiles in_tiles(const Problem& p, std::int64_t rows, const HeldTiles& slabs, std::int64_t tiles,
+                   bool narrows) {
+  const HeldTiles any = in_tiles_of_runs(p, rows, slabs, tiles, 1, narrows);
+  const std::int64_t run = run_rows(p, rows);
+  if (run == 1) return any;
+  const HeldTiles runs = in_tiles_of_runs(p, rows, slabs, tiles, run, narrows);
+  const bool more =
+      runs.threads > any.threads || runs.loads > any.loads || runs.shared_bytes() > any.shared_bytes();
+  const bool others = runs.kept != any.kept || (runs.tiles == 1) != (any.tiles == 1);
+  return more || others ? any : runs;
 }
 
 /// Tiles of slabs of `columns` vectors, or nothing where a block cannot hold one.

@@ -14,7 +14,7 @@
 namespace upconv3d {
 
 /// Values that registers of a thread keep from the first sum to the result, where it has no more: with what
-/// else such a kernel needs they take 78 to 91 registers.
+/// else such a kernel needs they take 78 to 108 registers.
 inline constexpr int kKeptValues = 32;
 /// 16-byte vectors of them, of elements of `bytes` bytes.
 constexpr int kept_vectors(int bytes) {
@@ -41,8 +41,8 @@ struct HeldTiles {
 
   std::int64_t slot_rows = 0;  // sums that a block takes of each lane of a row
 
-  /// Neighbouring values of a plane that a thread stores together where y is one: where their number allows,
-  /// tiles and row_lanes are whole runs of rows. (Of four, registers spill.)
+  /// Rows whose values a thread stores together where y lies in planes and tiles and row_lanes are whole runs
+  /// of them, as they are unless that takes more threads or loads. (Of four rows, registers spill.)
   static constexpr std::int64_t kRunRows = 2;
 
   // Of a block's shared memory, in this order:

@@ -59,6 +59,24 @@ void test_tiles_of(const Problem& p, int capability) {
   expect(waits_well(t, p.n * t.slabs, t.threads, capability), what + ": blocks that wait run at once");
 }
 
+/// The same of a result that is transposed, whose tiles are whole runs of rows where that costs nothing.
+/// \return whether they are
+bool test_runs_of(Problem p, int capability) {
+  const std::optional<HeldTiles> rows = held_tiles(p, capability);
+  p.x_layout = p.y_layout = Layout::kNCDHW;
+  const std::string what = concat("transposed on ", capability, " of ", describe(p));
+  const std::optional<HeldTiles> t = held_tiles(p, capability);
+  if (!rows || rows->fold > 1) return false;
+  expect(t.has_value(), what + ": held as in NDHWC");
+  if (!t) return false;
+  test_tiles_of(p, capability);
+  if (t->slabs == rows->slabs && t->clusters == rows->clusters) {
+    expect(t->loads <= rows->loads && t->threads <= rows->threads, what + ": loads and threads");
+  }
+  return p.positions() % HeldTiles::kRunRows == 0 && t->rows % HeldTiles::kRunRows == 0 &&
+         t->row_lanes % HeldTiles::kRunRows == 0;
+}
+
 /// Tiles cover every value of a group once, in stretches that start on the group's own vectors.
 /// \return whether there are any
 bool test_planes_of(Problem p, int capability) {
@@ -118,6 +136,7 @@ void test_narrowed_blocks() {
       for (const std::int64_t positions : {9, 18, 27, 64, 125, 343}) {
         const Problem p = of_size(264, k, positions, 1, DType::kBFloat16);
         test_tiles_of(p, capability);
+        test_runs_of(p, capability);
         const std::optional<HeldTiles> t = held_tiles(p, capability), as_before = held_tiles(p, 86);
         const std::string what = concat(capability, " of ", describe(p));
         expect(capability == 90 || t.has_value() == as_before.has_value(), "held as without it on " + what);
@@ -158,7 +177,7 @@ void test_kept() {
 }
 
 void test_tiles() {
-  int held = 0, waiting = 0, clusters = 0, planes = 0;
+  int held = 0, waiting = 0, clusters = 0, planes = 0, runs = 0;
   for (const std::int64_t n : {1, 2, 64}) {
     for (const std::int64_t k : {1, 2, 8, 12, 20, 64, 128, 320, 1024, 4096}) {
       for (const std::int64_t groups : {1, 2, 4, 8, 32, 320, 1024}) {
@@ -169,6 +188,7 @@ void test_tiles() {
               const Problem p = of_size(n, k, positions, groups, dtype);
               test_tiles_of(p, capability);
               planes += test_planes_of(p, capability);
+              runs += test_runs_of(p, capability);
               const auto tiles = held_tiles(p, capability);
               held += tiles.has_value(), waiting += tiles && tiles->tiles > 1 && !tiles->clusters;
               clusters += tiles && tiles->clusters;
@@ -179,6 +199,7 @@ void test_tiles() {
     }
   }
   expect(planes > held / 2, concat(planes, " held in NCDHW"));
+  expect(runs > held / 4, concat(runs, " of ", held, " held are transposed in runs"));
   expect(waiting > 100 && clusters > 100 && held - waiting - clusters > 100,
          concat(held, " held, ", waiting, " of them waiting for all blocks, ", clusters, " for clusters"));
 }

@@ -35,22 +35,25 @@ struct Extents {
 /// One of a launch's tensors, on both sides.
 struct Operand {
   Extents extents;
-  std::int64_t bytes;  // of an element
+  std::int64_t bytes;   // of an element
+  std::int64_t offset;  // bytes before the first, in device memory
   std::vector<char> host;
   Buffer from, to;
 
-  Operand(const Extents& e, std::int64_t element_bytes)
+  Operand(const Extents& e, std::int64_t element_bytes, std::int64_t bytes_before = 0)
       : extents(e),
         bytes(element_bytes),
+        offset(bytes_before),
         host(static_cast<std::size_t>(e.batch * e.channels * e.positions * element_bytes)),
-        from(static_cast<std::int64_t>(host.size())),
+        from(offset + static_cast<std::int64_t>(host.size())),
         to(from.bytes()) {
     std::uint32_t state = 12345;
     for (char& byte : host) byte = static_cast<char>((state = state * 1664525u + 1013904223u) >> 24);
-    check(cudaMemcpy(from.data(), host.data(), host.size(), cudaMemcpyHostToDevice), "uploading");
+    check(cudaMemcpy(begin(from), host.data(), host.size(), cudaMemcpyHostToDevice), "uploading");
   }
+  char* begin(const Buffer& buffer) const { return buffer.data() + offset; }
   ChannelsLastCopy copy() const {
-    return {extents.batch, extents.channels, extents.positions, from.data(), to.data()};
+    return {extents.batch, extents.channels, extents.positions, begin(from), begin(to)};
   }
   void check_result(const std::string& what) const {
     std::vector<char> expected(host.size()), found(host.size());
@@ -64,7 +67,7 @@ struct Operand {
         }
       }
     }
-    check(cudaMemcpy(found.data(), to.data(), found.size(), cudaMemcpyDeviceToHost), what);
+    check(cudaMemcpy(found.data(), begin(to), found.size(), cudaMemcpyDeviceToHost), what);
     expect(found == expected, what + ": batch=" + std::to_string(batch) + " channels=" +
                                   std::to_string(channels) + " positions=" + std::to_string(positions));
     expect(from.pads_intact() && to.pads_intact(), what + ": wrote outside a buffer");
@@ -79,7 +82,20 @@ constexpr Extents kExtents[] = {
     {3, 1023, 2},    {5, 2048, 1},   {9, 1, 77},     {16, 31, 64},   {8, 70, 125},  {2, 16, 216},
     {1, 256, 20480}, {5, 100, 33},   {3, 65, 3},     {2, 2016, 1},   {1, 1500, 3},  {3, 72, 12345},
     {4, 24, 16384},  {2, 200, 4096}, {600, 264, 36}, {2048, 40, 64}, {2, 72, 512},  {2, 72, 513},
-    {1, 128, 4096},  {2, 72, 3000},  {9, 520, 1000}};
+    {1, 128, 4096},  {2, 72, 3000},  {9, 520, 1000}, {300, 8192, 2}};
+
+/// Whole vectors that lie amid two.
+void run_unaligned_cases() {
+  for (const std::int64_t bytes : {2, 4}) {
+    for (const Extents& e : {Extents{2, 384, 216}, {320, 320, 8}, {1, 128, 4096}}) {
+      const Operand operand(e, bytes, bytes);
+      launch_channels_last_copies({operand.copy(), {}}, bytes == 2 ? DType::kFloat16 : DType::kFloat32,
+                                  nullptr);
+      check(cudaDeviceSynchronize(), "waiting for the kernel under test");
+      operand.check_result("unaligned");
+    }
+  }
+}
 
 void run_cases() {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -114,6 +130,7 @@ int main() {
   if (upconv3d::tests::no_gpu(0)) return upconv3d::tests::kSkipped;
   try {
     run_cases();
+    run_unaligned_cases();
   } catch (const std::exception& error) {
     std::printf("FAIL %s\n", error.what());
     return 1;

@@ -161,6 +161,17 @@ void check_alike(const Case& at, const Reference& ref, const std::vector<double>
   expect(off == 0, std::to_string(off) + " values are not beta: " + what);
 }
 
+/// The same bits, of a transposed result, where y begins amid what two rows are stored in.
+void check_beside_a_boundary(HeldNormParams params, std::int64_t bytes, const std::vector<char>& once,
+                             const std::string& what) {
+  const Buffer y(bytes + size_of(params.dtype));
+  char* const begin = y.data() + size_of(params.dtype);
+  params.y = begin;
+  launch_held_norm(params, nullptr);
+  expect(once == download_bytes(begin, bytes), "beside a boundary: " + what);
+  expect(y.pads_intact(), "wrote outside y beside a boundary: " + what);
+}
+
 /// Against the reference; then the same bits with as many blocks as a small device holds, none of them in
 /// clusters, from values that lie in shared memory, and in place where nothing is transposed.
 void run_case(const Case& at, const HeldCut& cut) {
@@ -176,6 +187,7 @@ void run_case(const Case& at, const HeldCut& cut) {
   if (at.alike) check_alike(at, ref, y, what);
   const std::vector<char> once = download_bytes(on.y.data(), on.y.bytes());
   check_behind_a_kernel(params, on, once, what);
+  if (params.y_planes) check_beside_a_boundary(params, on.y.bytes(), once, what);
   for (const int blocks : {7, 1}) {
     check(cudaMemset(on.y.data(), 0xA5, on.y.bytes()), "filling a test buffer");
     params.max_blocks = blocks;
@@ -225,11 +237,13 @@ struct Kinds {
   int waiting = 0, alone = 0, folded = 0, transposed = 0, planes_waiting = 0, planes_alone = 0, teams = 0;
   int clusters = 0, planes_clusters = 0;  // on a GPU that has them
   int kept = 0, planes_kept = 0;          // whose values are few enough to stay in registers
+  int runs = 0;                           // transposed, two rows at a time
 
   void count(const HeldCut& cut, bool transposes) {
     transposed += transposes;
     if (const auto* const t = std::get_if<HeldTiles>(&cut)) {
       kept += keeps_values(cut);
+      runs += transposes && t->rows % HeldTiles::kRunRows == 0 && t->row_lanes % HeldTiles::kRunRows == 0;
       waiting += t->tiles > 1 && !t->clusters, alone += t->tiles == 1, folded += t->fold > 1;
       clusters += t->clusters;
       return;
@@ -241,18 +255,19 @@ struct Kinds {
   }
   void expect_all() const {
     std::string text;
-    for (const int kind : {waiting, clusters, alone, folded, transposed, kept, planes_waiting,
+    for (const int kind : {waiting, clusters, alone, folded, transposed, runs, kept, planes_waiting,
                            planes_clusters, planes_alone, teams, planes_kept}) {
       text += " " + std::to_string(kind);
     }
     std::printf(
-        "cases that wait for all, for clusters, for none, fold, transpose, keep; planes that wait for all, "
+        "cases that wait for all, for clusters, for none, fold, transpose, two rows at a time, keep; "
+        "planes that wait for all, "
         "for clusters, for none, in teams, keep:%s\n",
         text.c_str());
     const int wanted = compute_capability() >= 90 ? 10 : 0;
     expect(waiting > 10 && clusters >= wanted && alone > 20 && folded > 5 && transposed > 40 &&
                planes_waiting > 10 && planes_clusters >= wanted && planes_alone > 20 && teams > 5 &&
-               kept > 20 && planes_kept > 20,
+               runs > 20 && transposed > runs + 20 && kept > 20 && planes_kept > 20,
            "cases of every kind:" + text);
   }
 };

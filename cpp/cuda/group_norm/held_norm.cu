@@ -60,10 +60,15 @@ bool stores_runs(const HeldTiles& tiles, const HeldNormParams& params) {
          reinterpret_cast<std::uintptr_t>(params.y) % (kRows * size_of(params.dtype)) == 0;
 }
 
-/// Columns of a warp's stores into NCDHW, so that the rows beside them fill a sector of 32 bytes, or two.
-int wide_columns(const HeldTiles& tiles, DType dtype, bool runs) {
-  const std::int64_t most = runs || size_of(dtype) == 4 ? 4 : 2;
-  return static_cast<int>(std::gcd(tiles.columns, most));
+/// Columns of a warp's stores into NCDHW, so that the rows beside them fill a sector of 32 bytes, or two; of
+/// tiles of few rows more, so that all lanes have some.
+///
+/// \param rows of a thread's store
+int wide_columns(const HeldTiles& tiles, DType dtype, std::int64_t rows) {
+  const std::int64_t most = rows > 1 || size_of(dtype) == 4 ? 4 : 2;
+  std::int64_t wide = std::gcd(tiles.columns, most);
+  while (wide < 32 && tiles.columns % (2 * wide) == 0 && 32 / wide * rows > tiles.rows) wide *= 2;
+  return static_cast<int>(wide);
 }
 
 }  // namespace
@@ -83,7 +88,8 @@ void launch_held_tiles(const HeldNormParams& params, const HeldTiles& tiles, cud
     static CompiledArch arch;
     HeldArgs<T> args = held_args<T>(params, tiles);
     args.stores_runs = stores_runs(tiles, params);
-    args.wide = wide_columns(tiles, params.dtype, !Input::kDecidesLater && args.stores_runs);
+    const bool runs = !Input::kDecidesLater && args.stores_runs;
+    args.wide = wide_columns(tiles, params.dtype, runs ? HeldTiles::kRunRows : 1);
     KeptKernel<HeldArgs<T>> kept;
     if constexpr (!Input::kDecidesLater) {
       if (tiles.kept) kept = {activation_group_norm_kept<T, Input>, params.y_planes ? args.held_bytes : 0};

@@ -378,22 +378,23 @@ __device__ __forceinline__ void store_run(T* to, const Vector<T, kRows>& run) {
 
 /// The same into y [N,K,Z,P,Q]. A warp takes `wide` columns of as many runs of rows as it has lanes left: of
 /// its stores, one per channel, neighbouring lanes fill a sector, and it reads what other threads brought.
-/// Warps share out columns before rows, so that what a thread knows of its channels serves all its rows.
+/// Warps have equal shares of these, down the rows first, so that what a thread knows of its channels serves
+/// for several.
 /// \tparam kRows rows of a thread's store
 template <int kRows, class T, class Input>
 __device__ __forceinline__ void normalize_rows_to_planes(const HeldArgs<T>& args, const HeldTile& tile,
                                                          const HeldShared& shared, float parameter) {
-  const int wide = args.wide, lane = threadIdx.x % 32, runs = 32 / wide;
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int across = args.columns / wide, beside = min(across, warps), below = warps / beside;
+  const int wide = args.wide, lane = threadIdx.x % 32, runs = 32 / wide * kRows;
   const int rows = min(args.tile_rows, args.sample_rows - tile.tile * args.tile_rows);
-  const int under = warp / beside;
-  if (under >= below) return;
+  const int down = (rows + runs - 1) / runs, work = args.columns / wide * down;
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int end = work * (warp + 1) / warps;
   HeldTile mine = tile;
   mine.count = 1;
 #pragma unroll 1
-  for (int at = warp - under * beside; at < across; at += beside) {
-    const int column = at * wide + lane % wide;
+  for (int at = work * warp / warps; at < end;) {
+    const int across = at / down, column = across * wide + lane % wide;
+    const int until = min((across + 1) * down, end);
     mine.channel = column * kLanes<T>;
     const HeldChannels<T, Input> channels(args, mine, shared);
     T* const to =
@@ -401,7 +402,8 @@ __device__ __forceinline__ void normalize_rows_to_planes(const HeldArgs<T>& args
         ((tile.sample * args.slabs + tile.slab) * args.slab_channels + mine.channel) * args.sample_rows +
         tile.tile * args.tile_rows;
 #pragma unroll 1
-    for (int row = (under * runs + lane / wide) * kRows; row < rows; row += below * runs * kRows) {
+    for (int row = (at - across * down) * runs + lane / wide * kRows; at < until; ++at, row += runs) {
+      if (row >= rows) continue;
       const int load = row / args.row_lanes;
       const uint4* const from =
           shared.held + load * blockDim.x + (row - load * args.row_lanes) * args.columns + column;

@@ -67,12 +67,14 @@ struct CopiesArgs {
   CopyArgs<T> of[2];
 };
 
-/// Shared memory of a tile: one more per row, so that a column's values lie in different banks. Of a stretch:
-/// one vector more per vector of channels, of two positions half of what it holds.
+/// Shared memory of a tile. Of a stretch: one vector more per vector of channels, of two positions half of
+/// what it holds. Else one value more per row, so that a column's lie in different banks, at most as many as
+/// there are.
 template <class T>
 union Staged {
-  T values[kTileValues + kTileValues];
   uint4 vectors[kStretchBytes / kVectorBytes * 3 / 2];
+  T values[sizeof(vectors) / sizeof(T)];
+  static_assert(2 * kTileValues <= sizeof(vectors) / sizeof(T));
 };
 
 /// i / extent for i < kTileValues by the extent's inverse, rounded up. That makes it too large by less than
@@ -123,7 +125,7 @@ __device__ __forceinline__ void copy_tile(const CopyArgs<T>& copy, unsigned at, 
 
 /// The stretch's vectors as they lie, then as they are to lie. As many neighbouring channels as a vector has
 /// values are as many vectors as there are positions; behind them lies another where that is even: of
-/// neighbouring vectors of a position, the values of a channel then lie in different banks.
+/// eight neighbouring vectors of a position, the values of a channel then lie in different banks.
 ///
 /// \param at number of the stretch
 template <class T>
