@@ -408,8 +408,11 @@ def random_block(index, device) -> tuple[str, Block]:
 def test_random_stride_1_shapes(hopper, index):
     text, block = random_block(index, hopper)
     print(text)
-    check_sm90_or_small(block.plan(), block.weight.shape[1])
+    plan = block.plan()
+    check_sm90_or_small(plan, block.weight.shape[1])
     check_like_eager(block)
+    if "tiles are filled" in plan.reason:  # by PyTorch's convolution, where its own settings apply
+        torch.backends.cudnn.deterministic = True
     assert torch.equal(bits(block.ours()), bits(block.ours()))
 
 
