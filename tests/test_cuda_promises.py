@@ -417,4 +417,5 @@ def test_random_stride_1_shapes(hopper, index):
 
 
 if __name__ == "__main__":
+    print(torch.cuda.get_device_properties(0).multi_processor_count)
     crowd(any_plan="any-plan" in sys.argv)  # as test_mps.py asks, whose contexts are granted less of a GPU

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 CONTROL = "nvidia-cuda-mps-control"
 SECONDS = 180  # a crowd takes seconds, its process some ten to start; others may be using the GPU
@@ -49,19 +50,24 @@ def check_crowds(environment, plan, percentage, processes):
     with contextlib.ExitStack() as ends:
         crowds = []
         for _ in range(processes):
-            errors = ends.enter_context(tempfile.TemporaryFile("w+"))
+            output, errors = (ends.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
             command = [sys.executable, str(CROWD), "any-plan"]
-            crowd = subprocess.Popen(command, env=environment | granted, stderr=errors)
+            crowd = subprocess.Popen(command, env=environment | granted, stdout=output, stderr=errors)
             ends.callback(crowd.wait)
             ends.callback(crowd.kill)
-            crowds.append((crowd, errors))
-        for crowd, errors in crowds:
+            crowds.append((crowd, output, errors))
+        for crowd, output, errors in crowds:
             try:
                 status = crowd.wait(SECONDS)
             except subprocess.TimeoutExpired:
                 pytest.fail(f"calls under MPS do not end within {SECONDS} s")
             errors.seek(0)
             assert status == 0, errors.read()
+            output.seek(0)
+            # Without the service's daemon CUDA would grant all of them, and say nothing.
+            all_of_them = torch.cuda.get_device_properties(0).multi_processor_count
+            multiprocessors = int(output.read())
+            assert multiprocessors == all_of_them if percentage == 100 else multiprocessors < all_of_them
 
 
 @pytest.mark.parametrize("plan", ["", "stored"], ids=["chosen", "stored"])

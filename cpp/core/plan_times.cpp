@@ -277,8 +277,9 @@ double cudnn_us(const Problem& p, const Device& device, const Work& mb, bool cop
   constexpr double kCopied = 0.92, kCopiedOfFloat = 0.63;
   constexpr double kCopiedByTiles = 0.35;  // of two blocks, whose planes are
   constexpr std::int64_t kLoad = 4;        // whole loads
-  // Of nine blocks of 4 to 134 MB of w, in 16 bit 0.6 to 0.8 less than value by value, in float32 0 to 0.3.
-  constexpr double kCopiedInStretches = 0.3, kCopiedInStretchesOfFloat = 0.45;
+  // Of w, of nine blocks of 4 to 134 MB: in 16 bit 0.6 to 0.8 per MB less than value by value, in float32 0
+  // to 0.3. Of less than 2 MB, and of x, no gain was seen apart from what follows.
+  constexpr double kCopiedInStretches = 0.3, kCopiedInStretchesOfFloat = 0.45, kSmallWeight = 2;
   double us = cudnn_multiply_us(p, device.sm_count) + (p.stride != Extent3{1, 1, 1} ? kStrided : 0);
   if (is_float(p)) {
     us += kInputOfFloat * mb.x + kResultOfFloat * mb.y + kWeightOfFloat * mb.w;
@@ -291,16 +292,15 @@ double cudnn_us(const Problem& p, const Device& device, const Work& mb, bool cop
   if (!in_rows(p)) {
     const double copied = is_float(p) ? kCopiedOfFloat : kCopied;
     const std::int64_t planes = volume(p.in);
-    const auto ours = [&](std::int64_t positions, std::int64_t channels) {
-      const bool stretches = is_copied_in_stretches(channels, positions, size_of(p.dtype));
-      return !stretches ? copied : is_float(p) ? kCopiedInStretchesOfFloat : kCopiedInStretches;
-    };
     if (!copies) {
       us += copied * (mb.x + mb.w + mb.y);
     } else {
       const bool tiles = planes % kLoad == 0 && is_copied_by_tiles(p.n, p.c, planes, size_of(p.dtype));
-      us += (tiles ? kCopiedByTiles : ours(planes, p.c)) * mb.x;
-      if (!p.w_channels_last) us += ours(volume(p.kernel), p.k) * mb.w;
+      us += (tiles ? kCopiedByTiles : copied) * mb.x;
+      const double w = p.w_channels_last ? 0 : mb.w, small = std::min(w, kSmallWeight);
+      const bool stretches = is_copied_in_stretches(p.k, volume(p.kernel), size_of(p.dtype));
+      const double in_stretches = is_float(p) ? kCopiedInStretchesOfFloat : kCopiedInStretches;
+      us += copied * small + (stretches ? in_stretches : copied) * (w - small);
     }
   }
   const double all = ragged_share(p) * (kLaunch.of(p) + us);
