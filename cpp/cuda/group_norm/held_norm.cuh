@@ -376,10 +376,10 @@ __device__ __forceinline__ void store_run(T* to, const Vector<T, kRows>& run) {
   }
 }
 
-/// normalize_tile's values into y [N,K,Z,P,Q]. A warp takes `wide` columns of as many runs of rows as it has lanes left: of
-/// its stores, one per channel, neighbouring lanes fill a sector, and it reads what other threads brought.
-/// Warps have equal shares of these, down the rows first, so that what a thread knows of its channels serves
-/// for several.
+/// normalize_tile's values into y [N,K,Z,P,Q]. A warp takes `wide` columns of as many runs of rows as it has
+/// lanes left: of its stores, one per channel, neighbouring lanes fill a sector, and it reads what other
+/// threads brought. Warps have equal shares of these, down the rows first, so that what a thread knows of its
+/// channels serves for several.
 /// \tparam kRows rows of a thread's store
 template <int kRows, class T, class Input>
 __device__ __forceinline__ void normalize_rows_to_planes(const HeldArgs<T>& args, const HeldTile& tile,
