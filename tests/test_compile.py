@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator as PyTorch's compiler sees it: opcheck, fake tensors, torch.compile."""
 
+import itertools
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import upconv3d
 from functorch.compile import make_boxed_func
 from oracles import make_block
+from test_select_plan import HOPPER, facts
 from test_values import SHAPES, shape_block
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from upconv3d._facts import kept_of
 
 OP_NAME = "upconv3d::conv_transpose3d_relu_group_norm"
 
@@ -254,3 +258,60 @@ def test_autocast_without_casts_in_a_graph(monkeypatch):
 def test_compiled_graphs_on_disk_are_of_one_build_and_plan():
     tag = torch.compiler.config.cache_key_tag
     assert f"upconv3d {upconv3d.__version__} " in tag and os.environ.get("UPCONV3D_PLAN", "") in tag
+
+
+def test_compiled_graphs_on_disk_are_of_as_many_multiprocessors(monkeypatch):
+    """Of a context that MPS grants a part of the GPU, plans are others, and what forwards keep."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132 - index)
+    )
+    whole = upconv3d.InductorPass().uuid()
+    with torch.compiler.config.patch(cache_key_tag="build"):
+        upconv3d._graphs.tag_multiprocessors.__wrapped__()
+        assert torch.compiler.config.cache_key_tag == "build (132, 131)"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert upconv3d.InductorPass().uuid() != whole
+
+
+def test_graphs_that_keep_something_are_tagged_before_they_are_looked_up(cuda, monkeypatch):
+    """Dynamo asks what is kept, AOTAutograd looks the graph up behind that."""
+    seen = []
+    monkeypatch.setattr(upconv3d._facts, "tag_multiprocessors", lambda: seen.append(True))
+    block = make_block(1, 16, 32, 4, 3, num_groups=8, dtype=torch.bfloat16, device=cuda).requires_grad()
+    (_, *arguments), settings = block.arguments()
+
+    def backend(graph, inputs):
+        assert seen
+        return graph.forward
+
+    torch.compile(
+        lambda x: upconv3d.conv_transpose3d_relu_group_norm(x, *arguments, **settings), backend=backend
+    )(block.input)
+    assert seen
+
+
+@pytest.mark.parametrize("layout", ["NCDHW", "NDHWC"])
+def test_nothing_is_told_of_what_depends_on_addresses(layout):
+    """Compilers know no addresses: of input and weight that may begin amid 16 bytes, what is kept is known
+    where that does not matter."""
+    told = []
+    for channels, outputs, extent in itertools.product((64, 256, 512), (128, 512), (2, 4, 8)):
+        arguments = facts(
+            1, channels, outputs, (extent,) * 3, layout=layout, weight_layout=layout, stride=[2] * 3
+        )
+        arguments |= {"device": HOPPER}
+
+        def kept(unaligned, arguments=arguments):
+            variant = {name: arguments[name] | {"data_ptr_mod16": 8} for name in unaligned}
+            explained = upconv3d._C.explain(arguments | variant | {"training": True})
+            plan = explained["plan"]
+            return plan["keeps_conv"] or plan["keeps_sum"], explained["saved_bytes"]
+
+        every = {kept(names) for names in ((), ("input",), ("weight",), ("input", "weight"))}
+        known = kept_of(arguments)
+        assert (known is None) == (len(every) > 1)
+        assert known is None or tuple(known) in every
+        told.append(known is not None)
+    assert any(told) and (layout == "NCDHW" or not all(told))

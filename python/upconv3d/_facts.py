@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _C
+from ._graphs import tag_multiprocessors
 
 _TMA_ALIGNMENT = 16  # bytes: what the hardware's tensor copies ask of a base address
 
@@ -90,14 +91,16 @@ class Kept(NamedTuple):
 
 
 def kept_of(facts: dict[str, Any]) -> Kept | None:
-    """What a call keeps, for torch.compile; None where that depends on the input's address."""
-    unaligned = facts | {"input": facts["input"] | {"data_ptr_mod16": 2}}
-    kept = []
-    for variant in (facts, unaligned):
+    """What a call keeps, for torch.compile; None where that depends on where input or weight begin."""
+    if "device" not in facts:  # of this process, not a described one
+        tag_multiprocessors()
+    kept = set()
+    for unaligned in ((), ("input",), ("weight",), ("input", "weight")):
+        variant = facts | {name: facts[name] | {"data_ptr_mod16": 2} for name in unaligned}
         explained = _C.explain(variant | {"training": True})
         plan = explained["plan"]
-        kept.append(Kept(plan["keeps_conv"] or plan["keeps_sum"], explained["saved_bytes"]))
-    return kept[0] if kept[0] == kept[1] else None
+        kept.add(Kept(plan["keeps_conv"] or plan["keeps_sum"], explained["saved_bytes"]))
+    return kept.pop() if len(kept) == 1 else None
 
 
 def empty_kept(kept: Kept | None, y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 """Autograd of an operator by its public name, as torch.library.register_autograd ties it, and with something
 kept for the backward where torch.compile can be told how much that is."""
 
+import functools
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -54,6 +55,24 @@ def tag_compile_cache(build: str) -> None:
     """
     plan = os.environ.get("UPCONV3D_PLAN", "")
     torch.compiler.config.cache_key_tag += f"|upconv3d {build} {plan}"
+
+
+def multiprocessors() -> tuple[int, ...]:
+    """Of each CUDA device, as many as this process sees: the Multi-Process Service may grant it a part."""
+    if not torch.cuda.is_available():
+        return ()
+    devices = range(torch.cuda.device_count())
+    return tuple(torch.cuda.get_device_properties(i).multi_processor_count for i in devices)
+
+
+@functools.cache
+def tag_multiprocessors() -> None:
+    """Lets those graphs be found where CUDA shows as many multiprocessors alone: plans depend on them, too.
+
+    Not a matter of importing, which is not to initialize CUDA: of a process's first graph that has such a
+    block, which Dynamo traces before it looks for the graph.
+    """
+    torch.compiler.config.cache_key_tag += f" {multiprocessors()}"
 
 
 def _recorded(op: Any, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Any:

@@ -10,6 +10,7 @@ from torch import fx
 
 from ._accelerated import functions
 from ._accelerated import graph as _graph
+from ._graphs import multiprocessors
 from .functional import _torch_conv_precision
 
 _SLOT = "pre_grad_custom_pass"
@@ -70,7 +71,8 @@ class InductorPass(_CustomGraphPass):  # type: ignore[misc]
     def uuid(self) -> Any:
         """What the rewritten graph depends on beside the graph, for the keys of PyTorch's caches."""
         files = tuple(str(module.__file__) for module in (_graph, functions))
-        return get_hash_for_files(files), tuple(sorted(self.devices)), _torch_conv_precision()
+        devices = tuple(sorted(self.devices)), multiprocessors()
+        return get_hash_for_files(files), devices, _torch_conv_precision()
 
 
 @contextmanager
