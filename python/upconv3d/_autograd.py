@@ -8,9 +8,8 @@
 Where the forward ran the SM90 plan, our kernels compute this from a and its moments, which the forward kept,
 or which the backward computes again (`recompute`, and under torch.compile with dynamic shapes). Where it ran
 the library plan, they compute all but convolution_backward from c, as PyTorch returned it, kept or computed
-again. Elsewhere it
-is written in PyTorch's operators, from c, which the CPU's forward keeps and other plans' backward computes
-again.
+again. Elsewhere it is written in PyTorch's operators, from c, which the CPU's forward keeps and other plans'
+backward computes again.
 
 It is one operator of its own, upconv3d::conv_transpose3d_relu_group_norm_backward, so that torch.compile runs
 it as it stands, with the precision that was asked for. With create_graph=True the same gradient is written in

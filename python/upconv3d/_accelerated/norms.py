@@ -24,7 +24,8 @@ from .swap import _OPTIONS, MIXINS, Accelerated, why_not_swapped
 # takes of a small volume, and 130 us.
 LEAST_VALUES_OF_GROUP = {False: 2**14, True: 2**16}
 # The same of volumes up to SMALL_BLOCK_VALUES, whose models wait for their host: there a norm of ours
-# was seen to cost a step 0.2 ms more than PyTorch's (perf/NOTES.md, "norms by themselves"). 200 us, and 2 ms.
+# was seen to cost a step 0.2 ms more than PyTorch's (perf/NOTES.md, "Whole models with a skip before the
+# norm, and norms by themselves"). 200 us, and 2 ms.
 LEAST_OF_SMALL = {False: 2**18, True: 2**20}
 # What ours compute: somebody may give the classes other forwards.
 _FORWARDS = {cls: cls.forward for cls in (nn.GroupNorm, nn.InstanceNorm3d)}
