@@ -121,10 +121,11 @@ def test_aot_inductor_round_trip(device, tmp_path):
     assert code == 0
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_jit_trace(device, n):
+def test_jit_trace(device, n, recompute):
     """Sizes are not frozen, nothing warns that they might be, and gradients flow after a round trip."""
-    block = _module(device, stride=2)
+    block = _module(device, stride=2, recompute=recompute)
     with warnings.catch_warnings():
         warnings.simplefilter("error", torch.jit.TracerWarning)
         traced = torch.jit.trace(block, (_input(device, n),))
@@ -392,3 +393,34 @@ def test_training_on_another_stream(cuda, dtype):
     stream.synchronize()
     for name, tensor in expected.tensors().items():
         torch.testing.assert_close(getattr(leaf, name).grad, tensor.grad)
+
+
+class TupleSized(torch.Tensor):
+    """As MONAI's MetaTensor, a subclass whose new_empty takes sizes as a tuple alone."""
+
+    def new_empty(self, size, **options):
+        assert isinstance(size, (tuple, torch.Size)), size
+        return super().new_empty(size, **options)
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (False, True), (True, False)])
+def test_subclasses_that_make_empty_tensors_of_tuples(kernels, wanted):
+    """Values and gradients of both functions; the family's by operators, as on CUDA."""
+    block = make_block(2, 4, 6, 3, 3, num_groups=2)
+    x, w = (t.requires_grad_(on) for t, on in zip((block.input, block.weight), wanted, strict=True))
+    for function in (upconv3d.conv_transpose3d_relu_group_norm, upconv3d.conv_transpose3d_norm_act):
+        results = []
+        for given in (x, x.as_subclass(TupleSized)):
+            y = function(given, w, block.bias, num_groups=2)
+            grads = torch.autograd.grad(y.sin().sum(), [t for t in (x, w) if t.requires_grad])
+            results.append([torch.Tensor(t) for t in (y, *grads)])
+        torch.testing.assert_close(*results)
+
+
+def test_saved_tensors_that_may_be_changed():
+    """PyTorch's mode for it takes every tensor that is written into for one called `out`."""
+    block = make_block(2, 4, 6, 3, 3, num_groups=2).requires_grad()
+    (expected,) = torch.autograd.grad(block.ours().sin().sum(), block.input)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        (ours,) = torch.autograd.grad(block.ours().sin().sum(), block.input)
+    torch.testing.assert_close(ours, expected)

@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
 
@@ -105,3 +106,30 @@ def test_a_missing_package_is_named_with_its_remedy(module, missing, tmp_path):
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
     remedy = "Remedy: pip install 'upconv3d[profile]'"
     assert f"needs {missing}, which is not installed. {remedy}" in result.stderr
+
+
+def test_the_info_s_reader_may_leave():
+    """As `| head -1` does."""
+    command = f"{shlex.quote(sys.executable)} -m upconv3d.info | head -1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "build\n" and result.stderr == ""
+
+
+def test_the_demo_s_numbers_are_whole_in_narrow_terminals(monkeypatch, capsys):
+    from upconv3d import demo
+
+    monkeypatch.setenv("COLUMNS", "40")
+    shape, mode = demo.cases(torch.device("cpu"))[0]
+    monkeypatch.setattr(demo, "cases", lambda device: [(shape, mode)])
+    assert demo.main(["--device", "cpu", "--seconds", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "max diff" in printed and "\u2026" not in printed
+
+
+def test_a_result_file_is_not_where_the_command_prints(tmp_path):
+    """Links such as /dev/stdout lead to a file where the shell has made one of it."""
+    given = "--device cpu --input 1 4 3 3 3 --out-channels 8 --kernel 3 --seconds 0.01 --no-compile"
+    command = [sys.executable, "-m", "upconv3d.profile", *given.split(), "--json", "/dev/stdout"]
+    with open(tmp_path / "printed", "w") as file:
+        result = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert result.returncode == 2 and "a file of its own; got /dev/stdout" in result.stderr

@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -105,6 +106,14 @@ CASES = {
     "eps-inf": (lambda b: {"eps": math.inf}, ValueError, ["eps", "inf"], False),
     "eps-type": (lambda b: {"eps": "small"}, TypeError, ["eps must be a number", "'small'"], True),
     "eps-none": (lambda b: {"eps": None}, TypeError, ["eps must be a number", "None"], True),
+    "eps-vector": (lambda b: {"eps": _zeros(1)}, TypeError, ["eps must be a number", "Tensor"], False),
+    "eps-fraction": (
+        lambda b: {"eps": Fraction(1, 3)},
+        TypeError,
+        ["eps must be a number", "Fraction"],
+        False,
+    ),
+    "eps-huge": (lambda b: {"eps": 10**400}, ValueError, ["eps must be a finite number"], False),
     "one-value-per-group": (
         lambda b: {"input": _zeros(1, 4, 1, 1, 1), "weight": _zeros(4, 8, 1, 1, 1), "num_groups": 8},
         ValueError,

@@ -64,11 +64,29 @@ def test_volumes_are_those_of_the_seed():
     assert set(one.unique().tolist()) == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("wrong", [["--size", "12"], ["--width", "4"], ["--steps", "0"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--size", "12"],
+        ["--width", "4"],
+        ["--steps", "0"],
+        ["--lr", "nan"],
+        ["--lr", "-1"],
+        ["--seed", "1" * 30],
+    ],
+)
 def test_wrong_options_are_refused(wrong, capsys):
-    with pytest.raises(SystemExit):
-        example.parse(wrong)
-    assert "must be" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as refusal:
+        example.parse([f"{wrong[0]}={wrong[1]}"])
+    assert refusal.value.code == 2 and "must" in capsys.readouterr().err
+
+
+def test_a_folder_in_the_picture_s_place_is_refused_before_training(tmp_path, capsys):
+    (tmp_path / example.PNG_NAME).mkdir()
+    with pytest.raises(SystemExit) as refusal:
+        example.parse(["--device", "cpu", "--out", str(tmp_path)])
+    assert refusal.value.code == 2
+    assert f"--out must not hold a folder {example.PNG_NAME}" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, capsys):

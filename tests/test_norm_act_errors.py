@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -81,6 +82,11 @@ ERRORS = {
     ),
     "eps": ({"eps": math.nan}, ValueError, ["eps", "nan"]),
     "eps-none": ({"eps": None}, TypeError, ["eps must be a number", "None"]),
+    "eps-vector": ({"eps": _vector(1)}, TypeError, ["eps must be a number", "Tensor"]),
+    "eps-differentiated": ({"eps": torch.ones((), requires_grad=True)}, TypeError, ["eps must be a number"]),
+    "eps-fraction": ({"eps": Fraction(1, 3)}, TypeError, ["eps must be a number", "Fraction"]),
+    "eps-huge": ({"eps": 10**400}, ValueError, ["eps must be a finite number"]),
+    "parameter-huge": ({"activation": "elu", "activation_param": 10**400}, ValueError, ["must be finite"]),
     "precision": ({"precision": "fp16"}, ValueError, ["precision", "fp16"]),
     "one-value": (
         {"input": _vector(2, 4, 1, 1, 1), "padding": 1, "norm": "instance", "num_groups": None},
@@ -114,3 +120,18 @@ def test_mixed_devices(cuda):
     for name in call.tensors:
         with pytest.raises(RuntimeError, match="device"):
             replace(call, tensors=call.tensors | {name: call.tensors[name].cpu()}).ours()
+
+
+def test_numbers_of_numpy():
+    import numpy
+
+    call = make_call(activation="elu")
+    arguments = [call.tensors[name] for name in ("input", "weight", "bias")]
+    ours, expected = (
+        upconv3d.conv_transpose3d_norm_act(*arguments, **(call.keywords() | numbers))
+        for numbers in (
+            {"activation_param": numpy.float32(0.5), "eps": numpy.float64(1e-4)},
+            {"activation_param": 0.5, "eps": 1e-4},
+        )
+    )
+    assert torch.equal(ours, expected)

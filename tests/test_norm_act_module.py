@@ -243,3 +243,12 @@ def test_hooks_of_the_block_run_and_those_inside_do_not():
     block.activation.register_forward_hook(lambda *_: called.append("activation"))
     block(torch.randn(1, 4, 2, 2, 2))
     assert called == ["block"]
+
+
+def test_a_skip_of_another_kind_is_refused_at_each_call():
+    block = ConvTranspose3dNormAct(4, 6, 3, num_groups=2)
+    x = torch.randn(2, 4, 3, 3, 3)
+    block(x, skip=torch.zeros(2, 6, 5, 5, 5))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="skip must be a tensor"):
+            block(x, skip="a")

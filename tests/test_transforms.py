@@ -265,3 +265,50 @@ def test_forward_mode_of_weights(device):
     with forward_ad.dual_level():
         duals = (forward_ad.make_dual(*pair) for pair in zip(block.tensors().values(), tangents, strict=True))
         torch.testing.assert_close(forward_ad.unpack_dual(of(type(block).ours)(*duals)), expected)
+
+
+@pytest.mark.parametrize("slices", [0, SLICES])
+def test_recomputed_blocks_have_a_batching_rule(device, slices):
+    block = make_block(2, 4, 6, 3, 3, num_groups=2, device=device, dtype=torch.float64)
+    x = torch.randn(slices, *block.input.shape, device=device, dtype=torch.float64, requires_grad=True)
+
+    def ours(x, recompute=True):
+        return upconv3d.conv_transpose3d_relu_group_norm(x, block.weight, num_groups=2, recompute=recompute)
+
+    y = vmap(ours)(x)
+    assert y.shape[0] == slices
+    if slices:
+        expected = torch.stack([ours(each, recompute=False) for each in x])
+        torch.testing.assert_close(y, expected)
+        grads = [torch.autograd.grad(each.sin().sum(), x)[0] for each in (y, expected)]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("transform", [vmap, grad])
+def test_the_family_names_the_rule_that_a_slice_breaks(transform):
+    """Wrapped tensors are plain to Python, and have no storage to begin anywhere."""
+    w = torch.randn(4, 6, 3, 3, 3)
+
+    def family(x):
+        return upconv3d.conv_transpose3d_norm_act(x, w, num_groups=4).sum()
+
+    with pytest.raises(RuntimeError, match=r"num_groups=4.*Divisors: 1, 2, 3, 6"):
+        transform(family)(torch.randn(2, 2, 4, 3, 3, 3) if transform is vmap else torch.randn(2, 4, 3, 3, 3))
+
+
+def test_empty_slices_of_the_family():
+    w = torch.randn(4, 6, 3, 3, 3)
+    y = vmap(lambda x: upconv3d.conv_transpose3d_norm_act(x, w, num_groups=2))(torch.randn(3, 0, 4, 3, 3, 3))
+    assert y.shape == (3, 0, 6, 5, 5, 5)
+
+
+def test_plans_are_explained_under_transforms():
+    w, x = torch.randn(4, 6, 3, 3, 3), torch.randn(2, 4, 3, 3, 3)
+    plans = []
+
+    def explained(x):
+        plans.append(upconv3d.explain(x, w, num_groups=2).algorithm)
+        return x.sum()
+
+    grad(explained)(x)
+    assert plans == [upconv3d.explain(x, w, num_groups=2).algorithm]

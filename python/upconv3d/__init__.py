@@ -12,6 +12,7 @@ from . import (  # noqa: E402  (they register with the operator that _C has just
     _autocast,
     _autograd,
     _fake,
+    _flops,
     _graphs,
     _in_graphs,
     _numbered,
@@ -59,3 +60,4 @@ _recorded_casts.register()
 _tail_op.register()
 _tail_autocast.register()
 _transforms.register()
+_flops.register()

@@ -99,8 +99,10 @@ def _native_backward(
     )
     if not any(conv_mask):
         return [None, None, None, grad_norm_weight, grad_norm_bias]
-    # In place: these are the largest tensors of a training step.
-    grad_c = _aten.threshold_backward.grad_input(grad_a, a, 0, grad_input=grad_a)
+    if torch._C._len_torch_dispatch_stack() > 0:  # modes of PyTorch's own take "out" for every result's name
+        grad_c = _aten.threshold_backward.default(grad_a, a, 0)
+    else:  # in place: these are the largest tensors of a training step
+        grad_c = _aten.threshold_backward.grad_input(grad_a, a, 0, grad_input=grad_a)
     del a
     return [*convolution_backward(grad_c, x, weight, args, conv_mask), grad_norm_weight, grad_norm_bias]
 
@@ -254,7 +256,7 @@ def _backward_kernel(
     gradients = _kernel_gradients(
         grad_y, input, weight, bias, norm_weight, args, output_mask, saved, consume_saved=False
     )
-    return tuple(input.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    return tuple(input.new_empty((0,)) if gradient is None else gradient for gradient in gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

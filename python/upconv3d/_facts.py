@@ -20,6 +20,8 @@ def tensor_facts(tensor: Tensor | None) -> dict[str, Any] | None:
     strided = tensor.layout == torch.strided
     # Subclasses (fake and functional tensors of a compiler among them) need not have data.
     plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    # Those that torch.func's transforms wrap are plain to Python, and have no storage.
+    plain = plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     has_data = strided and plain and tensor.device.type in ("cpu", "cuda")
     return {
         "sizes": list(tensor.shape),
@@ -107,4 +109,4 @@ def empty_kept(kept: Kept | None, y: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor without values in the place of what is kept beside y; [0] where that is not known."""
     if kept is not None and kept.convolution:
         return torch.empty_like(y, dtype=dtype)
-    return y.new_empty(0 if kept is None else kept.size, dtype=torch.uint8)
+    return y.new_empty((0 if kept is None else kept.size,), dtype=torch.uint8)

@@ -66,10 +66,10 @@ def _backward(
     saved: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     channels = weight.shape[1] * groups
-    vectors = [input.new_empty(channels if wanted else 0) for wanted in output_mask[2:]]
+    vectors = [input.new_empty((channels if wanted else 0,)) for wanted in output_mask[2:]]
     return (
-        empty_in_format_of(input) if output_mask[0] else input.new_empty(0),
-        empty_in_format_of(weight) if output_mask[1] else input.new_empty(0),
+        empty_in_format_of(input) if output_mask[0] else input.new_empty((0,)),
+        empty_in_format_of(weight) if output_mask[1] else input.new_empty((0,)),
         vectors[0],
         vectors[1],
         vectors[2],

@@ -91,7 +91,7 @@ def _block_arguments(t: Sequence[Any], s: Sequence[Any]) -> tuple[Any, ...]:
 def _ours(t: Tensors, s: Settings) -> tuple[Tensor, Tensor]:
     """The operator that is recorded: the block's own in its case, whose kernel takes the host less time."""
     if _is_block(t, s):
-        return _block_op(*_block_arguments(t, s)), t.input.new_empty(0)
+        return _block_op(*_block_arguments(t, s)), t.input.new_empty((0,))
     return public_tail(t, s)
 
 
@@ -109,7 +109,7 @@ def _in_graph(*arguments: Any, instance: bool = False) -> tuple[Tensor, Tensor]:
     low = autocast_dtype(t.input)
     if low is not None and instance:
         y = y.to(autocast_result_dtype(low, "cuda", "group", settings))
-    return y, t.input.new_empty(0) if conv is None else in_format_of_result(conv, t)
+    return y, t.input.new_empty((0,)) if conv is None else in_format_of_result(conv, t)
 
 
 def _batched(info: Any, in_dims: tuple[Any, ...], *arguments: Any, instance: bool = False) -> tuple[Any, Any]:
@@ -123,7 +123,7 @@ def _batched(info: Any, in_dims: tuple[Any, ...], *arguments: Any, instance: boo
         return batch_tail(info, in_dims, *arguments)
     dims, numbers = split(in_dims)
     y, dim = batch_block(info, _block_arguments(dims, numbers), *_block_arguments(tensors, settings))
-    return (y, tensors[0].new_empty(info.batch_size, 0)), (dim, 0)
+    return (y, tensors[0].new_empty((info.batch_size, 0))), (dim, 0)
 
 
 def block_in_graph(

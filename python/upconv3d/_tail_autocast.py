@@ -32,7 +32,7 @@ def _autocast_kernel(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
             y, conv = composite(t, s, precise=False)
             if device_type == "cuda":
                 y, conv = in_format_of_result(y, t), None if conv is None else in_format_of_result(conv, t)
-            return y, t.input.new_empty(0) if conv is None else conv
+            return y, t.input.new_empty((0,)) if conv is None else conv
         if uncast:
             cast, settings = [t.input.float(), *tensors[1:]], s._replace(precision="tf32")
         else:

@@ -83,7 +83,7 @@ def _fake_backward(grad_y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *forward, precision, _, wanted = arguments
     tensors, _ = split([*forward, None, False, precision])
     return tuple(
-        tensors[0].new_empty(0)
+        tensors[0].new_empty((0,))
         if tensor is None or not wanted >> i & 1
         else empty_in_format_of(tensor)
         if tensor.dim() > 1

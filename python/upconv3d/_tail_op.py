@@ -129,13 +129,13 @@ def _forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
     number = plain_number(tensors, settings)
     if number is not None:
         y, conv = numbered_tail(*tensors, number)
-        return y, tensors[0].new_empty(0) if conv is None else conv
+        return y, tensors[0].new_empty((0,)) if conv is None else conv
     t, s = Tensors(*tensors), Settings(*settings)
     _require_names(s)
     y, conv = composite(t, s, precise=True)
     y = in_format_of_result(y, t)
     if conv is None:
-        return y, t.input.new_empty(0)
+        return y, t.input.new_empty((0,))
     return y, y.clone() if conv is y else in_format_of_result(conv, t)
 
 
@@ -167,13 +167,13 @@ def _training_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         if number is not None:
             y, conv, operand = _with_operand(tensors, settings, number)
             if y is not None and operand is not None:
-                return y, y.new_empty(0) if conv is None else conv, operand
+                return y, y.new_empty((0,)) if conv is None else conv, operand
     number = plain_number(tensors, settings)
     if number is not None:
         y, saved = _numbered_tail_for_training(*tensors, number)
         if y is not None:
-            return y, y.new_empty(0), saved
-    return *_forward_kernel(*arguments), tensors[0].new_empty(0, dtype=torch.uint8)
+            return y, y.new_empty((0,)), saved
+    return *_forward_kernel(*arguments), tensors[0].new_empty((0,), dtype=torch.uint8)
 
 
 def _result_sizes(t: Tensors, s: Settings) -> list[int]:
@@ -197,7 +197,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         out = torch.empty(sizes, dtype=of, device=x.device, memory_format=memory_format)
         return out.squeeze(0) if t.input.dim() == 4 else out
 
-    return result(dtype), result(x.dtype) if s.return_conv else t.input.new_empty(0)
+    return result(dtype), result(x.dtype) if s.return_conv else t.input.new_empty((0,))
 
 
 def _kept_beside(tensors: Sequence[Any], settings: Sequence[Any]) -> Kept | None:
@@ -294,7 +294,7 @@ def _backward_kernel(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments
     if s.num_groups == 0 and s.activation == "none":  # the skip's gradient is grad_y itself
         of_skip = gradients[6]
         gradients = [*gradients[:6], None if of_skip is None else of_skip.clone()]
-    return tuple(t.input.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    return tuple(t.input.new_empty((0,)) if gradient is None else gradient for gradient in gradients)
 
 
 def _fake_backward(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
@@ -302,7 +302,7 @@ def _fake_backward(grad_y: Tensor | None, grad_conv: Tensor | None, *arguments: 
     t = Tensors(*split([*forward, False, precision])[0])
     mask = reachable(mask, grad_y, grad_conv)
     return tuple(
-        t.input.new_empty(0)
+        t.input.new_empty((0,))
         if tensor is None or not wanted
         else empty_in_format_of(tensor)
         if tensor.dim() > 1

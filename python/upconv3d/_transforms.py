@@ -7,6 +7,7 @@ several weights, so the rule calls the operator once per slice.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ._graphs import has_tangent
 _MASK = 13  # the backward operator's output_mask among its arguments; `saved` follows, or not
 
 _forward_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm.default
+_recomputed_op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_recomputed.default
 
 
 def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
@@ -64,16 +66,18 @@ def batch_slices(
     return results, (0,) * len(results)
 
 
-def batch_block(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
-    """vmap's rule for the operator; arguments are those of its schema."""
+def batch_block(
+    info: Any, in_dims: tuple[Any, ...], *arguments: Any, op: Any = _forward_op
+) -> tuple[Tensor, int]:
+    """vmap's rule for the operator `op`; arguments are those of its schema."""
     input, *others = arguments
     others_batched = any(
         isinstance(value, Tensor) and dim is not None for value, dim in zip(others, in_dims[1:], strict=True)
     )
     if others_batched:
-        slices = [_forward_op(*_slice(arguments, in_dims, index)) for index in range(info.batch_size)]
+        slices = [op(*_slice(arguments, in_dims, index)) for index in range(info.batch_size)]
         return torch.stack(slices), 0
-    y = _forward_op(_fold(input, in_dims[0], info.batch_size), *others)
+    y = op(_fold(input, in_dims[0], info.batch_size), *others)
     return _unfold(y, input, in_dims[0], info.batch_size), 0
 
 
@@ -153,4 +157,5 @@ def register() -> None:
     """Ties the batching rules to their operators; called once, by the package."""
     name = "upconv3d::conv_transpose3d_relu_group_norm"
     torch.library.register_vmap(name, batch_block)
+    torch.library.register_vmap(f"{name}_recomputed", partial(batch_block, op=_recomputed_op))
     torch.library.register_vmap(f"{name}_backward", _batch_backward)

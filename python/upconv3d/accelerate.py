@@ -246,7 +246,7 @@ def _plan(block: Block | str, meta: Tensor | None, options: Options) -> str | No
             return None
         stride, padding, output_padding, groups, dilation = positional[3:]
         extent = output_extent(x, weight, stride, padding, output_padding, dilation)
-        skip = x.new_empty(x.size(0), weight.size(1) * groups, *extent)
+        skip = x.new_empty((x.size(0), weight.size(1) * groups, *extent))
         named |= {"skip": skip, "return_conv": False}
         # A sum that is returned is what the forward for training keeps.
         return explain_norm_act(*positional, **named, training=block.returns_conv).algorithm

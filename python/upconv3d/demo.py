@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # FlashAttention's rule: at most twice PyTorch's own error in the same precision, against a higher precision.
 ERROR_FACTOR = 2.0
+# The table's columns need so many.
+TABLE_WIDTH = 76
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,8 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.backends.cudnn.benchmark = True  # before the first call: PyTorch keeps the first plan it finds
     console = Console()
+    if console.width < TABLE_WIDTH:  # a line that the terminal wraps has its numbers still
+        console = Console(width=TABLE_WIDTH)
     name = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"

@@ -2,6 +2,7 @@
 """The block as a function."""
 
 import math
+import numbers
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -170,6 +171,15 @@ def _check_values_per_group(
     )
 
 
+def is_number(value: Any) -> bool:
+    """Whether PyTorch's operators take `value` as a float: a number, NumPy's too, or a tensor of one."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not value.requires_grad and not value.is_complex()
+    if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        return True
+    return isinstance(value, numbers.Real) and hasattr(value, "dtype")
+
+
 def _refuse_vector(name: str, vector: Any) -> None:
     raise TypeError(
         f"upconv3d: {name} must be a tensor or None; got {type(vector).__name__}. Remedy: a tensor [K], one "
@@ -198,13 +208,14 @@ def check_kinds(input: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias:
             f"upconv3d: input must be float32, bfloat16, float16 or float64; got input.dtype={input.dtype}. "
             f"Convert it, and the other tensors with it."
         )
-    if type(eps) is not float and not hasattr(eps, "__float__"):
+    if type(eps) is not float and not is_number(eps):
         raise TypeError(
             f"upconv3d: eps must be a number (activation units squared); got eps={eps!r} "
             f"({type(eps).__name__}). Remedy: leave it out for PyTorch's default, 1e-5."
         )
     # Comparisons, not math.isfinite: torch.compile traces them for a symbolic eps too.
-    if not -math.inf < eps < math.inf:
+    # An integer of Python's may be beyond every float.
+    if not -math.inf < eps < math.inf or (type(eps) is int and abs(eps) >= 2**1023):
         raise ValueError(f"upconv3d: eps must be a finite number (activation units squared); got eps={eps}.")
 
 
@@ -303,7 +314,9 @@ def conv_transpose3d_relu_group_norm(
         # there is nothing to record. It has to run where requires_grad does not say what is recorded
         # (torch.func's transforms), and where others than autograd want to see the operator (tracers, and
         # __torch_function__ of the caller's).
-        whole = transforms or _compiling() or _has_torch_function(tensors) or (recording and tracing)
+        # A trace is checked without gradients, by calls that are to record the same operator.
+        whole = transforms or _compiling() or _has_torch_function(tensors)
+        whole = whole or (tracing and (recording or recompute))
     dims = input.dim()
     # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.
     if not tracing and (dims == 4 or (dims == 5 and surely(input.size(0) == 1))):

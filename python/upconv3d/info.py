@@ -3,7 +3,9 @@
 
 import argparse
 import json
+import os
 import platform
+import sys
 from typing import Any
 
 import torch
@@ -56,4 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has what they want; what is left goes nowhere, at exit too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    raise SystemExit(code)

@@ -20,6 +20,7 @@ from .functional import (
     check_kinds,
     conv_transpose3d_relu_group_norm,
     integer,
+    is_number,
     resolve_precision,
     triple,
 )
@@ -71,12 +72,12 @@ def _groups_of_norm(norm: str | None, num_groups: Any, channels: Any, vectors: t
 def require_number(activation: str | None, given: Any) -> None:
     """Raises TypeError or ValueError where the activation_param of leaky_relu or elu is no finite number."""
     default = DEFAULT_PARAMETERS.get(activation or "")
-    if isinstance(given, bool) or not isinstance(given, (int, float, torch.SymInt, torch.SymFloat)):
+    if isinstance(given, (bool, Tensor)) or not is_number(given):
         raise TypeError(
             f"upconv3d: activation_param of {activation!r} must be a number; got {type(given).__name__}. "
             f"Remedy: leave it out for {default}; slopes in a tensor are for activation='prelu'."
         )
-    if not -float("inf") < given < float("inf"):
+    if not -float("inf") < given < float("inf") or (type(given) is int and abs(given) >= 2**1023):
         raise ValueError(
             f"upconv3d: activation_param must be finite; got activation_param={given}. Remedy: leave it out "
             f"for {default}."
@@ -111,7 +112,8 @@ def _parameters_of(activation: str | None, given: Any, channels: Any) -> tuple[A
             f"leave it out (leaky_relu, elu and prelu have one)."
         )
     require_number(activation, given)
-    return given, None
+    known = isinstance(given, (int, float, torch.SymInt, torch.SymFloat))
+    return given if known else float(given), None
 
 
 def checked_arguments(
@@ -319,7 +321,8 @@ def run_module(
         resolved = resolve_precision(input, precision)
         key = (convolution, normalization, name, number, return_conv, skip is None, weight.shape, resolved)
     settings = None if key is None else _remembered_settings(key)
-    if settings is None or (name == "prelu" and not _is_one_slope(slopes)):
+    checked = name != "prelu" or _is_one_slope(slopes)
+    if settings is None or not checked or not (skip is None or isinstance(skip, Tensor)):
         y = conv_transpose3d_norm_act(
             *(input, weight, bias, *convolution),
             order=order,

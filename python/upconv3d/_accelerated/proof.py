@@ -9,6 +9,7 @@ file admits such forwards and names what keeps it from admitting the others.
 import ast
 import builtins
 import inspect
+import math
 import textwrap
 import types
 from collections.abc import Callable, Iterator
@@ -160,6 +161,7 @@ class _Reader:
         self.seen: set[types.FunctionType] = set()
         self.codes: Codes = {}
         self.assumed: dict[str, bool] = {}
+        self.methods: set[str] = set()  # an attribute of the instance would be called in their place
         self.named: set[str] = set()  # what it reads of self otherwise
 
     def read(self, function: Callable[..., Any], owner: type) -> None:
@@ -237,6 +239,8 @@ class _Reader:
             top = parent
         if this and node.id == this:
             self._own(chain, owner)
+        elif node.id in function.__code__.co_freevars:
+            raise UnprovableError(f"its forward uses {node.id}, of a function around it")
         elif node.id in names:
             if chain and not _known_of_values(chain[0]):
                 raise UnprovableError(f"its forward reads {node.id}.{chain[0]}")
@@ -278,6 +282,7 @@ class _Reader:
             self.reads.add(name)
         elif isinstance(static, (types.FunctionType, staticmethod)):
             self._method(name, type(self.module))
+            self.methods.add(name)
         elif static is None and not hasattr(self.module, name):
             self.reads.add(name)  # in a branch that is not taken as long as this is so
         else:
@@ -304,6 +309,7 @@ class _Reader:
 _ABSENT = object()  # of an attribute that is not there
 # Of one that is no plain number; equal to none, as True would be to 1. (Dynamo compares no plain objects.)
 _PRESENT = b"present"
+_METHOD = b"method"  # of the class, which no attribute of the instance is in the place of
 
 
 def _is_simple(value: Any) -> bool:
@@ -364,6 +370,15 @@ def _has_keys(container: nn.Module, keys: Any) -> bool:
     return True
 
 
+def _is_same(now: Any, state: Any) -> bool:
+    """Whether a value is the one that was compared, by type too, in tuples as well; 0.0 is not -0.0."""
+    if type(now) is not type(state) or now != state:
+        return False
+    if type(state) is float:
+        return state != 0.0 or math.copysign(1.0, now) == math.copysign(1.0, state)
+    return type(state) is not tuple or all(map(_is_same, now, state))
+
+
 def _state(module: nn.Module, name: str) -> Any:
     """What is compared of an attribute: a number itself, a container's keys, else whether there is one.
 
@@ -411,6 +426,7 @@ def prove(module: nn.Module, asks: bool) -> Proof:
     for name in reader.assumed.keys() & reader.named:
         raise UnprovableError(f"its forward uses self.{name}() for more than to raise")
     guards = tuple((name, _state(module, name)) for name in sorted(reader.reads - {"training"}))
+    guards += tuple((name, _METHOD) for name in sorted(reader.methods))
     return Proof(guards, "training" in reader.reads, reader.codes, reader.assumed)
 
 
@@ -430,9 +446,11 @@ def holds(module: nn.Module, guards: Guards) -> bool:
     for name, state in guards:
         # Most are modules that are there: getattr finds these last. A loop costs less than all() of it.
         child = modules.get(name)
-        if child is None:
-            now = _state(module, name)
-            if type(now) is not type(state) or now != state:
+        if state == _METHOD:
+            if name in module.__dict__:
+                return False
+        elif child is None:
+            if not _is_same(_state(module, name), state):
                 return False
         elif isinstance(child, _CONTAINERS):
             if not _has_keys(child, state):

@@ -296,6 +296,10 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     for name, value in DEFAULTS[options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    if not 0 <= options.lr < math.inf:
+        parser.error(f"--lr must be a number and not negative; got {options.lr}")
+    if not -(2**63) <= options.seed < 2**64:
+        parser.error(f"--seed must fit in 64 bit; got {options.seed}")
     for name in ("size", "width"):
         if getattr(options, name) % 8 != 0:
             parser.error(f"--{name} must be a multiple of 8; got {getattr(options, name)}")
@@ -306,6 +310,8 @@ def parse(given: list[str] | None) -> argparse.Namespace:
         require("matplotlib", "the example")
         options.out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=options.out).close()
+        if (options.out / PNG_NAME).is_dir():
+            parser.error(f"--out must not hold a folder {PNG_NAME}; got {options.out}. Use another one")
     except ArgumentError as error:
         parser.error(str(error))
     except OSError as error:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -27,6 +28,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise
 
 
+def _is_open_as(path: Path, number: int) -> bool:
+    """Whether `path` is what the process has open as standard output (1) or error (2)."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(number))
+    except OSError:  # closed
+        return False
+
+
 def _try_to_write(option: str, path: Path) -> None:
     """Does what write_whole does, short of the file itself.
 
@@ -35,6 +44,11 @@ def _try_to_write(option: str, path: Path) -> None:
     if path.exists() and not path.is_file():
         kind = "a directory" if path.is_dir() else "a device or pipe"
         raise ResultFileError(f"{option} must name a file; got {path}, {kind}. Remedy: another name")
+    if path.exists() and any(_is_open_as(path, number) for number in (1, 2)):
+        raise ResultFileError(
+            f"{option} must name a file of its own; got {path}, where this command prints. Remedy: another "
+            f"name"
+        )
     target = path.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
