@@ -77,8 +77,8 @@ void require_matching(const PreparedCall& call, const Tensor& grad_y, const Tens
     throw RuleViolation(
         concat("upconv3d: what the forward kept must be of the same call; got ", bytes,
                " bytes where this call keeps ", call.saved_bytes,
-               ". Do not change the memory format of saved tensors between forward and backward, "
-               "or use recompute=True."));
+               ". Do not change the memory format of input, weight and what is saved of them between forward "
+               "and backward, nor where they begin amid 16 bytes, or use recompute=True."));
   }
 }
 

@@ -11,6 +11,9 @@
 
 namespace upconv3d {
 
+/// Bytes of a thread's widest load or store.
+inline constexpr std::int64_t kVectorBytes = 16;
+
 /// Channels of 16 bytes in 16 bit. float32 rows keep to the same unit: they may be stored in 16 bit.
 inline constexpr std::int64_t kChannelUnit = 8;
 

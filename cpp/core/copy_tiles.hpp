@@ -14,6 +14,7 @@ namespace upconv3d {
 /// Tiles of a copy [batch,channels,positions] to [batch,positions,channels].
 struct CopyTiles {
   static constexpr std::int64_t kPositions = 128, kChannels = 64;
+  static constexpr std::int64_t kLoad = 4;  // values; of other positions a tile loads them one by one
 
   std::int64_t across, down, count;
 
@@ -37,7 +38,6 @@ inline bool has_contiguous_stretches(std::int64_t positions) {
 /// weights but of the longest kernels, and of small x, or they fall into whole vectors, too.
 inline bool is_copied_in_stretches(std::int64_t channels, std::int64_t positions,
                                    std::int64_t element_bytes) {
-  constexpr std::int64_t kVectorBytes = 16;
   return channels * element_bytes % kVectorBytes == 0 &&
          (has_contiguous_stretches(positions) || positions * element_bytes % kVectorBytes == 0);
 }
@@ -48,8 +48,8 @@ inline bool is_copied_in_stretches(std::int64_t channels, std::int64_t positions
 inline bool is_copied_by_tiles(std::int64_t batch, std::int64_t channels, std::int64_t positions,
                                std::int64_t element_bytes) {
   constexpr std::int64_t kLeastTiles = 256;
-  constexpr std::int64_t kLoad = 4;  // values; of other positions a tile loads them one by one
-  if (positions % kLoad != 0 && is_copied_in_stretches(channels, positions, element_bytes)) return false;
+  if (positions % CopyTiles::kLoad != 0 && is_copied_in_stretches(channels, positions, element_bytes))
+    return false;
   return element_bytes == 2 && channels % kChannelUnit == 0 && positions >= CopyTiles::kPositions &&
          CopyTiles(batch, channels, positions).count >= kLeastTiles;
 }

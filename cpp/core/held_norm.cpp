@@ -5,13 +5,12 @@
 #include <cstdint>
 #include <numeric>
 
+#include "core/channels.hpp"
 #include "core/index_math.hpp"
 
 namespace upconv3d {
 namespace {
 
-constexpr std::int64_t kVectorBytes = 16;
-constexpr std::int64_t kMaxThreads = 512;
 /// Vectors of a thread that are worth more threads: its loads are on the way at once.
 constexpr std::int64_t kLoadsWanted = 4;
 /// Blocks that may wait for each other: all are to run at once, one on each multiprocessor of an H100 or
@@ -32,7 +31,7 @@ constexpr std::int64_t kAloneBesideClusters = 16 * 1024;
 constexpr std::int64_t kClusterBlocks = 8, kMostClusterTileBytes = 32 * 1024;
 /// Threads of all clusters that run at once, with up to 128 registers each. (Of an H200's 132
 /// multiprocessors 16 clusters of 8 that fill one each did not; a second wave took 4 to 8 us.)
-constexpr std::int64_t kClusterThreads = 12 * kClusterBlocks * kMaxThreads;
+constexpr std::int64_t kClusterThreads = 12 * kClusterBlocks * kMaxHeldThreads;
 /// Bytes of a tile worth a block of its own, where blocks wait.
 constexpr std::int64_t kLeastTileBytes = 4 * 1024;
 /// Vectors of a team's thread, of NCDHW, that are worth a wider team: of small groups a block takes several.
@@ -83,7 +82,7 @@ void fill_block(const Problem& p, HeldTiles& t, std::int64_t run, bool narrows) 
   const std::int64_t lanes = kVectorBytes / size_of(p.dtype);
   const std::int64_t vectors = t.rows * t.columns;
   t.threads = 128;
-  while (t.threads < kMaxThreads && (t.threads < t.columns || vectors > kLoadsWanted * t.threads)) {
+  while (t.threads < kMaxHeldThreads && (t.threads < t.columns || vectors > kLoadsWanted * t.threads)) {
     t.threads *= 2;
   }
   const auto loads_of = [&t](std::int64_t threads) {
@@ -143,7 +142,7 @@ HeldTiles in_tiles(const Problem& p, std::int64_t rows, const HeldTiles& slabs, 
 /// \param rows of a sample
 std::optional<HeldTiles> tiles_of(const Problem& p, std::int64_t rows, const HeldTiles& slabs,
                                   int compute_capability) {
-  if (slabs.columns > kMaxThreads) return std::nullopt;
+  if (slabs.columns > kMaxHeldThreads) return std::nullopt;
   const std::int64_t bytes = rows * slabs.columns * kVectorBytes;  // of a slab
   const std::int64_t groups = std::max<std::int64_t>(p.num_groups / slabs.slabs, 1);
   const std::int64_t of_cluster = std::min(cluster_tiles(bytes, compute_capability), kMostPartials / groups);
@@ -177,7 +176,7 @@ HeldPlanes in_stretches(const Problem& p, std::int64_t values, std::int64_t tile
   // One more where the stretch does not start on a vector's boundary.
   const std::int64_t vectors = ceil_div(t.tile_values, lanes) + (p.positions() % lanes == 0 ? 0 : 1);
   t.team_threads = 32;
-  while (t.team_threads < kMaxThreads && vectors > kTeamLoadsWanted * t.team_threads) t.team_threads *= 2;
+  while (t.team_threads < kMaxHeldThreads && vectors > kTeamLoadsWanted * t.team_threads) t.team_threads *= 2;
   if (t.tiles == 1) {
     const std::int64_t groups = p.n * p.num_groups;
     while (narrows && t.team_threads > 32 && groups * t.team_threads > kTeamsThreadsAtOnce &&

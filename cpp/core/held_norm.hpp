@@ -21,6 +21,9 @@ constexpr int kept_vectors(int bytes) {
   return kKeptValues * bytes / 16;
 }
 
+/// Threads of a block that normalizes, at most: so many may have the 128 registers that some forms take.
+inline constexpr int kMaxHeldThreads = 512;
+
 /// Bytes of shared memory that a kernel gets without being asked.
 inline constexpr std::int64_t kUnaskedSharedBytes = 48 * 1024;
 
@@ -74,7 +77,8 @@ struct HeldPlanes {
   std::int64_t table_bytes = 0;                  // [teams,kTableRows,channels] float
   static constexpr std::int64_t kTableRows = 4;  // scale, shift, bias and slope
 
-  /// Threads of a block that keep their values, at most.
+  /// Threads of a block that keep their values, at most: of 80 registers each, three such blocks fill a
+  /// multiprocessor.
   static constexpr std::int64_t kKeptThreads = 256;
 
   std::int64_t threads() const { return teams * team_threads; }

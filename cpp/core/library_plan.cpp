@@ -24,10 +24,6 @@ bool is_pointwise(const Problem& p) {
   return volume(p.kernel) == 1;
 }
 
-bool in_rows(const Problem& p) {
-  return p.y_layout == Layout::kNDHWC;
-}
-
 /// Whether copies of operands were compared with cuDNN's on such convolutions.
 bool has_compared_copies(const Problem& p) {
   const bool tensor_cores = p.dtype != DType::kFloat32 || p.precision == Precision::kTF32;

@@ -30,10 +30,6 @@ bool is_float(const Problem& p) {
   return p.dtype == DType::kFloat32;
 }
 
-bool in_rows(const Problem& p) {
-  return p.y_layout == Layout::kNDHWC;
-}
-
 /// A cost that dtype and order decide.
 struct Cost {
   double half_ndhwc, half_ncdhw, float_ndhwc, float_ncdhw;
@@ -56,7 +52,7 @@ bool any_axis(const Predicate& holds) {
   return holds(0) || holds(1) || holds(2);
 }
 
-bool is_pointwise(const Problem& p) {
+bool is_pointwise_unstrided(const Problem& p) {
   return volume(p.kernel) == 1 && p.stride == Extent3{1, 1, 1};
 }
 
@@ -266,7 +262,7 @@ double cudnn_long_stride_us(const Problem& p, const Work& mb) {
 /// PyTorch's convolution, with the copies that cuDNN makes of NCDHW or, where `copies`, those of x and w that
 /// are ours.
 double cudnn_us(const Problem& p, const Device& device, const Work& mb, bool copies) {
-  if (is_pointwise(p) && p.in == p.out()) return cudnn_pointwise_us(p, mb);
+  if (is_pointwise_unstrided(p) && p.in == p.out()) return cudnn_pointwise_us(p, mb);
   constexpr std::int64_t kLongStride = 3;
   constexpr Cost kLaunch = {7.1, 12, 7.5, 13};
   constexpr double kStrided = 2.9, kInput = 0.23, kInputOfFloat = 0.17, kResult = 0.19, kResultOfFloat = 0.04,
@@ -275,8 +271,7 @@ double cudnn_us(const Problem& p, const Device& device, const Work& mb, bool cop
   // far as memory's rate lets it.
   constexpr double kUnhidden = 20, kLeastPerMB = 0.24;
   constexpr double kCopied = 0.92, kCopiedOfFloat = 0.63;
-  constexpr double kCopiedByTiles = 0.35;  // of two blocks, whose planes are
-  constexpr std::int64_t kLoad = 4;        // whole loads
+  constexpr double kCopiedByTiles = 0.35;  // of two blocks whose planes are whole loads
   // Of w, of nine blocks of 4 to 134 MB: in 16 bit 0.6 to 0.8 per MB less than value by value, in float32 0
   // to 0.3. Of less than 2 MB, and of x, no gain was seen apart from what follows.
   constexpr double kCopiedInStretches = 0.3, kCopiedInStretchesOfFloat = 0.45, kSmallWeight = 2;
@@ -295,7 +290,8 @@ double cudnn_us(const Problem& p, const Device& device, const Work& mb, bool cop
     if (!copies) {
       us += copied * (mb.x + mb.w + mb.y);
     } else {
-      const bool tiles = planes % kLoad == 0 && is_copied_by_tiles(p.n, p.c, planes, size_of(p.dtype));
+      const bool tiles =
+          planes % CopyTiles::kLoad == 0 && is_copied_by_tiles(p.n, p.c, planes, size_of(p.dtype));
       us += (tiles ? kCopiedByTiles : copied) * mb.x;
       const double w = p.w_channels_last ? 0 : mb.w, small = std::min(w, kSmallWeight);
       const bool stretches = is_copied_in_stretches(p.k, volume(p.kernel), size_of(p.dtype));
@@ -324,7 +320,8 @@ double cudnn_groups_us(const Problem& p, const Device& device, const Work& mb) {
   return kOfOneGroup.of(p) * cudnn_us(one, device, work, false);
 }
 
-/// What a held norm takes less where values stay in registers, as they have since its times were fitted.
+/// What a held norm takes less where values stay in registers, as they have since its times were fitted
+/// (perf/results/h200_kept_values.txt).
 double saved_by_keeping(const HeldCut& cut) {
   constexpr double kKept = 1.1;
   return keeps_values(cut) ? kKept : 0;
@@ -334,7 +331,6 @@ double saved_by_keeping(const HeldCut& cut) {
 /// and no activation is decided at run time: of three blocks, since when such planes have loops of their own.
 double saved_of_whole_planes(const Problem& p, const HeldCut& cut, const Work& mb) {
   constexpr double kPerMB = 0.2;
-  constexpr std::int64_t kVectorBytes = 16;
   if (keeps_values(cut) || !is_floor(p.tail.before())) return 0;
   const bool whole =
       std::holds_alternative<HeldPlanes>(cut) && p.positions() * size_of(p.dtype) % kVectorBytes == 0;

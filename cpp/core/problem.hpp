@@ -83,6 +83,11 @@ struct Problem {
   double useful_flops() const;
 };
 
+/// Whether y lies as [N,Z,P,Q,K].
+inline bool in_rows(const Problem& p) {
+  return p.y_layout == Layout::kNDHWC;
+}
+
 /// Checks every rule on the numbers of the block: extents, channels, groups, eps, element counts.
 /// \throws RuleViolation or ValueViolation (core/errors.hpp): the rule, the value it got and the remedy.
 void validate(const Problem& problem);

@@ -86,8 +86,7 @@ struct LibraryWorkspace {
     const std::int64_t stat = problem.tail.norm ? stat_size(problem) : 0;
     part = carver.take(problem.n * plan.tiles * problem.k * 2 * stat);
     table = carver.take(3 * problem.n * problem.k * stat);
-    finalize = carver.take(
-        problem.tail.norm ? finalize_scratch_bytes(group_norm_shape(problem, plan), problem.dtype) : 0);
+    finalize = carver.take(problem.tail.norm ? finalize_scratch_bytes(group_norm_shape(problem, plan)) : 0);
     held = carver.take(cut ? held_part_bytes(problem.n, problem.num_groups, *cut) : 0);
     bytes = carver.used();
   }

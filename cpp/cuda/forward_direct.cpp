@@ -32,8 +32,7 @@ struct DirectWorkspace {
     const std::int64_t channels = problem.tail.norm ? problem.n * problem.k : 0;
     part = carver.take<float>(channels * plan.tiles * 2);
     counts = carver.take<std::int32_t>(problem.tail.norm ? plan.tiles : 0);
-    finalize = carver.take(
-        problem.tail.norm ? finalize_scratch_bytes(group_norm_shape(problem, plan), problem.dtype) : 0);
+    finalize = carver.take(problem.tail.norm ? finalize_scratch_bytes(group_norm_shape(problem, plan)) : 0);
     table = carver.take<float>(3 * channels);
     bytes = carver.used();
   }

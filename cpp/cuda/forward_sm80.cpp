@@ -28,7 +28,7 @@ struct Sm80Workspace {
         plan.activation_in_y ? 0 : problem.n * problem.k * problem.positions() * size_of(plan.activation));
     part = carver.take(problem.n * plan.tiles * problem.k * 2 * kFloat);
     counts = carver.take(plan.tiles * static_cast<std::int64_t>(sizeof(std::int32_t)));
-    finalize = carver.take(finalize_scratch_bytes(shape, problem.dtype));
+    finalize = carver.take(finalize_scratch_bytes(shape));
     table = carver.take(3 * problem.n * problem.k * kFloat);
     bytes = carver.used();
   }

@@ -30,7 +30,7 @@ struct Workspace {
     part = carver.take<float>(shape.n * shape.tiles * shape.k * 2);
     table = carver.take<float>(3 * shape.n * shape.k);
     groups = carver.take<float>(4 * shape.n * shape.num_groups);
-    finalize = carver.take(finalize_scratch_bytes(shape, call.problem.dtype));
+    finalize = carver.take(finalize_scratch_bytes(shape));
     backward = carver.take(norm_backward_scratch_bytes(shape));
     bytes = carver.used();
   }

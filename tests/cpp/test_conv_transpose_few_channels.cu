@@ -285,7 +285,7 @@ std::vector<T> run(const Case& c, const Problem& p, const FewChannelsLayout& lay
 
   cuda::FinalizeParams finalize;
   finalize.shape = {p.n, p.k, p.positions(), p.num_groups, 0, tiles};
-  DeviceBuffer<char> scratch(cuda::finalize_scratch_bytes(finalize.shape, p.dtype));
+  DeviceBuffer<char> scratch(cuda::finalize_scratch_bytes(finalize.shape));
   finalize.dtype = p.dtype;
   finalize.part = part.get(), finalize.counts = counts.get();
   finalize.gamma = gamma.get(), finalize.beta = beta.get(), finalize.eps = p.eps;

@@ -209,7 +209,7 @@ class Fixture {
     params.part = part.get();
     params.counts = counts.get();
     params.eps = problem_.eps;
-    DeviceBuffer<char> scratch(upconv3d::cuda::finalize_scratch_bytes(params.shape, params.dtype));
+    DeviceBuffer<char> scratch(upconv3d::cuda::finalize_scratch_bytes(params.shape));
     DeviceBuffer<float> table(3 * problem_.n * problem_.k);
     table.poison();
     params.scratch = scratch.get();

@@ -55,7 +55,7 @@ struct CaseBuffers {
         slopes(c.k * size_of(c.y_dtype)),
         part(c.n * shape.tiles * c.k * 2 * size_of(stat)),
         table(3 * c.n * c.k * size_of(stat)),
-        scratch(finalize_scratch_bytes(shape, c.dtype)) {
+        scratch(finalize_scratch_bytes(shape)) {
     upload(conv.data() + off, in_layout(c, c.layout, ref.c), c.dtype);
     upload(skip.data() + off, in_layout(c, c.layout, ref.skip), c.dtype);
     upload(bias.data(), ref.bias, c.dtype);
@@ -201,7 +201,7 @@ void run_finalize(std::int64_t n, std::int64_t k, std::int64_t tiles, std::int64
     partials[i + 1] = round_to(20 * random.uniform(), stat);
   }
   Buffer part(n * tiles * k * 2 * size_of(stat)), table(3 * n * k * size_of(stat));
-  Buffer scratch(finalize_scratch_bytes(shape, dtype));
+  Buffer scratch(finalize_scratch_bytes(shape));
   upload(part.data(), partials, stat);
   launch_group_norm_finalize({shape, dtype, part.data(), nullptr, nullptr, eps, scratch.data(), table.data()},
                              nullptr);
@@ -257,8 +257,7 @@ void run_large(Layout layout, Layout y_layout, Activation rectifier) {
   shape.tiles = (positions + shape.tile_positions - 1) / shape.tile_positions;
   const bool in_place = layout == y_layout;
   Buffer c(elements * 2), y(in_place ? 0 : elements * 2);
-  Buffer part(shape.tiles * k * 2 * 4), table(3 * k * 4),
-      scratch(finalize_scratch_bytes(shape, DType::kBFloat16));
+  Buffer part(shape.tiles * k * 2 * 4), table(3 * k * 4), scratch(finalize_scratch_bytes(shape));
   check(cudaMemset(c.data(), 0, c.bytes()), "clearing a test buffer");
   const std::int64_t marked = layout == Layout::kNDHWC ? elements - 1 : k * positions - 1;
   upload(c.data() + marked * 2, {1024.0},

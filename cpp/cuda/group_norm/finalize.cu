@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kThreadsLarge, 1) group_norm_finalize_segments
 
 }  // namespace
 
-std::int64_t finalize_scratch_bytes(const GroupNormShape& shape, DType) {
+std::int64_t finalize_scratch_bytes(const GroupNormShape& shape) {
   const std::int64_t segments = segments_of(shape);
   if (segments == 1) return 0;
   return shape.n * shape.num_groups * segments * 3 * static_cast<std::int64_t>(sizeof(double));

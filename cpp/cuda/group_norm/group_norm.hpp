@@ -54,12 +54,12 @@ struct FinalizeParams {
   const void* gamma = nullptr;           // [K] dtype, or null for 1
   const void* beta = nullptr;            // [K] dtype, or null for 0
   double eps = 0.0;                      // activation units squared
-  void* scratch = nullptr;               // finalize_scratch_bytes(shape, dtype)
+  void* scratch = nullptr;               // finalize_scratch_bytes(shape)
   void* table = nullptr;                 // [3,N,K] stat, written: mean, scale, shift
   const std::int32_t* counts = nullptr;  // [tiles] positions of each tile, where they are not as said above
   float* groups = nullptr;  // [N,G,4] written, or null: mean, what it lost by rounding, 1/sqrt(var + eps), 0
 };
-std::int64_t finalize_scratch_bytes(const GroupNormShape& shape, DType dtype);
+std::int64_t finalize_scratch_bytes(const GroupNormShape& shape);
 void launch_group_norm_finalize(const FinalizeParams& params, cudaStream_t stream);
 
 /// group_norm_normalize: y = after((v - mean)*scale + shift), v = before(a + bias + skip); without a table,

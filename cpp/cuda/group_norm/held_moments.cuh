@@ -11,8 +11,6 @@
 
 namespace upconv3d::cuda {
 
-inline constexpr int kMaxHeldThreads = 512;
-
 /// Elements of a 16-byte vector.
 template <class T>
 constexpr int kLanes = kAccessBytes / sizeof(T);

@@ -270,8 +270,10 @@ __device__ __forceinline__ bool merge_slots_of_groups(const HeldArgs<T>& args, c
   bool left = false;
   for_each_group(args, [&](int group, int lane) {
     const float sum = sum_of_slots(args, shared, group, lane);
-    if (group == args.slab_groups) return;
     const int begin = group * args.group_channels;
+    const float mean_before = squares && group < args.slab_groups ? shared.mean[begin] : 0.f;
+    __syncwarp();  // before a lane writes the next
+    if (group == args.slab_groups) return;
     if (!squares) {
       const float mean = sum * args.counts.share(tile.tile);
 #pragma unroll 1
@@ -279,11 +281,10 @@ __device__ __forceinline__ bool merge_slots_of_groups(const HeldArgs<T>& args, c
         shared.mean[i] = mean;
       return;
     }
-    const float mean = shared.mean[begin];
-    const bool alike = are_alike(mean, sum, args.counts.count(tile.tile));
+    const bool alike = are_alike(mean_before, sum, args.counts.count(tile.tile));
     shared.m2[group] = alike ? sum : -1.f;
     left = left || alike;
-    if (!alike) take_moments(args, tile, shared, group, lane, {mean, sum});
+    if (!alike) take_moments(args, tile, shared, group, lane, {mean_before, sum});
   });
   return left;
 }
@@ -309,9 +310,9 @@ __device__ __forceinline__ void correct_moments(const HeldArgs<T>& args, const H
   __syncthreads();
   for_each_group(args, [&](int group, int lane) {
     const bool is_left = group < args.slab_groups && shared.m2[group] >= 0;
-    // Before a lane writes the next.
     const float mean = is_left ? shared.mean[group * args.group_channels] : 0.f;
     const float distances = sum_of_slots(args, shared, group, lane);
+    __syncwarp();  // before a lane writes the next
     if (!is_left) return;
     const float count = args.counts.count(tile.tile);
     take_moments(args, tile, shared, group, lane, corrected(mean, shared.m2[group], distances, count));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// cast_parameters: some hundred thousand values at most, so that it takes as long as a launch.
+/// cast_parameters: the float32 parameters of a call, mostly so few that it takes as long as a launch.
 
 #include "cuda/layout/cast_parameters.hpp"
 

@@ -39,17 +39,16 @@ constexpr std::int64_t kRowBytes = 128;
 /// Channels of a tile are a multiple, so that what a warp writes is contiguous.
 constexpr std::int64_t kChannelUnit = 32;
 
-constexpr int kVectorBytes = 16;
 /// Of a stretch, four vectors of a thread on the way.
-constexpr int kStretchRounds = kStretchBytes / kVectorBytes / kThreads;
+constexpr int kStretchRounds = int{kStretchBytes / kVectorBytes} / kThreads;
 /// Stretches that fill an H200's multiprocessors twice; of fewer channels each there are more.
 constexpr std::int64_t kStretchesWanted = 264;
 
 /// Of one tensor. Extents are 32-bit, offsets are not.
 template <class T>
 struct CopyArgs {
-  const T* from;
-  T* to;
+  const T* from;  // [batch,channels,positions] T
+  T* to;          // [batch,positions,channels] T, written
   unsigned channels, positions;
   bool stretches;  // else tile by tile, value by value
   unsigned tile_channels, tile_positions;
@@ -199,6 +198,7 @@ __global__ void __launch_bounds__(kThreads) channels_last_copies(const CopiesArg
 template <int kVector>
 __global__ void __launch_bounds__(kInputThreads, kVector == 4 ? 5 : 4)
     channels_last_tiles(const InputArgs x, const std::uint32_t x_blocks, const CopyArgs<std::uint16_t> w) {
+  static_assert(kInputThreads == kThreads, "copy_part counts threads");
   __shared__ Staged<std::uint16_t> staged;
   if (blockIdx.x < x_blocks) {
     pack_ncdhw_tile<kVector>(x, input_tile(x, blockIdx.x), InputRows{});
@@ -207,8 +207,8 @@ __global__ void __launch_bounds__(kInputThreads, kVector == 4 ? 5 : 4)
   }
 }
 
-bool is_aligned_to(const void* pointer, std::uintptr_t bytes) {
-  return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
+bool is_aligned_to(const void* pointer, std::int64_t bytes) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % static_cast<std::uintptr_t>(bytes) == 0;
 }
 
 bool has_stretches(const ChannelsLastCopy& copy, std::int64_t element_bytes) {
