@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator as PyTorch's compiler sees it: opcheck, fake tensors, torch.compile."""
 
+import copy
 import itertools
 import os
 from dataclasses import replace
@@ -315,3 +316,69 @@ def test_nothing_is_told_of_what_depends_on_addresses(layout):
         assert known is None or tuple(known) in every
         told.append(known is not None)
     assert any(told) and (layout == "NCDHW" or not all(told))
+
+
+def test_a_batch_that_turns_out_empty():
+    """How many samples a mask leaves is known with the data alone; the CPU keeps their convolution."""
+    block = make_block(3, 4, 6, (2, 3, 2), 2, num_groups=2).requires_grad()
+    (_, *arguments), settings = block.arguments()
+
+    def masked(x, mask):
+        return upconv3d.conv_transpose3d_relu_group_norm(x[mask], *arguments, **settings)
+
+    compiled = torch.compile(masked, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for mask in ([True, False, True], [False] * 3):
+            y = compiled(block.input, torch.tensor(mask))
+            expected = masked(block.input, torch.tensor(mask))
+            torch.testing.assert_close(y, expected)
+            grads = [
+                torch.autograd.grad(each.sin().sum(), [block.input, block.weight]) for each in (y, expected)
+            ]
+            torch.testing.assert_close(*grads)
+
+
+def test_the_backward_operator_by_its_name_in_grad_mode(device):
+    """As in a recorded training step that is run again with parameters that require gradients."""
+    block = make_block(2, 4, 6, (2, 3, 2), 2, num_groups=2, device=device).requires_grad()
+    y = block.ours()
+    expected = torch.autograd.grad(y.sum(), [block.weight])
+    op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_backward
+    numbers = ([1] * 3, [0] * 3, [0] * 3, 1, [1] * 3, 2, block.norm_weight, block.eps, block.precision)
+    given = (torch.ones_like(y), block.input, block.weight, block.bias, *numbers)
+    torch.testing.assert_close(op(*given, [False, True, False, False, False], None)[1], *expected)
+
+
+@pytest.mark.parametrize("name", ["block", "family"])
+def test_compiled_autograd_of_an_eager_forward(name, device):
+    """In one graph."""
+    make = {
+        "block": lambda: upconv3d.ConvTranspose3dReLUGroupNorm(4, 6, 2, 2),
+        "family": lambda: upconv3d.ConvTranspose3dNormAct(4, 6, 2, num_groups=2, activation="silu"),
+    }[name]
+    module = make().to(device)
+    x = torch.randn(2, 4, 3, 2, 4, device=device)
+    expected = torch.autograd.grad(module(x).sin().sum(), list(module.parameters()))
+    with torch._dynamo.compiled_autograd._enable(
+        lambda graph: torch.compile(graph, backend="aot_eager", fullgraph=True)
+    ):
+        module(x).sin().sum().backward()
+    torch.testing.assert_close([p.grad for p in module.parameters()], list(expected))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_gradients_of_torch_func_of_accelerated_models(fullgraph, device):
+    """Of an operator that the CPU has, too."""
+    plain = torch.nn.Sequential(
+        torch.nn.ConvTranspose3d(4, 6, 2, 2), torch.nn.ReLU(), torch.nn.GroupNorm(2, 6)
+    ).to(device)
+    model = copy.deepcopy(plain)
+    assert upconv3d.accelerate(model).replaced
+    x = torch.randn(2, 4, 3, 2, 4, device=device)
+    found, expected = (
+        torch.compile(
+            torch.func.grad(lambda x, f=f: f(x).sin().sum()), backend="aot_eager", fullgraph=fullgraph
+        )(x)
+        for f in (model, plain)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

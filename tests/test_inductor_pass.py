@@ -439,3 +439,24 @@ def test_errors(monkeypatch):
     monkeypatch.setattr("upconv3d.inductor._SLOT", "no_such_slot")
     with pytest.raises(RuntimeError, match=r"Remedy: upconv3d\.accelerate"):
         upconv3d.InductorPass()
+
+
+def test_numbers_that_only_data_says_are_left_alone():
+    def decoder(x, w, slope):
+        return F.leaky_relu(F.group_norm(F.conv_transpose3d(x, w), 2), slope.item())
+
+    arguments = (_x(), _w(), torch.tensor(0.3))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        found, result = _recorded(decoder, *arguments)
+    assert found == 0
+    torch.testing.assert_close(result, decoder(*arguments))
+
+
+@pytest.mark.parametrize("eps", [float("inf"), float("nan")])
+def test_an_eps_that_the_family_refuses_is_left_alone(eps):
+    def decoder(x, w):
+        return F.relu(F.group_norm(F.conv_transpose3d(x, w), 2, eps=eps))
+
+    found, result = _recorded(decoder, _x(), _w())
+    assert found == 0
+    torch.testing.assert_close(result, decoder(_x(), _w()), equal_nan=True)

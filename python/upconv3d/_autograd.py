@@ -99,7 +99,9 @@ def _native_backward(
     )
     if not any(conv_mask):
         return [None, None, None, grad_norm_weight, grad_norm_bias]
-    if torch._C._len_torch_dispatch_stack() > 0:  # modes of PyTorch's own take "out" for every result's name
+    # Modes of PyTorch's own take "out" for every result's name, and autograd, which sees these operators
+    # where the backward one is called by its name (a graph that is run again), refuses "out".
+    if torch._C._len_torch_dispatch_stack() > 0 or grad_a.requires_grad:
         grad_c = _aten.threshold_backward.default(grad_a, a, 0)
     else:  # in place: these are the largest tensors of a training step
         grad_c = _aten.threshold_backward.grad_input(grad_a, a, 0, grad_input=grad_a)
@@ -270,7 +272,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _is_transformed(grad_y: Tensor) -> bool:
     """Whether others than kernels see grad_y: is_grads_batched's vmap, and compilers of a backward pass."""
-    return _is_legacy_batched(grad_y) or _is_batched(grad_y) or is_traced(grad_y)
+    # Compilers first: Dynamo, which compiled autograd asks to trace this, cannot ask the others.
+    return is_traced(grad_y) or _is_legacy_batched(grad_y) or _is_batched(grad_y)
 
 
 @without_autocast

@@ -44,8 +44,9 @@ class InductorPass(_CustomGraphPass):  # type: ignore[misc]
 
     Norms are group_norm and instance_norm without running statistics; activations those of
     conv_transpose3d_norm_act. A block is taken where nothing else reads what lies between its calls, and
-    nothing happens between them; its result keeps its dtype and its strides. What is under an autocast region
-    inside the compiled code, or inside a transform of torch.func, is left alone.
+    nothing happens between them; its result keeps its dtype and its strides. Where gradients are recorded,
+    what goes into a block must not be changed in place behind it. What is under an autocast region inside the
+    compiled code, or inside a transform of torch.func, is left alone.
 
     Attributes:
         devices: types of the devices on which blocks are replaced.

@@ -5,6 +5,7 @@ Such a graph is not functional: values are changed in place, and autocast and gr
 nodes. A block is therefore taken only where its calls follow one another with nothing of effect between.
 """
 
+import math
 import operator
 from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .._geometry import memory_format_of, suggests_channels_last_3d
 from .._tail_arguments import join
@@ -151,7 +153,11 @@ def _example(value: Any) -> Any:
 
 
 def _is_float(value: Any) -> bool:
-    return isinstance(_example(value), (int, float, torch.SymFloat))
+    """Whether an operator takes it for a float: not what is known with the data alone."""
+    number = _example(value)
+    if isinstance(number, torch.SymFloat):
+        return not free_unbacked_symbols(number)
+    return isinstance(number, (int, float)) and math.isfinite(number)
 
 
 def _are_integers(values: Any) -> bool:

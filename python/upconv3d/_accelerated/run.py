@@ -67,7 +67,13 @@ def _check_and_run(
         "skip": None,
     } | named
     in_graph = _dynamo_compiling() and not is_exporting()  # programs are for others to read
-    if in_graph and x.is_cuda and options.precision is None:
+    # On the CPU, too, this is an operator of ours, of which torch.func's gradients are to take PyTorch's.
+    chain = named["order"], named["activation"], named["norm"], block.returns_conv
+    if (
+        in_graph
+        and (x.is_cuda or chain == ("act_norm", "relu", "group", False))
+        and options.precision is None
+    ):
         tensors, numbers = checked_arguments(*positional, **rest)
         pair = block_in_graph(tensors, numbers, named["norm"])
         return pair if numbers[-1] else (pair[0], pair[0]) if block.returns_conv else pair[0]
