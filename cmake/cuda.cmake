@@ -18,6 +18,9 @@ endfunction()
 set(UPCONV3D_WITH_CUDA OFF)
 set(_cuda_obstacle "UPCONV3D_CUDA is OFF")
 if(NOT UPCONV3D_CUDA STREQUAL OFF)
+  if(DEFINED CACHE{CMAKE_CUDA_COMPILER} AND NOT CMAKE_CUDA_COMPILER)
+    unset(CMAKE_CUDA_COMPILER CACHE)  # check_language remembers that there was none; there may be one now
+  endif()
   if(NOT DEFINED CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
     # CMake looks on PATH alone; the toolkit's installer does not put itself there.
     find_program(UPCONV3D_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin PATHS /usr/local/cuda)

@@ -49,4 +49,5 @@ def register() -> None:
     ops = torch.ops.upconv3d
     register_flop_formula([getattr(ops, name) for name in _FORWARD])(_forward)
     for name in _BACKWARD:
-        register_flop_formula(getattr(ops, name))(_backward(name))
+        if hasattr(ops, name):  # a CPU-only build has no fused_backward
+            register_flop_formula(getattr(ops, name))(_backward(name))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import upconv3d
 
+from ._command import piped
 from .profile.arguments import ArgumentError, not_negative, require
 
 if TYPE_CHECKING:
@@ -300,4 +301,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(piped(main))

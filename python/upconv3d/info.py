@@ -3,14 +3,14 @@
 
 import argparse
 import json
-import os
 import platform
-import sys
 from typing import Any
 
 import torch
 
 import upconv3d
+
+from ._command import piped
 
 
 def machine() -> dict[str, Any]:
@@ -58,10 +58,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        code = main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # who reads has what they want; what is left goes nowhere, at exit too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
-    raise SystemExit(code)
+    raise SystemExit(piped(main))

@@ -275,7 +275,7 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     """Options, with the device's defaults where nothing was given."""
     parser = argparse.ArgumentParser(
         prog="python -m upconv3d.examples.train_voxel_autoencoder",
-        description=__doc__.partition("\n\n")[2],  # without the line that names the program
+        description=(__doc__ or "").partition("\n\n")[2],  # without the line that names the program
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--blocks", choices=("eager", "upconv3d", "both"), default="both")

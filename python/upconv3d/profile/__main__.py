@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .._command import piped
 from . import arguments, report
 from .cases import SHAPES_FILE, Case
 from .ceilings import Ceilings
@@ -157,5 +158,10 @@ def main(given: list[str] | None = None) -> int:
     return exit_status(profiles, files)
 
 
+def command() -> int:
+    """The program upconv3d-profile."""
+    return piped(main)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(command())
