@@ -108,11 +108,23 @@ def test_a_missing_package_is_named_with_its_remedy(module, missing, tmp_path):
     assert f"needs {missing}, which is not installed. {remedy}" in result.stderr
 
 
-def test_the_info_s_reader_may_leave():
-    """As `| head -1` does."""
-    command = f"{shlex.quote(sys.executable)} -m upconv3d.info | head -1"
+@needs_rich
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [("upconv3d.info", "build\n"), ("upconv3d.profile --list-shapes", "kernelbench_61: ")],
+)
+def test_readers_may_leave(program, line):
+    """As `| head -1` does; nothing is kept back until the end."""
+    command = f"PYTHONUNBUFFERED=1 {shlex.quote(sys.executable)} -m {program} | head -1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
-    assert result.stdout == "build\n" and result.stderr == ""
+    assert result.stdout.startswith(line) and result.stderr == ""
+
+
+def test_output_that_is_closed(monkeypatch):
+    from upconv3d import _command
+
+    monkeypatch.setattr(sys, "stdout", None)
+    assert _command.piped(lambda: 3) == 3
 
 
 def test_the_demo_s_numbers_are_whole_in_narrow_terminals(monkeypatch, capsys):
