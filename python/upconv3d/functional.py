@@ -4,6 +4,7 @@
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -180,6 +181,15 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and hasattr(value, "dtype")
 
 
+def is_finite(number: Any) -> bool:
+    """Whether a number of is_number's is neither infinite nor NaN, nor an integer that no float holds.
+
+    Comparisons, not math.isfinite: torch.compile traces them for a symbolic number too.
+    """
+    too_large = type(number) is int and abs(number) > sys.float_info.max
+    return -math.inf < number < math.inf and not too_large
+
+
 def _refuse_vector(name: str, vector: Any) -> None:
     raise TypeError(
         f"upconv3d: {name} must be a tensor or None; got {type(vector).__name__}. Remedy: a tensor [K], one "
@@ -213,9 +223,7 @@ def check_kinds(input: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias:
             f"upconv3d: eps must be a number (activation units squared); got eps={eps!r} "
             f"({type(eps).__name__}). Remedy: leave it out for PyTorch's default, 1e-5."
         )
-    # Comparisons, not math.isfinite: torch.compile traces them for a symbolic eps too.
-    # An integer of Python's may be beyond every float.
-    if not -math.inf < eps < math.inf or (type(eps) is int and abs(eps) >= 2**1023):
+    if not is_finite(eps):
         raise ValueError(f"upconv3d: eps must be a finite number (activation units squared); got eps={eps}.")
 
 

@@ -20,6 +20,7 @@ from .functional import (
     check_kinds,
     conv_transpose3d_relu_group_norm,
     integer,
+    is_finite,
     is_number,
     resolve_precision,
     triple,
@@ -77,7 +78,7 @@ def require_number(activation: str | None, given: Any) -> None:
             f"upconv3d: activation_param of {activation!r} must be a number; got {type(given).__name__}. "
             f"Remedy: leave it out for {default}; slopes in a tensor are for activation='prelu'."
         )
-    if not -float("inf") < given < float("inf") or (type(given) is int and abs(given) >= 2**1023):
+    if not is_finite(given):
         raise ValueError(
             f"upconv3d: activation_param must be finite; got activation_param={given}. Remedy: leave it out "
             f"for {default}."
