@@ -5,7 +5,6 @@ Such a graph is not functional: values are changed in place, and autocast and gr
 nodes. A block is therefore taken only where its calls follow one another with nothing of effect between.
 """
 
-import math
 import operator
 from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .._geometry import memory_format_of, suggests_channels_last_3d
 from .._tail_arguments import join
-from ..functional import resolve_precision, triple
+from ..functional import is_finite, resolve_precision, triple
 from .functions import activation_of, arguments_of
 
 _ops = torch.ops.upconv3d
@@ -157,7 +156,7 @@ def _is_float(value: Any) -> bool:
     number = _example(value)
     if isinstance(number, torch.SymFloat):
         return not free_unbacked_symbols(number)
-    return isinstance(number, (int, float)) and math.isfinite(number)
+    return isinstance(number, (int, float)) and is_finite(number)
 
 
 def _are_integers(values: Any) -> bool:
