@@ -16,7 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 
-def is_traced(tensor: Tensor) -> bool:
+def is_traced(tensor: Tensor | None) -> bool:
     """Whether a compiler, of a forward or of a backward pass, records what is done with `tensor`.
 
     torch 2.11's is_compiling is not set while AOTAutograd traces: its tensors say so.

@@ -54,6 +54,25 @@ def _lies_as_its_gradient(tensor: Tensor) -> bool:
     return tensor.dim() == 5 and empty_in_format_of(tensor).stride() == tensor.stride()
 
 
+def gradients_by_operator(
+    grad_y: Tensor | None,
+    grad_conv: Tensor | None,
+    tensors: Sequence[Any],
+    settings: Sequence[Any],
+    mask: Sequence[bool],
+    kept: Tensor | None = None,
+    returned: bool = False,
+) -> list[Tensor | None]:
+    """The backward operator's gradients, None where `mask` asks for none.
+
+    kept, returned: what the forward kept, and whether that is the convolution that it returned.
+    """
+    *forward, _, precision = join(tensors, settings)
+    op = _ops.conv_transpose3d_norm_act_backward.default
+    found = op(grad_y, grad_conv, *forward, precision, mask, kept, returned)
+    return [gradient if wanted else None for gradient, wanted in zip(found, mask, strict=True)]
+
+
 def backward_is_ours(
     grad_y: Tensor | None, tensors: Sequence[Any], settings: Sequence[Any], kept: Tensor | None
 ) -> bool:

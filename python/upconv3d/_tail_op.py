@@ -17,7 +17,7 @@ from . import _C
 from ._autograd import _is_transformed, record_block, without_autocast
 from ._facts import Kept, empty_kept, is_concrete, kept_of
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
-from ._graphs import record_operator
+from ._graphs import is_traced, record_operator
 from ._numbered import settings_number
 from ._recorded_casts import in_float32, keep_leaves, tied
 from ._tail import (
@@ -39,7 +39,13 @@ from ._tail import (
 )
 from ._tail_arguments import NUMBERS, TENSORS, facts_of, join, runs_kernels, split
 from ._tail_gradients import gradients_from_operand, gradients_from_saved
-from ._tail_graph import backward_is_ours, gradients_in_graph, inference_in_graph, training_in_graph
+from ._tail_graph import (
+    backward_is_ours,
+    gradients_by_operator,
+    gradients_in_graph,
+    inference_in_graph,
+    training_in_graph,
+)
 from ._tail_graph import register as register_graph_operators
 from ._transforms import batch_slices
 
@@ -343,12 +349,9 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None, _: None
         assert grad_y is not None
         gradients = gradients_in_graph(grad_y, tensors, settings, mask, kept)
     else:
-        *forward, _, precision = join(tensors, settings)
-        op = getattr(_ops, f"{_NAME}_backward").default
         kept_apart = settings[5] > 0 or reads_returned(tensors, settings)
         returned = kept is not None and kept_apart and keeps_operand(tensors, settings)
-        found = op(grad_y, grad_conv, *forward, precision, mask, kept, returned)
-        gradients = [gradient if wanted else None for gradient, wanted in zip(found, mask, strict=True)]
+        gradients = gradients_by_operator(grad_y, grad_conv, tensors, settings, mask, kept, returned)
     return join(gradients, (None,) * len(Settings._fields))
 
 
@@ -392,6 +395,8 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         elif torch.is_grad_enabled():
             tensors[1:6] = tied(ctx, tensors[1:6])
             gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)
+        elif is_traced(grad_conv if grad_y is None else grad_y):  # by compiled autograd
+            gradients = gradients_by_operator(grad_y, grad_conv, tensors, settings, mask)
         elif (
             grad_y is None
             or _is_transformed(grad_y)
@@ -404,8 +409,7 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
             what = (tensors, settings, mask, saved, ctx.number)
             gradients = in_float32(ctx, gradients_from_operand(grad_y, grad_conv, *what, consume_saved))
         else:
-            # Where the graph is not kept, nobody reads `saved` again.
-            consume_saved = not _keeps_graph()
+            consume_saved = not _keeps_graph()  # where it is not kept, nobody reads `saved` again
             what = (tensors, settings, mask, saved, ctx.number)
             found = gradients_from_saved(grad_y, *what, consume_saved, as_computed=True)
             gradients = in_float32(ctx, found)
