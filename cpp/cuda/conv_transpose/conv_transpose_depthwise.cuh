@@ -336,6 +336,7 @@ __global__ void __launch_bounds__(kDirectThreads, (DepthwiseTraits<T, kTaps, kCh
   const bool active = channel < args.k && share.cell_z < args.end[0] && share.cell_q < args.end[2];
   stage_depthwise_weights<Traits>(args, share.lane_begin, reinterpret_cast<float*>(weights));
   __syncthreads();
+  if constexpr (!kMoments) wait_for_kernel_before();  // for the table
 
   DirectChannels<T, kChannels, kPlain> channels(args, share.sample, channel, !kMoments);
   const CellProducts<T, Traits> products(weights, args.lanes_c, share.lane);

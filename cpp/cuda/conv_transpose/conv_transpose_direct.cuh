@@ -197,6 +197,7 @@ __global__ void __launch_bounds__(kDirectThreads, kAnyTapsBlocks)
       reinterpret_cast<float*>(lists.of_axis[0] + args.stride[0] + args.stride[1] + args.stride[2]);
   stage_weights<T, kChannels>(args, share.lane_begin, weights);
   __syncthreads();
+  if constexpr (!kMoments) wait_for_kernel_before();  // for the table
 
   const bool active = channel < args.k && share.cell_z < args.end[0];
   const DirectChannels<T, kChannels, kPlain> channels(args, share.sample, channel, !kMoments);

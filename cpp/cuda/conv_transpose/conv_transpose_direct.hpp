@@ -4,7 +4,8 @@
 /// before(conv), and once more to be normalized and stored. (core/tail.hpp: before and after.)
 ///
 /// The moments pass writes part and counts, group_norm_finalize makes the table of them, the output pass
-/// reads it. Without a normalization there is the output pass alone.
+/// reads it. That follows group_norm_finalize directly in the stream, and may begin while it runs
+/// (cuda/begin_beside.cuh). Without a normalization there is the output pass alone.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -28,6 +28,7 @@
 
 #include "core/few_channels_layout.hpp"
 #include "core/index_math.hpp"
+#include "cuda/begin_beside.cuh"
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_direct.hpp"
 #include "cuda/conv_transpose/few_channels_epilogue_sm80.cuh"
@@ -68,6 +69,7 @@ __global__ void __launch_bounds__(kFewThreads, Traits::BLOCKS)
     return few_item(params, Traits::OUTPUT ? params.items - 1 - number : number);
   };
   prepare_few_channels<Traits>(params, shared);
+  if constexpr (Traits::OUTPUT) wait_for_kernel_before();  // for the table
   const FewMultiplier<Traits> multiplier(params, shared, first_row);
   FewEpilogue<Traits> epilogue(params, shared, first_channel, first_row);
   for (int number = int(blockIdx.x); number < params.items; number += int(gridDim.x)) {
@@ -98,9 +100,14 @@ __global__ void __launch_bounds__(kFewThreads, Traits::BLOCKS)
   }
 }
 
+/// An output pass that is expected to take longer does not begin while moments are merged: begun so, passes
+/// of 180 and 330 us took 1 % longer, where short ones gain 4 us (perf/notes/few.md, "An output pass that
+/// begins while moments are merged").
+inline constexpr double kFewLongPassMs = 0.15;
+
 /// Launches a variant.
 template <class Traits>
-void launch_few_variant(const FewParams& params, int channel_blocks, int shared_bytes, cudaStream_t stream) {
+void launch_few_variant(const FewParams& params, const FewChannelsLayout& layout, cudaStream_t stream) {
   const auto kernel = conv_transpose_few_channels_sm80<Traits>;
   const char* const name = "conv_transpose_few_channels_sm80";
   int device = 0, processors = 0, most = 0;
@@ -112,11 +119,15 @@ void launch_few_variant(const FewParams& params, int channel_blocks, int shared_
   static ReservedSharedMemory reserved;
   reserved.ensure(name, reinterpret_cast<const void*>(kernel), most);
   static ResidentBlocks held;
-  const int blocks = held.per_multiprocessor(reinterpret_cast<const void*>(kernel), kFewThreads,
-                                             static_cast<std::size_t>(shared_bytes));
-  const int resident = std::max(1, processors * blocks / channel_blocks);
-  const dim3 grid(unsigned(std::min(params.items, resident)), unsigned(channel_blocks));
-  kernel<<<grid, dim3(kFewThreads), std::size_t(shared_bytes), stream>>>(params);
+  const auto shared_bytes = static_cast<std::size_t>(layout.shared_bytes);
+  const int blocks =
+      held.per_multiprocessor(reinterpret_cast<const void*>(kernel), kFewThreads, shared_bytes);
+  const int resident = std::max(1, processors * blocks / layout.channel_blocks);
+  const dim3 grid(unsigned(std::min(params.items, resident)), unsigned(layout.channel_blocks));
+  if (Traits::OUTPUT && layout.output_ms < kFewLongPassMs) {
+    return launch_beside(name, kernel, grid, dim3(kFewThreads), shared_bytes, stream, params);
+  }
+  kernel<<<grid, dim3(kFewThreads), shared_bytes, stream>>>(params);
   check_launch(name);
 }
 
@@ -126,24 +137,18 @@ void launch_few_columns(const FewParams& params, const FewChannelsLayout& layout
   if constexpr (kOutput && !kStaged) {
     if (layout.staged) return launch_few_columns<T, true, kProducts, true>(params, layout, stream);
   }
-  const int blocks = layout.channel_blocks, bytes = int(layout.shared_bytes);
   const int variant = 10 * layout.paired + layout.column_tiles;
   switch (variant) {
     case 12:
-      return launch_few_variant<FewTraits<T, 2, 1, kOutput, kStaged, kProducts>>(params, blocks, bytes,
-                                                                                 stream);
+      return launch_few_variant<FewTraits<T, 2, 1, kOutput, kStaged, kProducts>>(params, layout, stream);
     case 14:
-      return launch_few_variant<FewTraits<T, 4, 1, kOutput, kStaged, kProducts>>(params, blocks, bytes,
-                                                                                 stream);
+      return launch_few_variant<FewTraits<T, 4, 1, kOutput, kStaged, kProducts>>(params, layout, stream);
     case 21:
-      return launch_few_variant<FewTraits<T, 1, 2, kOutput, kStaged, kProducts>>(params, blocks, bytes,
-                                                                                 stream);
+      return launch_few_variant<FewTraits<T, 1, 2, kOutput, kStaged, kProducts>>(params, layout, stream);
     case 22:
-      return launch_few_variant<FewTraits<T, 2, 2, kOutput, kStaged, kProducts>>(params, blocks, bytes,
-                                                                                 stream);
+      return launch_few_variant<FewTraits<T, 2, 2, kOutput, kStaged, kProducts>>(params, layout, stream);
     case 24:
-      return launch_few_variant<FewTraits<T, 4, 2, kOutput, kStaged, kProducts>>(params, blocks, bytes,
-                                                                                 stream);
+      return launch_few_variant<FewTraits<T, 4, 2, kOutput, kStaged, kProducts>>(params, layout, stream);
     default:
       throw std::logic_error("upconv3d: conv_transpose_few_channels_sm80 has no variant " +
                              std::to_string(variant));

@@ -13,6 +13,7 @@
 #include "core/channels.hpp"
 #include "core/direct_tiling.hpp"
 #include "core/index_math.hpp"
+#include "cuda/begin_beside.cuh"
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_direct.hpp"
 #include "cuda/conv_transpose/direct_pass.cuh"
@@ -128,8 +129,12 @@ void launch_direct_kernel(const char* name, void (*kernel)(DirectArgs<T>),
                            std::to_string(blocks) + " for " + describe(params.problem) +
                            ". select_plan must choose another plan.");
   }
-  kernel<<<dim3(static_cast<unsigned>(blocks)), dim3(kDirectThreads),
-           static_cast<std::size_t>(tiling.shared_bytes), stream>>>(direct_args<T>(params, tiling));
+  const dim3 grid(static_cast<unsigned>(blocks)), threads(kDirectThreads);
+  const auto shared_bytes = static_cast<std::size_t>(tiling.shared_bytes);
+  const DirectArgs<T> args = direct_args<T>(params, tiling);
+  const bool follows_finalize = params.problem.tail.norm && params.part == nullptr;
+  if (follows_finalize) return launch_beside(name, kernel, grid, threads, shared_bytes, stream, args);
+  kernel<<<grid, threads, shared_bytes, stream>>>(args);
   check_launch(name);
 }
 

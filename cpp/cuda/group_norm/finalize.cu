@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/begin_beside.cuh"
 #include "cuda/group_norm/element.cuh"
 #include "cuda/group_norm/group_norm.hpp"
 
@@ -188,6 +189,7 @@ __device__ __forceinline__ void write_table(const FinalizeArgs<T>& args, std::in
 
 template <class T, int kThreads>
 __global__ void __launch_bounds__(kThreads) group_norm_finalize_groups(const FinalizeArgs<T> args) {
+  let_next_begin();
   const std::int64_t sample = blockIdx.x / args.shape.num_groups,
                      group = blockIdx.x - sample * args.shape.num_groups;
   const std::int64_t partials = args.shape.tiles * args.channels;
@@ -213,6 +215,7 @@ __global__ void __launch_bounds__(kThreadsLarge) group_norm_merge_segments(const
 
 template <class T>
 __global__ void __launch_bounds__(kThreadsLarge, 1) group_norm_finalize_segments(const FinalizeArgs<T> args) {
+  let_next_begin();
   // segments_of never yields more segments than a block has threads.
   static_assert(kBlocksWanted <= kThreadsLarge);
   const std::int64_t sample = blockIdx.x / args.shape.num_groups,
