@@ -35,7 +35,7 @@ def daemon(tmp_path_factory):
     started = subprocess.run([CONTROL, "-d"], env=environment, capture_output=True, text=True, timeout=30)
     if started.returncode != 0:
         pytest.skip(f"{CONTROL} -d: status {started.returncode}; {started.stdout}{started.stderr}")
-    # The daemon numbers its devices anew, from 0: its clients do not have those that CUDA_VISIBLE_DEVICES named.
+    # The daemon numbers its devices anew, from 0: clients do not have those that CUDA_VISIBLE_DEVICES named.
     yield environment | {"CUDA_VISIBLE_DEVICES": "0"}
     subprocess.run([CONTROL], input="quit -t 1\n", env=environment, text=True, timeout=60, check=True)
 
