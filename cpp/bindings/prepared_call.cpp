@@ -14,6 +14,7 @@
 #include "bindings/parameter_casts.hpp"
 #include "bindings/plan_query.hpp"
 #include "core/arguments.hpp"
+#include "core/library_plan.hpp"
 #if UPCONV3D_WITH_CUDA
 #include "cuda/activation_memory.hpp"
 #endif
@@ -145,8 +146,9 @@ std::shared_ptr<const PreparedCall> checked_and_planned(const OpArguments& a) {
   call->device.spares_host = a.spares_host;
   call->plan = make_plan(call->problem, call->device, conv_instances(), a.for_training);
   // PyTorch's convolution was taken for its speed alone, here or against what training could run: the promise
-  // of the same bits stays.
-  if (!a.for_training && call->plan.algorithm == Algorithm::kCudaLibrary) {
+  // of the same bits stays, unless it would cost that speed.
+  if (!a.for_training && call->plan.algorithm == Algorithm::kCudaLibrary &&
+      has_quick_deterministic_kernels(call->problem)) {
     const auto could_be_sm90 = [](const Plan& plan) {
       return plan.instead_of_sm90 || plan.algorithm == Algorithm::kSm90ImplicitGemm;
     };

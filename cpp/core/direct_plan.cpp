@@ -120,11 +120,22 @@ bool are_quick_groups_of_cudnn(const Problem& p) {
 
 /// What cuDNN's convolution of groups of several channels takes at least, in us: of three blocks of groups of
 /// 6 to 20 inputs and 1 to 25 outputs it took 76 to 390 per million positions of a group, at float32's
-/// accuracy in NCDHW 33 to 230.
+/// accuracy in NCDHW 33 to 230. With a stride, of groups of any number of channels, nine of ten of 285 took
+/// 24 and more for 10^9 products of channels filled up to 32 each, and what a launch has to take beside it is
+/// twice that of others.
 double library_groups_us(const Problem& p) {
   if (p.groups == 1) return 0;
   const double per_position = p.is_ieee() && p.x_layout == Layout::kNCDHW ? 30 : 70;
-  return per_position * static_cast<double>(p.groups * p.n * p.positions()) / kMillion;
+  const double by_positions = per_position * static_cast<double>(p.groups * p.n * p.positions()) / kMillion;
+  if (p.is_ieee() || p.stride == Extent3{1, 1, 1}) return by_positions;
+  constexpr std::int64_t kFilled = 32;
+  constexpr double kPerBillion = 24, kStrided = 18, kStridedPlanes = 8;
+  const auto filled = [](std::int64_t channels) { return ceil_div(channels, kFilled) * kFilled; };
+  const double products =
+      static_cast<double>(p.groups * p.n * volume(p.in)) * static_cast<double>(volume(p.kernel)) *
+      static_cast<double>(filled(group_inputs(p))) * static_cast<double>(filled(group_outputs(p)));
+  const bool copies = size_of(p.dtype) == 2 || p.x_layout == Layout::kNDHWC;
+  return std::max(by_positions, (copies ? kStrided : kStridedPlanes) + kPerBillion * 1e-9 * products);
 }
 
 /// What cuDNN takes at least for a million positions, where conv_transpose_few_channels_sm80 is compared with
@@ -383,8 +394,12 @@ bool beats_sm90(const Problem& p, const Device& device, const Plan& direct, cons
     constexpr double kOfManyOutputs = 1.15;
     if (has_many_outputs_of_few_inputs(p, device)) return expected_us < kOfManyOutputs * sm90_us(p, sm90);
     const bool in_place = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
-    return direct.estimated_direct_ms <
-           less_for_half_blocks(p, sm90, in_place) * narrow_sm90_ms(p, sm90, in_place);
+    // Of groups with a stride the SM90 plan took 1 to 2 times its estimate, 1.3 in the median of 40.
+    constexpr double kOfStridedGroups = 1.3;
+    const bool strided_groups = p.groups > 1 && p.stride != Extent3{1, 1, 1} && !p.is_ieee();
+    return direct.estimated_direct_ms < less_for_half_blocks(p, sm90, in_place) *
+                                            (strided_groups ? kOfStridedGroups : 1) *
+                                            narrow_sm90_ms(p, sm90, in_place);
   }
   // That, in ms, and by how much this one is to be ahead.
   constexpr double kBeside = 0.025, kAhead = 1.25;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "core/channel_share.hpp"
 #include "core/channels.hpp"
 #include "core/held_norm.hpp"
 #include "core/index_math.hpp"
@@ -185,6 +186,16 @@ bool is_flat_and_long(const Problem& p) {
     is_long |= !is_voxel && p.kernel[axis] >= kLong && p.stride[axis] > 1;
   }
   return is_flat && is_long;
+}
+
+bool has_quick_deterministic_kernels(const Problem& p) {
+  constexpr std::int64_t kStride = 2;
+  const std::int64_t longest = *std::max_element(p.stride.begin(), p.stride.end());
+  const bool half_width = size_of(p.dtype) == 2;
+  if (p.is_ieee()) return is_near_compared(p);
+  if (p.groups > 1) return longest == 1 && (half_width || are_groups_of_cudnn(p));
+  if (half_width || longest == 1) return true;
+  return longest <= kStride && !is_dilated(p) && !is_flat_and_long(p);
 }
 
 double library_us_per_million_positions(const Problem& p) {

@@ -193,6 +193,22 @@ void test_others_of_few_inputs() {
   }
 }
 
+/// Groups with a stride, by times of h200_grouped.txt, part 6.
+void test_strided_groups() {
+  Problem p = headline();
+  p.n = 2, p.c = 192, p.k = 24, p.groups = 4, p.in = {8, 8, 8}, p.num_groups = 1;
+  p.stride = {2, 2, 2}, p.padding = p.output_padding = {1, 1, 1};
+  const auto algorithm = [&] { return select_plan(p, hopper(), all_compiled()).algorithm; };
+  expect(algorithm() == Algorithm::kCudaDirect, "48 > 6, bfloat16: 26 us, cuDNN 79");
+  p.dtype = DType::kFloat32, p.precision = Precision::kTF32, p.x_layout = p.y_layout = Layout::kNCDHW;
+  p.w_channels_last = false;
+  expect(algorithm() == Algorithm::kCudaLibrary, "tf32 in NCDHW: 40 us, cuDNN 34");
+  p.n = 1, p.c = 256, p.k = 96, p.in = {20, 20, 20}, p.kernel = p.stride = {1, 2, 2}, p.num_groups = 8;
+  p.padding = p.output_padding = {0, 0, 0}, p.x_layout = p.y_layout = Layout::kNDHWC;
+  p.w_channels_last = true;
+  expect(algorithm() == Algorithm::kCudaDirect, "64 > 24, tf32: 57 us, the SM90 plan 90");
+}
+
 void test_no_norm_is_one_launch() {
   Problem p = mednext(64, 64);
   p.tail.norm = false, p.num_groups = 1;
@@ -270,6 +286,7 @@ int main() {
   upconv3d::test_choice();
   upconv3d::test_many_outputs_of_few_inputs();
   upconv3d::test_others_of_few_inputs();
+  upconv3d::test_strided_groups();
   upconv3d::test_no_norm_is_one_launch();
   upconv3d::test_estimate_is_described();
   upconv3d::test_shared_memory();

@@ -310,6 +310,40 @@ void test_spared_hosts() {
   }
 }
 
+/// Of cuDNN's deterministic kernels; times of any and of these, us, from h200_deterministic.txt.
+void test_deterministic_kernels() {
+  const auto is_quick = [](DType dtype, const std::function<void(Problem&)>& change) {
+    Problem p = headline(dtype);
+    p.precision = Precision::kTF32;
+    change(p);
+    return has_quick_deterministic_kernels(p);
+  };
+  const auto stays = [](Problem&) {};
+  const auto strided = [](Problem& p) { p.kernel = p.stride = {2, 2, 2}; };
+  const auto grouped = [](Problem& p) { p.groups = 2; };
+  const auto both = [&](Problem& p) { strided(p), grouped(p); };
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    expect(is_quick(dtype, stays) && is_quick(dtype, strided), "one group");
+    expect(!is_quick(dtype, both), "groups with a stride: 185 and 15418 in bfloat16");
+  }
+  const auto dilated = [](Problem& p) { p.dilation = {1, 2, 2}; };
+  const auto dilated_and_strided = [&](Problem& p) { strided(p), dilated(p); };
+  expect(is_quick(DType::kFloat32, dilated) && is_quick(DType::kBFloat16, dilated_and_strided), "dilated");
+  expect(!is_quick(DType::kFloat32, dilated_and_strided), "tf32, dilated with a stride: 67 and 143");
+  const auto long_strided = [](Problem& p) { p.kernel = p.stride = {4, 4, 4}; };
+  expect(!is_quick(DType::kFloat32, long_strided) && is_quick(DType::kFloat16, long_strided),
+         "tf32, a stride of 4: 19 and 413");
+  expect(is_quick(DType::kFloat16, grouped) && !is_quick(DType::kFloat32, grouped),
+         "groups of 32 > 64 at stride 1; tf32 up to 2.3 times as long");
+  expect(is_quick(DType::kFloat32, [](Problem& p) { p.groups = 4, p.c = p.k = 128; }),
+         "groups that cuDNN has kernels for");
+  const auto ieee = [](Problem& p) { p.precision = Precision::kIEEE; };
+  expect(!is_quick(DType::kFloat32, ieee), "float32's accuracy");
+  expect(is_quick(DType::kFloat32,
+                  [&](Problem& p) { ieee(p), p.n = 1, p.kernel = {1, 1, 1}, p.in = {10, 9, 11}; }),
+         "that of a short pointwise block: 13 and 13");
+}
+
 }  // namespace
 }  // namespace upconv3d
 
@@ -321,6 +355,7 @@ int main() {
     upconv3d::test_matmuls_and_few_outputs();
     upconv3d::test_small_blocks_by_plan();
     upconv3d::test_spared_hosts();
+    upconv3d::test_deterministic_kernels();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());
   }

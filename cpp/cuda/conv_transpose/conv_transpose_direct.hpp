@@ -5,7 +5,7 @@
 ///
 /// The moments pass writes part and counts, group_norm_finalize makes the table of them, the output pass
 /// reads it. That follows group_norm_finalize directly in the stream, and may begin while it runs
-/// (cuda/begin_beside.cuh). Without a normalization there is the output pass alone.
+/// (cuda/launch.cuh). Without a normalization there is the output pass alone.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -28,10 +28,10 @@
 
 #include "core/few_channels_layout.hpp"
 #include "core/index_math.hpp"
-#include "cuda/begin_beside.cuh"
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_direct.hpp"
 #include "cuda/conv_transpose/few_channels_epilogue_sm80.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/reserved_shared_memory.hpp"
 #include "cuda/resident_blocks.hpp"
 
@@ -124,11 +124,8 @@ void launch_few_variant(const FewParams& params, const FewChannelsLayout& layout
       held.per_multiprocessor(reinterpret_cast<const void*>(kernel), kFewThreads, shared_bytes);
   const int resident = std::max(1, processors * blocks / layout.channel_blocks);
   const dim3 grid(unsigned(std::min(params.items, resident)), unsigned(layout.channel_blocks));
-  if (Traits::OUTPUT && layout.output_ms < kFewLongPassMs) {
-    return launch_beside(name, kernel, grid, dim3(kFewThreads), shared_bytes, stream, params);
-  }
-  kernel<<<grid, dim3(kFewThreads), shared_bytes, stream>>>(params);
-  check_launch(name);
+  const bool beside = Traits::OUTPUT && layout.output_ms < kFewLongPassMs;
+  launch_kernel(name, kernel, grid, dim3(kFewThreads), shared_bytes, stream, params, beside);
 }
 
 /// The variant of the layout's columns and pairs.

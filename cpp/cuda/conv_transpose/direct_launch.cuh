@@ -13,10 +13,10 @@
 #include "core/channels.hpp"
 #include "core/direct_tiling.hpp"
 #include "core/index_math.hpp"
-#include "cuda/begin_beside.cuh"
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_direct.hpp"
 #include "cuda/conv_transpose/direct_pass.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/reserved_shared_memory.hpp"
 
 namespace upconv3d::cuda {
@@ -133,9 +133,7 @@ void launch_direct_kernel(const char* name, void (*kernel)(DirectArgs<T>),
   const auto shared_bytes = static_cast<std::size_t>(tiling.shared_bytes);
   const DirectArgs<T> args = direct_args<T>(params, tiling);
   const bool follows_finalize = params.problem.tail.norm && params.part == nullptr;
-  if (follows_finalize) return launch_beside(name, kernel, grid, threads, shared_bytes, stream, args);
-  kernel<<<grid, threads, shared_bytes, stream>>>(args);
-  check_launch(name);
+  launch_kernel(name, kernel, grid, threads, shared_bytes, stream, args, follows_finalize);
 }
 
 }  // namespace upconv3d::cuda

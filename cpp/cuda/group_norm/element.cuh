@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -17,7 +18,7 @@
 
 #include "core/index_math.hpp"
 #include "core/problem.hpp"
-#include "cuda/check.hpp"
+#include "cuda/launch.cuh"
 
 namespace upconv3d::cuda {
 
@@ -130,16 +131,8 @@ void with_element(DType dtype, Visit&& visit) {
       std::to_string(static_cast<int>(dtype)) + ". Convert the tensor first.");
 }
 
-/// Until the kernel before has ended and what it wrote can be read: this one is launched while it ends.
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 /// Launches `blocks` blocks in one dimension, the only one that is not limited to 65535.
-/// \param beside whether they may begin when the kernel before says so or its blocks have ended, and not only
-/// once what it wrote has been written, too: they wait by themselves
+/// \param beside as for launch_kernel
 /// \param shared_bytes of dynamic shared memory, reserved where that is more than kernels get unasked
 /// \throws std::invalid_argument beyond 2^31 - 1 blocks, std::runtime_error where CUDA refuses.
 template <class Args>
@@ -149,17 +142,8 @@ void launch(const char* name, void (*kernel)(Args), std::int64_t blocks, dim3 th
     throw std::invalid_argument("upconv3d: a kernel runs at most 2147483647 blocks; " + std::string(name) +
                                 " would need " + std::to_string(blocks) + ". Split the batch.");
   }
-  cudaLaunchAttribute programmatic{};
-  programmatic.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  programmatic.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = threads;
-  config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
-  config.stream = stream;
-  config.attrs = &programmatic;
-  config.numAttrs = beside ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, args), name);
+  launch_kernel(name, kernel, dim3(static_cast<unsigned>(blocks)), threads,
+                static_cast<std::size_t>(shared_bytes), stream, args, beside);
 }
 
 }  // namespace upconv3d::cuda

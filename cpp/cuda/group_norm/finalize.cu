@@ -15,9 +15,9 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/begin_beside.cuh"
 #include "cuda/group_norm/element.cuh"
 #include "cuda/group_norm/group_norm.hpp"
+#include "cuda/launch.cuh"
 
 namespace upconv3d::cuda {
 namespace {
