@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Import, refusal, `python -m upconv3d.info` and `python -m upconv3d.demo`."""
 
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
@@ -21,6 +22,17 @@ def test_public_names():
         assert getattr(upconv3d, name) is not None
     assert (Path(upconv3d.__file__).parent / "py.typed").exists()
     assert upconv3d.__version__ == upconv3d.build_config()["version"]
+
+
+def test_licenses_of_compiled_headers_are_installed():
+    try:
+        files = importlib.metadata.files("upconv3d") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("not installed, but on the path")
+    texts = {f.name: f.locate().read_text() for f in files if f.parent.name == "licenses"}
+    expected = {"pybind11.txt"} | ({"nvidia-cutlass.txt"} if upconv3d.build_config()["cuda"] else set())
+    assert expected <= texts.keys()
+    assert all("Redistributions in binary form" in texts[name] for name in expected)
 
 
 def test_schema_of_the_operator():
@@ -123,3 +135,23 @@ def test_importing_prints_nothing_and_leaves_pytorchs_settings():
     )
     result = _run("-W", "error", "-c", code)
     assert result.returncode == 0 and not result.stdout and not result.stderr, result.stderr
+
+
+def test_type_checkers_know_what_the_family_returns(tmp_path, monkeypatch):
+    pytest.importorskip("mypy")
+    root = Path(upconv3d.__file__).parent.parent
+    if root.name != "site-packages":  # where mypy looks by itself, and refuses to be told
+        monkeypatch.setenv("MYPYPATH", str(root))
+    calls = tmp_path / "calls.py"
+    calls.write_text(
+        "import torch, upconv3d\n"
+        "x, w = torch.ones(1, 8, 4, 4, 4), torch.ones(8, 8, 2, 2, 2)\n"
+        "y: torch.Tensor = upconv3d.conv_transpose3d_norm_act(x, w, norm='instance')\n"
+        "z, c = upconv3d.conv_transpose3d_norm_act(x, w, norm='instance', return_conv=True)\n"
+        "y = upconv3d.conv_transpose3d_norm_act(x, w, norm='instance', return_conv=True)\n"
+    )
+    result = _run("-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(calls))
+    errors = [line for line in result.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == 1 and "calls.py:5" in errors[0] and "tuple[Tensor, Tensor]" in errors[0], (
+        result.stdout
+    )

@@ -2,7 +2,8 @@
 """The family around the block: any order of norm and activation, a skip added, the convolution returned."""
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -172,6 +173,81 @@ def checked_arguments(
     return tensors, (*numbers, order, activation or "none", parameter, returns_conv)
 
 
+@overload
+def conv_transpose3d_norm_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    stride: IntOrTriple = ...,
+    padding: IntOrTriple = ...,
+    output_padding: IntOrTriple = ...,
+    groups: int = ...,
+    dilation: IntOrTriple = ...,
+    *,
+    order: str = ...,
+    norm: str | None = ...,
+    num_groups: int | None = ...,
+    norm_weight: Tensor | None = ...,
+    norm_bias: Tensor | None = ...,
+    eps: float = ...,
+    activation: str | None = ...,
+    activation_param: float | Tensor | None = ...,
+    skip: Tensor | None = ...,
+    return_conv: Literal[False] = ...,
+    precision: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def conv_transpose3d_norm_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    stride: IntOrTriple = ...,
+    padding: IntOrTriple = ...,
+    output_padding: IntOrTriple = ...,
+    groups: int = ...,
+    dilation: IntOrTriple = ...,
+    *,
+    order: str = ...,
+    norm: str | None = ...,
+    num_groups: int | None = ...,
+    norm_weight: Tensor | None = ...,
+    norm_bias: Tensor | None = ...,
+    eps: float = ...,
+    activation: str | None = ...,
+    activation_param: float | Tensor | None = ...,
+    skip: Tensor | None = ...,
+    return_conv: Literal[True],
+    precision: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def conv_transpose3d_norm_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    stride: IntOrTriple = ...,
+    padding: IntOrTriple = ...,
+    output_padding: IntOrTriple = ...,
+    groups: int = ...,
+    dilation: IntOrTriple = ...,
+    *,
+    order: str = ...,
+    norm: str | None = ...,
+    num_groups: int | None = ...,
+    norm_weight: Tensor | None = ...,
+    norm_bias: Tensor | None = ...,
+    eps: float = ...,
+    activation: str | None = ...,
+    activation_param: float | Tensor | None = ...,
+    skip: Tensor | None = ...,
+    return_conv: bool,
+    precision: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def conv_transpose3d_norm_act(
     input: Tensor,
     weight: Tensor,
@@ -226,8 +302,9 @@ def conv_transpose3d_norm_act(
     tensors: tuple[Any, ...] = (input, weight, bias, norm_weight, norm_bias, activation_param, skip)
     # torch.fx's proxies are no tensors.
     if not isinstance(tensors[0], Tensor) and _has_torch_function(tensors):
+        function: Callable[..., Any] = conv_transpose3d_norm_act  # whichever overload
         return handle_torch_function(
-            conv_transpose3d_norm_act,
+            function,
             tensors,
             *(input, weight, bias, stride, padding, output_padding, groups, dilation),
             order=order,
