@@ -273,7 +273,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _is_transformed(grad_y: Tensor) -> bool:
     """Whether others than kernels see grad_y: is_grads_batched's vmap, and compilers of a backward pass."""
     # Compilers first: Dynamo, which compiled autograd asks to trace this, cannot ask the others.
-    return is_traced(grad_y) or _is_legacy_batched(grad_y) or _is_batched(grad_y)
+    return is_traced(grad_y) or _is_mapped(grad_y)
+
+
+def _is_mapped(grad_y: Tensor) -> bool:
+    """Whether is_grads_batched's vmap, of either kind, sees grad_y."""
+    return _is_legacy_batched(grad_y) or _is_batched(grad_y)
 
 
 @without_autocast

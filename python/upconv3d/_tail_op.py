@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._autograd import _is_transformed, record_block, without_autocast
+from ._autograd import _is_mapped, record_block, without_autocast
 from ._facts import Kept, empty_kept, is_concrete, kept_of
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
 from ._graphs import is_traced, record_operator
@@ -399,8 +399,8 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
             gradients = gradients_by_operator(grad_y, grad_conv, tensors, settings, mask)
         elif (
             grad_y is None
-            or _is_transformed(grad_y)
-            or (grad_conv is not None and _is_transformed(grad_conv))
+            or _is_mapped(grad_y)
+            or (grad_conv is not None and _is_mapped(grad_conv))
             or (ctx.begins_with_operand and grad_y.numel() == 0)
         ):
             gradients = tail_backward(grad_y, grad_conv, tensors, settings, mask)
