@@ -36,8 +36,8 @@ double library_us_per_million_positions(const Problem& problem);
 /// and a block 289, where 31 to 36 were expected (perf/results/h200_peers_found.txt, parts 3 and 5).
 bool is_flat_and_long(const Problem& problem);
 
-/// Whether cuDNN's deterministic kernels take no longer than any of its kernels, within a tenth, by what was
-/// timed (perf/NOTES.md, "Deterministic kernels of cuDNN"): of others they took up to 370 times as long.
+/// Whether cuDNN's deterministic kernels take no longer than any of its kernels, within an eighth, by what
+/// was timed (perf/NOTES.md, "Deterministic kernels of cuDNN"): of others they took up to 370 times as long.
 bool has_quick_deterministic_kernels(const Problem& problem);
 
 /// Whether a library plan in NCDHW is expected to be quicker with x and w copied channels last first, and the
