@@ -7,7 +7,8 @@
 
 One line of JSON per block and input: the block, the input, the plan that UPCONV3D_PLAN names (read once per
 process), its time in us, and with the library plan PyTorch's operators and their convolution as well. A block
-that the plan cannot run has no line. Needs a CUDA device.
+that the plan cannot run has no line. With --groups the convolutions have several groups, what
+cpp/core/group_times.cpp is fitted to. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import random
 import statistics
@@ -47,13 +49,22 @@ KERNELS = (
 WHOLE_CHANNELS = [16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 512]
 ODD_CHANNELS = [3, 8, 12, 20, 40, 72, 80, 100, 144, 160, 200]
 EXTENTS = [4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48]
+# dtype, layout and float32's precision.
 INPUTS = [
-    ("bfloat16", "NDHWC"),
-    ("float32", "NCDHW"),
-    ("bfloat16", "NCDHW"),
-    ("float32", "NDHWC"),
-    ("float16", "NDHWC"),
+    ("bfloat16", "NDHWC", "tf32"),
+    ("float32", "NCDHW", "tf32"),
+    ("bfloat16", "NCDHW", "tf32"),
+    ("float32", "NDHWC", "tf32"),
+    ("float16", "NDHWC", "tf32"),
 ]
+INPUTS_OF_GROUPS = [
+    *INPUTS,
+    ("float32", "NCDHW", "ieee"),
+    ("bfloat16", "NDHWC", "tf32"),
+    ("float32", "NDHWC", "ieee"),
+]
+GROUPS = (2, 3, 4, 5, 8, 16, 32)
+MOST_GROUP_FLOPS = 12e9  # of which cuDNN may take milliseconds each
 
 
 def triple(value: int | Triple) -> Triple:
@@ -77,6 +88,8 @@ class Block:
     norm: str | None
     num_groups: int
     activation: str | None
+    groups: int = 1
+    dilation: Triple = (1, 1, 1)
 
 
 def draw(rng: random.Random) -> Block:
@@ -124,6 +137,39 @@ def draw(rng: random.Random) -> Block:
         )
 
 
+def has_output(block: Block) -> bool:
+    """Whether PyTorch accepts the output padding, and an axis has a voxel left."""
+    sides = zip(
+        block.extent,
+        block.stride,
+        block.kernel,
+        block.padding,
+        block.output_padding,
+        block.dilation,
+        strict=True,
+    )
+    return all(o < max(s, d) and (e - 1) * s - 2 * p + d * (r - 1) + o >= 0 for e, s, r, p, o, d in sides)
+
+
+def draw_groups(rng: random.Random) -> Block:
+    """A block as draw's, of several convolution groups of four input channels and more, at most 12 GFLOP."""
+    while True:
+        block = draw(rng)
+        if rng.random() < 0.6:
+            block = dataclasses.replace(block, order="act_norm", norm="group", activation="relu")
+        if rng.random() < 0.25:
+            ones, zeros = (1, 1, 1), (0, 0, 0)
+            block = dataclasses.replace(block, kernel=ones, stride=ones, padding=zeros, output_padding=zeros)
+        fitting = [g for g in GROUPS if block.c % g == block.k % g == 0 and block.c // g >= 4]
+        if not fitting:
+            continue
+        dilation = triple(rng.choice([2, (1, 2, 2), 3])) if rng.random() < 0.12 else (1, 1, 1)
+        block = dataclasses.replace(block, groups=rng.choice(fitting), dilation=dilation)
+        products = block.n * block.c * block.k // block.groups * math.prod(block.extent + block.kernel)
+        if 2 * products <= MOST_GROUP_FLOPS and has_output(block):
+            return block
+
+
 def make_calls(block: Block, dtype: torch.dtype, layout: str, seed: int) -> dict[str, Callable[[], Any]]:
     """By name: "ours", which UPCONV3D_PLAN's plan runs, "eager", its "convolution", and "explain"."""
     torch.manual_seed(seed)
@@ -133,12 +179,14 @@ def make_calls(block: Block, dtype: torch.dtype, layout: str, seed: int) -> dict
         tensor = torch.randn(sizes, device="cuda")
         return tensor.to(dtype, memory_format=memory_format) if len(sizes) == 5 else tensor.to(dtype)
 
-    x, w = normal(block.n, block.c, *block.extent), normal(block.c, block.k, *block.kernel)
-    w *= (block.c * w[0, 0].numel() / (block.stride[0] * block.stride[1] * block.stride[2])) ** -0.5
+    x, w = normal(block.n, block.c, *block.extent), normal(block.c, block.k // block.groups, *block.kernel)
+    w *= (
+        block.c / block.groups * w[0, 0].numel() / (block.stride[0] * block.stride[1] * block.stride[2])
+    ) ** -0.5
     bias = normal(block.k) if block.bias else None
     gamma, beta, slopes = normal(block.k), normal(block.k), normal(block.k)
     groups = block.k if block.norm == "instance" else block.num_groups
-    sizes = (block.stride, block.padding, block.output_padding)
+    sizes = (block.stride, block.padding, block.output_padding, block.groups, block.dilation)
     name = block.activation
     param: Any = {"leaky_relu": 0.01, "prelu": slopes}.get(name or "")
     options: dict[str, Any] = {"order": block.order, "norm": block.norm, "activation": name}
@@ -194,22 +242,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the blocks that are drawn")
     parser.add_argument("--count", type=int, default=100, help="of blocks, each in two inputs")
     parser.add_argument("--seconds", type=float, default=600, help="after which no further block is timed")
+    parser.add_argument("--groups", action="store_true", help="draw blocks of several convolution groups")
     arguments = parser.parse_args()
     plan = os.environ.get("UPCONV3D_PLAN", "")
     if not torch.cuda.is_available():
         parser.error("times of plans take a CUDA device; torch.cuda.is_available() is False")
     torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.conv.fp32_precision = "tf32"
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
     rng, end = random.Random(arguments.seed), time.monotonic() + arguments.seconds
-    blocks = [draw(rng) for _ in range(arguments.count)]
+    draw_one, inputs = (draw_groups, INPUTS_OF_GROUPS) if arguments.groups else (draw, INPUTS)
+    blocks = [draw_one(rng) for _ in range(arguments.count)]
+    apart = 3 if arguments.groups else 1  # of a block's two inputs
     with torch.no_grad():
         for i, block in enumerate(blocks):
             if time.monotonic() > end:
                 print(f"out of time after {i} blocks of {len(blocks)}", file=sys.stderr)
                 return 1
-            for dtype, layout in (INPUTS[i % len(INPUTS)], INPUTS[(i + 1) % len(INPUTS)]):
+            for dtype, layout, precision in (inputs[i % len(inputs)], inputs[(i + apart) % len(inputs)]):
+                torch.backends.cudnn.conv.fp32_precision = precision
                 calls = make_calls(block, getattr(torch, dtype), layout, i)
                 try:
                     ran = calls.pop("explain")()
@@ -220,7 +271,12 @@ def main() -> int:
                 peers = {"eager", "convolution"} if plan == "library" else set()
                 timed = {name: call for name, call in calls.items() if name == "ours" or name in peers}
                 row = {"block": dataclasses.asdict(block), "dtype": dtype, "layout": layout, "plan": plan}
-                row |= {"algorithm": ran.algorithm, "twice": ran.twice, "us": turns_us(timed, flushed)}
+                row |= {
+                    "precision": precision,
+                    "algorithm": ran.algorithm,
+                    "twice": ran.twice,
+                    "us": turns_us(timed, flushed),
+                }
                 print(json.dumps(row), flush=True)
     return 0
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 PERF = Path(__file__).parent.parent / "perf"
 SHAPE = {
@@ -286,6 +287,26 @@ def test_blocks_for_the_times_of_plans(monkeypatch):
         assert min(out) > 0 and 0.2e6 < 2 * block.n * block.k * math.prod(out) < 70e6, block
         assert block.k % block.num_groups == 0 and (block.norm or block.order == "norm_act"), block
     assert {block.norm for block in blocks} == {"group", "instance", None}
+
+
+def test_blocks_of_groups_for_the_times_of_plans(monkeypatch):
+    """As those of one group; every kind is among them, and PyTorch takes each."""
+    monkeypatch.syspath_prepend(PERF)
+    import plan_times
+
+    blocks = [plan_times.draw_groups(random.Random(seed)) for seed in range(200)]
+    assert blocks == [plan_times.draw_groups(random.Random(seed)) for seed in range(200)]
+    for block in blocks:
+        x = torch.empty(block.n, block.c, *block.extent, device="meta")
+        w = torch.empty(block.c, block.k // block.groups, *block.kernel, device="meta")
+        sizes = (block.stride, block.padding, block.output_padding, block.groups, block.dilation)
+        y = torch.nn.functional.conv_transpose3d(x, w, None, *sizes)
+        assert y.numel() > 0 and block.k % block.num_groups == 0, block
+        assert block.groups > 1 and block.c // block.groups >= 4, block
+    assert {block.groups for block in blocks} == set(plan_times.GROUPS)
+    assert {max(block.dilation) for block in blocks} == {1, 2, 3}
+    assert {max(block.stride) for block in blocks} == {1, 2, 3, 4}
+    assert any(max(block.kernel) == 1 for block in blocks)
 
 
 def test_times_of_plans_take_a_gpu(monkeypatch):

@@ -6,6 +6,7 @@ little memory, little host time, no hang on a crowded GPU. And right values on r
 """
 
 import gc
+import math
 import os
 import random
 import statistics
@@ -314,15 +315,9 @@ def test_host_time(hopper, layout, kind):
     assert max(figures.values()) <= max(120, 2 * eager), text
 
 
-def crowd(any_plan) -> None:
-    """Calls from several threads, each on a stream of its own, while matmuls hold multiprocessors.
-
-    They end, and with the bits of calls alone. Blocks of one kernel that wait for each other would hang where
-    not all of them are resident.
-    """
-    device = torch.device("cuda")
-    blocks = [
-        promised_block(shape, kind, layout, device, any_plan)
+def crowd_blocks(any_plan) -> list[Block]:
+    return [
+        promised_block(shape, kind, layout, torch.device("cuda"), any_plan)
         for shape, kind, layout in (
             (LARGE, "bfloat16", "NDHWC"),
             (LARGE, "ieee", "NCDHW"),
@@ -330,6 +325,27 @@ def crowd(any_plan) -> None:
             (LARGE, "float16", "NCDHW"),
         )
     ]
+
+
+def capture(any_plan) -> None:
+    """Each block in a CUDA graph, captured before any other call; replayed, it gives the bits of a call."""
+    for block in crowd_blocks(any_plan):
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            y = block.ours()
+        y.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(bits(y), bits(block.ours())), block.plan()
+
+
+def crowd(any_plan) -> None:
+    """Calls from several threads, each on a stream of its own, while matmuls hold multiprocessors.
+
+    They end, and with the bits of calls alone. Blocks of one kernel that wait for each other would hang where
+    not all of them are resident.
+    """
+    device = torch.device("cuda")
+    blocks = crowd_blocks(any_plan)
     expected = [bits(block.ours()).clone() for block in blocks]
     differing = torch.zeros(len(blocks), dtype=torch.int64, device=device)
     matrix = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)  # a product takes 2 ms
@@ -418,4 +434,6 @@ def test_random_stride_1_shapes(hopper, index):
 
 if __name__ == "__main__":
     print(torch.cuda.get_device_properties(0).multi_processor_count)
-    crowd(any_plan="any-plan" in sys.argv)  # as test_mps.py asks, whose contexts are granted less of a GPU
+    # As test_mps.py asks, whose contexts are granted less of a GPU.
+    what = capture if "capture" in sys.argv else crowd
+    what(any_plan="any-plan" in sys.argv)

@@ -71,6 +71,10 @@ FEW_CHANNELS = {
     "k4": ((2, 12, 8, (16, 24, 20), 4), {"stride": 2, "padding": 1}),
     "two-blocks-of-channels": ((1, 48, 40, (10, 12, 14), 3), {"stride": 2, "padding": 1}),
     "no-whole-vectors": ((2, 33, 7, (12, 13, 31), 3), {"stride": 2, "padding": 1}),
+    "groups-of-80-to-36": ((1, 160, 72, (7, 8, 9), 2), {"stride": 2, "groups": 2}),
+    "groups-of-128-to-12": ((2, 256, 24, (6, 7, 8), 2), {"stride": 2, "groups": 2}),
+    "groups-of-25-to-36-pointwise": ((2, 50, 72, (9, 10, 11), 1), {"groups": 2}),
+    "groups-of-6-to-4": ((2, 24, 16, (9, 10, 11), 3), {"padding": 1, "groups": 4}),
     # Rows of 63, 31, 9 and 1, which the output pass stages in NCDHW.
     "rows-of-63": ((3, 3, 16, (5, 9, 32), 3), {"stride": 2, "padding": 1}),
     "rows-of-31": ((2, 8, 12, (6, 7, 16), 3), {"stride": 2, "padding": 1}),

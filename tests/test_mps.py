@@ -18,7 +18,7 @@ import torch
 
 CONTROL = "nvidia-cuda-mps-control"
 SECONDS = 180  # a crowd takes seconds, its process some ten to start; others may be using the GPU
-CROWD = Path(__file__).with_name("test_cuda_promises.py")
+PROMISES = Path(__file__).with_name("test_cuda_promises.py")
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +45,14 @@ def mps(hopper, daemon):
     return daemon
 
 
-def check_crowds(environment, plan, percentage, processes):
-    """test_cuda_promises.py's crowd, in processes of their own that run at the same time."""
+def check_processes(environment, what, plan, percentage, processes):
+    """What test_cuda_promises.py is asked for, in processes of their own that run at the same time."""
     granted = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percentage), "UPCONV3D_PLAN": plan}
     with contextlib.ExitStack() as ends:
         crowds = []
         for _ in range(processes):
             output, errors = (ends.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
-            command = [sys.executable, str(CROWD), "any-plan"]
+            command = [sys.executable, str(PROMISES), what, "any-plan"]
             crowd = subprocess.Popen(command, env=environment | granted, stdout=output, stderr=errors)
             ends.callback(crowd.wait)
             ends.callback(crowd.kill)
@@ -74,9 +74,15 @@ def check_crowds(environment, plan, percentage, processes):
 @pytest.mark.parametrize("plan", ["", "stored"], ids=["chosen", "stored"])
 @pytest.mark.parametrize("percentage", [20, 7])
 def test_part_of_the_multiprocessors(mps, percentage, plan):
-    check_crowds(mps, plan, percentage, processes=1)
+    check_processes(mps, "crowd", plan, percentage, processes=1)
 
 
 @pytest.mark.parametrize("percentage", [60, 100])
 def test_several_processes(mps, percentage):
-    check_crowds(mps, "stored", percentage, processes=3)
+    check_processes(mps, "crowd", "stored", percentage, processes=3)
+
+
+@pytest.mark.parametrize("percentage", [20, 7])
+def test_graphs_of_part_of_the_multiprocessors(mps, percentage):
+    """Capturing a launch that does not fit the part, or whose clusters are refused, takes what calls take."""
+    check_processes(mps, "capture", "stored", percentage, processes=1)

@@ -114,53 +114,46 @@ struct ColumnsWork : Traffic {
       : Traffic(p), columns(1e-6 * static_cast<double>(ColumnsLayout(p).values()) * sizeof(float)) {}
 };
 
-/// The largest blocks of a kind that were timed at float32's accuracy, or among blocks without
-/// plan_times.hpp's times.
-struct ColumnsLimits {
-  double columns_mb, x_mb, y_mb, flops;
-
-  bool hold(const Problem& p, const ColumnsWork& work) const {
-    return work.columns <= columns_mb && work.x <= x_mb && work.y <= y_mb && p.useful_flops() <= flops;
-  }
-};
-
-constexpr ColumnsLimits kOfAny = {128, 64, 32, 8e9};
 constexpr std::int64_t kMostInputs = 512;
 
+/// Whether a block without plan_times.hpp's times is no larger than those that were timed.
+bool is_timed_size(const Problem& p) {
+  constexpr double kColumnsMB = 128, kInputMB = 64, kResultMB = 32, kFlops = 8e9;
+  const ColumnsWork work(p);
+  return work.columns <= kColumnsMB && work.x <= kInputMB && work.y <= kResultMB &&
+         p.useful_flops() <= kFlops;
+}
+
 /// What launches, a k-block of a round of tiles, megabytes and lanes of the gather take, us. Rows of x or w
-/// that come value by value are waited for in each k-block. Fitted at float32's accuracy to small blocks; 17
-/// large ones, of two more precisions too, took 0.74 to 1.21 of it, 0.94 on average.
+/// that come value by value are waited for in each k-block. Fitted at float32's accuracy to small blocks; of
+/// 120 others, with products up to 1 GB, nine of ten took 0.8 to 1.05 of it.
 double ieee_columns_us(const Problem& p, const ColumnsWork& work, int sm_count) {
   constexpr std::int64_t kBlockInputs = 16, kRowValues = 4;
   constexpr double kLaunches = 15, kBlock = 1.45, kOddInput = 0.45, kOddWeight = 0.35;
   constexpr double kColumnsPerMB = 0.65, kInputPerMB = 0.07, kResultPerMB = 0.75;
+  // Without a norm, of which the gather writes the result.
+  constexpr double kLaunchesOfLinear = 11, kResultPerMBOfLinear = 0.3;
   constexpr double kLane = 24e-6, kShortLane = 12e-6;
   const ColumnsLayout columns(p);
   const bool is_input_odd = (p.x_layout == Layout::kNDHWC ? p.c : columns.positions) % kRowValues != 0;
   const bool is_weight_odd = columns.rows % kRowValues != 0;
   const double blocks = columns_rounds(p, sm_count) * static_cast<double>(ceil_div(p.c, kBlockInputs));
   const double lanes = static_cast<double>(p.n * p.positions() * ceil_div(p.k, col2im_lane_channels(p)));
-  return kLaunches + (kBlock + (is_input_odd ? kOddInput : 0) + (is_weight_odd ? kOddWeight : 0)) * blocks +
-         kColumnsPerMB * work.columns + kInputPerMB * work.x + kResultPerMB * work.y +
+  const double launches = p.tail.norm ? kLaunches : kLaunchesOfLinear;
+  const double result = p.tail.norm ? kResultPerMB : kResultPerMBOfLinear;
+  return launches + (kBlock + (is_input_odd ? kOddInput : 0) + (is_weight_odd ? kOddWeight : 0)) * blocks +
+         kColumnsPerMB * work.columns + kInputPerMB * work.x + result * work.y +
          (col2im_has_short_lanes(p) ? kShortLane : kLane) * lanes;
 }
 
-/// Expected time at float32's accuracy, of which less was timed.
+/// Expected time at float32's accuracy.
 double ieee_us(const Problem& p, const Device& device) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  if (!p.tail.norm || p.c > kMostInputs || !hides_tf32_words(p)) return kInfinity;
-  constexpr std::int64_t kSomeOutputs = 24, kFewOutputs = 8, kLeastOutputs = 4;
-  constexpr ColumnsLimits kOfSomeOutputs = {450, 135, 56, 13e9}, kOfFewOutputs = {450, 302, 134, 13e9},
-                          kOfLeastOutputs = {360, 440, 104, 18e9};
+  // Of larger x two blocks, which took 0.88 and 1.33 of the estimate.
+  constexpr double kMostMB = 440, kLargeMB = 302, kSlower = 1.35;
   const ColumnsWork work(p);
-  const double us = ieee_columns_us(p, work, device.sm_count);
-  if (kOfAny.hold(p, work) || (p.k <= kSomeOutputs && kOfSomeOutputs.hold(p, work)) ||
-      (p.k <= kFewOutputs && kOfFewOutputs.hold(p, work))) {
-    return us;
-  }
-  // Two larger ones were timed, which took 0.88 and 1.33 of the estimate.
-  constexpr double kSlower = 1.35;
-  return p.k <= kLeastOutputs && kOfLeastOutputs.hold(p, work) ? kSlower * us : kInfinity;
+  if (p.c > kMostInputs || work.x > kMostMB || !hides_tf32_words(p)) return kInfinity;
+  return (work.x > kLargeMB ? kSlower : 1) * ieee_columns_us(p, work, device.sm_count);
 }
 
 }  // namespace
@@ -168,13 +161,11 @@ double ieee_us(const Problem& p, const Device& device) {
 double col2im_us(const Problem& p, const Device& device) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   constexpr std::int64_t kMostBytes = 450'000'000;  // of the product, that was timed
-  if (p.n == 0 || p.tail.returns_conv || device.compute_capability != kHopper) return kInfinity;
+  if (p.n == 0 || device.compute_capability != kHopper) return kInfinity;
+  if (ColumnsLayout(p).values() > kMostBytes / static_cast<std::int64_t>(sizeof(float))) return kInfinity;
   if (p.is_ieee()) return ieee_us(p, device);
-  if (!has_plan_times(p) && (!p.tail.norm || p.c > kMostInputs || !kOfAny.hold(p, ColumnsWork(p)))) {
-    return kInfinity;
-  }
-  const bool timed = ColumnsLayout(p).values() <= kMostBytes / static_cast<std::int64_t>(sizeof(float));
-  return timed ? col2im_plan_us(p, device) : kInfinity;
+  if (!has_plan_times(p) && (p.c > kMostInputs || !is_timed_size(p))) return kInfinity;
+  return col2im_plan_us(p, device);
 }
 
 }  // namespace upconv3d

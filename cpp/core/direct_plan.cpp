@@ -12,6 +12,7 @@
 #include "core/direct_limits.hpp"
 #include "core/direct_tiling.hpp"
 #include "core/few_channels_layout.hpp"
+#include "core/group_times.hpp"
 #include "core/index_math.hpp"
 #include "core/library_plan.hpp"
 #include "core/sm90_compared.hpp"
@@ -110,34 +111,6 @@ double library_taps_us(const Problem& p) {
   return kPerTap * std::max(0.0, std::min(taps, kMost) - kFitted) * positions;
 }
 
-/// Groups for which cuDNN has quick kernels, where the direct plan took 1.3 to 5.6 times the library plan's
-/// time: of stride 1, several taps, and before a norm.
-bool are_quick_groups_of_cudnn(const Problem& p) {
-  constexpr std::int64_t kInputs = 16;
-  return p.groups > 1 && p.stride == Extent3{1, 1, 1} && volume(p.kernel) > 1 && !is_dilated(p) &&
-         p.tail.norm && are_groups_of_cudnn(p) && group_inputs(p) >= kInputs && !p.is_ieee();
-}
-
-/// What cuDNN's convolution of groups of several channels takes at least, in us: of three blocks of groups of
-/// 6 to 20 inputs and 1 to 25 outputs it took 76 to 390 per million positions of a group, at float32's
-/// accuracy in NCDHW 33 to 230. With a stride, of groups of any number of channels, nine of ten took 24 and
-/// more for 10^9 products of channels filled up to 32 each (of 285 those above 60 us), and 30, in NCDHW of
-/// float32 20, at least: kStrided and kStridedPlanes beside what library_us adds.
-double library_groups_us(const Problem& p) {
-  if (p.groups == 1) return 0;
-  const double per_position = p.is_ieee() && p.x_layout == Layout::kNCDHW ? 30 : 70;
-  const double by_positions = per_position * static_cast<double>(p.groups * p.n * p.positions()) / kMillion;
-  if (p.is_ieee() || p.stride == Extent3{1, 1, 1}) return by_positions;
-  constexpr std::int64_t kFilled = 32;
-  constexpr double kPerBillion = 24, kStrided = 18, kStridedPlanes = 8;
-  const auto filled = [](std::int64_t channels) { return ceil_div(channels, kFilled) * kFilled; };
-  const double products =
-      static_cast<double>(p.groups * p.n * volume(p.in)) * static_cast<double>(volume(p.kernel)) *
-      static_cast<double>(filled(group_inputs(p))) * static_cast<double>(filled(group_outputs(p)));
-  const bool copies = size_of(p.dtype) == 2 || p.x_layout == Layout::kNDHWC;
-  return std::max(by_positions, (copies ? kStrided : kStridedPlanes) + kPerBillion * 1e-9 * products);
-}
-
 /// What cuDNN takes at least for a million positions, where conv_transpose_few_channels_sm80 is compared with
 /// it. At float32's accuracy it took 121, with what library_us adds, of the one block in NCDHW that was timed
 /// with fewer than eight output channels, 240 to 400 of three in NDHWC, and of one output 85 to 120.
@@ -166,11 +139,15 @@ double library_us(const Problem& p, bool few_channels) {
       few_channels ? library_us_of_few_channels(p) : library_us_per_million_positions(p);
   double convolution = library_convolution_us(p, Work(p), per_position);
   if (few_channels) {
-    convolution = std::max(convolution, library_groups_us(p)) + library_taps_us(p) + library_ragged_us(p);
+    convolution += library_taps_us(p) + library_ragged_us(p);
   }
   const double y = tensor_ms(p, p.k, static_cast<double>(p.positions()), size_of(p.dtype)) * kPerMs;
   return kConvolution + kPasses + convolution + (p.tail.norm ? 3 : 2) * y;
 }
+
+/// What the kernels on CUDA cores took of their estimate, of groups of four inputs and more: 1.4 to 3 in the
+/// median, by the number of outputs.
+constexpr double kCoresOfGroups = 2;
 
 /// Whether the estimates were compared with such convolutions: of 4 inputs and fewer per tap the direct
 /// kernels were quicker, of 16 and 32 slower by far.
@@ -179,23 +156,28 @@ bool has_few_inputs(const Problem& p) {
   return group_inputs(p) <= kMostInputs;
 }
 
+/// Whether conv_transpose_few_channels_sm80 is as exact as float32 there, and TF32 quick enough for its three
+/// products: elsewhere (8.6, 8.9, 12.0) TF32's rate is float32's or twice that, by the cards' data sheets.
+bool suits_ieee(const Problem& p, const Device& device) {
+  const int capability = device.compute_capability;
+  const bool is_quick = capability == 80 || capability / 10 == 9 || capability / 10 == 10;
+  return is_quick && hides_tf32_words(p);
+}
+
 /// Whether conv_transpose_few_channels_sm80 was compared with others on blocks of such channels at float32's
 /// accuracy.
 bool has_compared_channels_of_ieee(const Problem& p, const Device& device) {
-  // Elsewhere (8.6, 8.9, 12.0) TF32's rate is float32's or twice that, by the cards' data sheets, and this
-  // takes three products.
-  const int capability = device.compute_capability;
-  if (capability != 80 && capability / 10 != 9 && capability / 10 != 10) return false;
   const std::int64_t inputs = group_inputs(p), outputs = group_outputs(p);
   // Of many inputs, less than two tiles of eight outputs, and stride 1, took 1.4 to 1.8 of their estimate.
   constexpr std::int64_t kInputs = 128, kOutputs = 64, kFewInputs = 32, kTwoTiles = 16, kSomeInputs = 64;
   const bool strided = p.stride != Extent3{1, 1, 1};
   const std::int64_t most = !strided ? kFewInputs : outputs >= kTwoTiles ? kInputs : kSomeInputs;
-  return hides_tf32_words(p) && inputs <= most && outputs <= kOutputs;
+  return suits_ieee(p, device) && inputs <= most && outputs <= kOutputs;
 }
 
 /// Whether the estimates of the direct plan's kernel were compared with such convolutions.
 bool was_compared(const Problem& p, const Device& device, const Plan& direct) {
+  if (has_group_times(p)) return !direct.few_channels || !p.is_ieee() || suits_ieee(p, device);
   if (!direct.few_channels) return has_few_inputs(p);
   constexpr std::int64_t kInputs = 64, kFewInputs = 16, kTaps = 7, kStride = 4;
   const std::int64_t inputs = group_inputs(p), outputs = inputs < kFewInputs ? 64 : 32;
@@ -348,7 +330,8 @@ Plan direct_plan(const Problem& p, const Device& device) {
     // Asked for by name, groups are on CUDA cores where this kernel was not compared with others.
     const bool asked = !device.forced_plan.empty() && p.groups == 1;
     const bool eligible = asked || was_compared(p, device, few);
-    if (!plan || (eligible && few.estimated_direct_ms < plan->estimated_direct_ms)) plan = few;
+    const double ahead = has_group_times(p) ? kCoresOfGroups : 1;
+    if (!plan || (eligible && few.estimated_direct_ms < ahead * plan->estimated_direct_ms)) plan = few;
   }
   if (!plan) throw std::logic_error("upconv3d: the direct plan has an obstacle, and was asked for");
   plan->algorithm = Algorithm::kCudaDirect;
@@ -361,7 +344,7 @@ Plan direct_plan(const Problem& p, const Device& device) {
 }
 
 bool beats_library(const Problem& p, const Device& device, const Plan& direct) {
-  return p.n > 0 && was_compared(p, device, direct) && !are_quick_groups_of_cudnn(p) &&
+  return p.n > 0 && was_compared(p, device, direct) &&
          direct.estimated_direct_ms < library_us(p, direct.few_channels) / kPerMs;
 }
 
@@ -381,6 +364,7 @@ double direct_us(const Problem& p, const Device& device, const Plan& direct) {
   // By how much the kernels on CUDA cores are to be ahead.
   constexpr double kAhead = 1.25;
   const double us = kPerMs * direct.estimated_direct_ms;
+  if (has_group_times(p)) return (direct.few_channels ? 1 : kCoresOfGroups) * us;
   return direct.few_channels || p.is_ieee() ? direct_at_length(p) * us : kAhead * us;
 }
 
@@ -394,13 +378,8 @@ bool beats_sm90(const Problem& p, const Device& device, const Plan& direct, cons
     constexpr double kOfManyOutputs = 1.15;
     if (has_many_outputs_of_few_inputs(p, device)) return expected_us < kOfManyOutputs * sm90_us(p, sm90);
     const bool in_place = p.dtype != DType::kFloat32 && p.y_layout == Layout::kNDHWC;
-    // Of groups with a stride that both can take the SM90 plan took 0.86 to 1.74 of its estimate, 1.3 in the
-    // median of 22.
-    constexpr double kOfStridedGroups = 1.3;
-    const bool strided_groups = p.groups > 1 && p.stride != Extent3{1, 1, 1} && !p.is_ieee();
-    return direct.estimated_direct_ms < less_for_half_blocks(p, sm90, in_place) *
-                                            (strided_groups ? kOfStridedGroups : 1) *
-                                            narrow_sm90_ms(p, sm90, in_place);
+    return direct.estimated_direct_ms <
+           less_for_half_blocks(p, sm90, in_place) * narrow_sm90_ms(p, sm90, in_place);
   }
   // That, in ms, and by how much this one is to be ahead.
   constexpr double kBeside = 0.025, kAhead = 1.25;

@@ -13,6 +13,7 @@
 #include "core/channels.hpp"
 #include "core/col2im_plan.hpp"
 #include "core/copy_tiles.hpp"
+#include "core/group_times.hpp"
 #include "core/held_norm.hpp"
 #include "core/idle_taps.hpp"
 #include "core/index_math.hpp"
@@ -308,8 +309,11 @@ double cudnn_us(const Problem& p, const Device& device, const Work& mb, bool cop
 /// weight is all of theirs; 112 blocks and inputs took 0.7 to 1.5 of that in 16 bits, under "tf32" up to
 /// twice as long (perf/NOTES.md, "Groups that cuDNN has kernels for"). Of operands that are ours nothing is
 /// known.
-double cudnn_groups_us(const Problem& p, const Device& device, const Work& mb) {
+double cudnn_quick_groups_us(const Problem& p, const Device& device, const Work& mb) {
   constexpr Cost kOfOneGroup = {1.05, 1.2, 1.45, 1.3};  // by which the choice among those is best
+  // Of fewer inputs, 0.3 to 0.9 of it: six blocks.
+  constexpr std::int64_t kInputs = 32;
+  constexpr double kOfFewInputs = 0.6;
   Problem one = p;
   one.n *= p.groups;
   one.c /= p.groups;
@@ -317,7 +321,13 @@ double cudnn_groups_us(const Problem& p, const Device& device, const Work& mb) {
   one.groups = 1;
   Work work(one);
   work.w = mb.w;
-  return kOfOneGroup.of(p) * cudnn_us(one, device, work, false);
+  return kOfOneGroup.of(p) * (one.c < kInputs ? kOfFewInputs : 1) * cudnn_us(one, device, work, false);
+}
+
+/// PyTorch's convolution, as for cudnn_us.
+double convolution_us(const Problem& p, const Device& device, const Work& mb, bool copies) {
+  if (are_quick_groups(p)) return cudnn_quick_groups_us(p, device, mb);
+  return p.groups > 1 ? cudnn_groups_us(p) : cudnn_us(p, device, mb, copies);
 }
 
 /// What a held norm takes less where values stay in registers, as they have since its times were fitted
@@ -365,13 +375,8 @@ bool has_plan_times(const Problem& p) {
          !(is_dilated(p) && p.stride != Extent3{1, 1, 1}) && !is_flat_and_long(p);
 }
 
-bool has_group_times(const Problem& p) {
-  constexpr std::int64_t kInputs = 32, kKernel = 4;  // at least, and at most, of what was timed
-  return p.operation == Operation::kConvTranspose && p.groups > 1 && are_groups_of_cudnn(p) &&
-         group_inputs(p) >= kInputs && p.n > 0 && p.dtype != DType::kFloat64 && !p.is_ieee() &&
-         p.stride == Extent3{1, 1, 1} && volume(p.kernel) > 1 &&
-         *std::max_element(p.kernel.begin(), p.kernel.end()) <= kKernel && !is_dilated(p) &&
-         p.x_layout == p.y_layout && p.tail.norm && !p.tail.has_skip && !p.tail.returns_conv;
+bool has_times(const Problem& p) {
+  return has_plan_times(p) || has_group_times(p);
 }
 
 double sm90_plan_us(const Problem& p, const Plan& sm90) {
@@ -392,8 +397,7 @@ double library_plan_us(const Problem& given, const Device& device) {
   // PyTorch adds the bias of a convolution that is returned by a launch of its own.
   constexpr double kLaunch = 3, kPerMB = 0.5;
   const double returned = p.tail.returns_conv && p.has_bias ? kLaunch + kPerMB * mb.y : 0;
-  const double convolution = p.groups > 1 ? cudnn_groups_us(p, device, mb) : cudnn_us(p, device, mb, copies);
-  return convolution + library_weight_copy_us(p) + returned +
+  return convolution_us(p, device, mb, copies) + library_weight_copy_us(p) + returned +
          tail_us(p, device, copies ? Layout::kNDHWC : p.y_layout, mb);
 }
 

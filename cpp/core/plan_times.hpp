@@ -14,12 +14,12 @@ namespace upconv3d {
 
 /// Whether these times are of such a block. They are not of float32's accuracy, of groups of the convolution,
 /// of strides beyond 4, of dilation with a stride, where a skip is added, or where x and y lie in different
-/// orders. Of groups that cuDNN has kernels for, two plans have times: has_group_times.
+/// orders.
 bool has_plan_times(const Problem& problem);
 
-/// Whether the SM90 plan's time and the library plan's are of such convolution groups all the same: of sizes
-/// that cuDNN has kernels for, from 32 channels on, of stride 1 and before a norm.
-bool has_group_times(const Problem& problem);
+/// Whether the plans that can run a block are compared by their times: those here, or, of convolution groups,
+/// the library plan's here, group_times.hpp, and what library_plan.hpp and direct_plan.hpp say of the others.
+bool has_times(const Problem& problem);
 
 /// The SM90 plan `sm90`, of either kernel.
 double sm90_plan_us(const Problem& problem, const Plan& sm90);

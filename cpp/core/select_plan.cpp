@@ -9,6 +9,7 @@
 #include "core/col2im_plan.hpp"
 #include "core/direct_plan.hpp"
 #include "core/errors.hpp"
+#include "core/group_times.hpp"
 #include "core/held_norm.hpp"
 #include "core/index_math.hpp"
 #include "core/library_plan.hpp"
@@ -101,10 +102,11 @@ bool is_one_channel_of_ieee(const Problem& p) {
 
 /// Whether `direct` is expected to be quicker than the SM90 plan `sm90`, or, without one, than the library
 /// plan.
-/// \param least of a block with plan_times.hpp's times, what the quicker of those takes, in us
+/// \param least of a block that has times, what the quicker of those takes, in us
 bool direct_is_quicker(const Problem& p, const Device& device, const Plan& direct, const Plan* sm90,
                        double least) {
-  if (has_plan_times(p) && device.compute_capability == kHopper) return direct_us(p, device, direct) < least;
+  const bool is_timed = has_group_times(p) || (has_plan_times(p) && device.compute_capability == kHopper);
+  if (is_timed) return direct_us(p, device, direct) < least;
   return sm90 ? beats_sm90(p, device, direct, *sm90)
               : !is_one_channel_of_ieee(p) && beats_library(p, device, direct);
 }
@@ -160,7 +162,7 @@ std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, cons
                                     bool keeps_activation) {
   if (!device.forced_plan.empty()) return std::nullopt;
   LibraryAdvantage advantage;
-  if (keeps_activation || !has_plan_times(p)) advantage.reason = sm90_disadvantage(p, sm90, keeps_activation);
+  if (keeps_activation || !has_times(p)) advantage.reason = sm90_disadvantage(p, sm90, keeps_activation);
   const bool is_slow = !advantage.reason.empty();
   // A backward pass reads what the SM90 plan keeps, or PyTorch's convolution.
   if (keeps_activation && !is_slow) advantage = training_advantage(p, device, sm90);
@@ -170,11 +172,8 @@ std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, cons
     const bool has_library = !advantage.reason.empty();
     // Of many outputs it has a launch more than the SM90 plan. Without a norm and without times it was
     // compared with that alone.
-    const bool compared = has_plan_times(p) || is_slow || !has_library || p.tail.norm;
-    // Of groups that cuDNN has kernels for it took 1.3 to 5.6 times the library plan's time.
-    const bool is_of_groups = has_group_times(p) && has_library && !is_slow;
-    const bool considers_direct =
-        compared && !is_of_groups && (!spares_host || !has_many_outputs_of_few_inputs(p, device));
+    const bool compared = has_times(p) || is_slow || !has_library || p.tail.norm;
+    const bool considers_direct = compared && (!spares_host || !has_many_outputs_of_few_inputs(p, device));
     if (considers_direct) {
       const double least = has_library ? advantage.us : sm90_us(p, sm90);
       std::string reason = is_slow ? "not the SM90 kernel: " + advantage.reason : "";
@@ -261,7 +260,7 @@ double margin_of_col2im(const Problem& p, const Plan& chosen) {
 /// in the place of PyTorch's, and of few outputs in that of what the SM90 plan keeps, whose gradients are
 /// computed among 64 channels then, in up to twice cuDNN's time (perf/NOTES.md, "Training few outputs").
 bool trains_by_col2im(const Problem& p, const Device& device, const Plan& chosen) {
-  if (!p.tail.norm) return false;  // not compared
+  if (!p.tail.norm || p.tail.returns_conv) return false;  // not compared
   if (chosen.keeps_conv) return chosen.algorithm == Algorithm::kCudaLibrary;
   // PyTorch's convolution_backward takes the host some 150 us longer, so shorter blocks stay.
   constexpr std::int64_t kFewOutputs = 8;
@@ -406,7 +405,7 @@ Plan choose(const Problem& problem, const Device& device, const std::vector<Conv
     reason += concat("; not the SM80 kernel: ", obstacle);
   }
   if (!keeps_activation) {
-    const double least = has_plan_times(problem) ? library_plan_us(problem, device) : 0;
+    const double least = has_times(problem) ? library_plan_us(problem, device) : 0;
     if (const auto direct = choose_direct(problem, device, nullptr, least, reason)) return *direct;
   }
   return with_skip(problem, device, instances, keeps_activation,

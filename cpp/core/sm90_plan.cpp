@@ -310,7 +310,7 @@ std::string sm90_obstacle(const Problem& p, const Device& device, const std::vec
   }
   // Who asks for the plan gets it, to compare.
   const double least = least_channel_share(p, trains);
-  const bool is_compared_later = !trains && (has_plan_times(p) || has_group_times(p));
+  const bool is_compared_later = !trains && has_times(p);
   if (device.forced_plan.empty() && !is_compared_later && channel_share(p) < least) {
     return concat("channels fill ", 100 * channel_share(p), "% of the tiles, and cuDNN is quicker below ",
                   100 * least, "%");

@@ -28,30 +28,55 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 #endif
 }
 
-/// Launches a kernel.
+/// The blocks of a launch.
+struct LaunchShape {
+  dim3 grid;
+  dim3 threads;
+  std::size_t shared_bytes;
+  unsigned cluster_blocks = 1;  // along the grid's x
+};
+
+/// Launches a kernel, and says what CUDA says.
 /// \param beside whether it may begin when the one before says so or its blocks have ended, and not only once
-/// what that one wrote has been written, too: it calls wait_for_kernel_before where it reads that
+/// what that one wrote has been written, too: it calls wait_for_kernel_before where it reads that. On devices
+/// that know such launches
+template <class Args>
+cudaError_t launch_status(void (*kernel)(Args), const LaunchShape& shape, cudaStream_t stream,
+                          const Args& args, bool beside) {
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.threads;
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  if (beside) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster_blocks > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {shape.cluster_blocks, 1, 1};
+  }
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+/// Launches a kernel.
+/// \param beside as for launch_status, and ignored where the device does not know such launches
 /// \throws std::runtime_error where CUDA refuses
 template <class Args>
-void launch_kernel(const char* name, void (*kernel)(Args), dim3 grid, dim3 threads, std::size_t shared_bytes,
-                   cudaStream_t stream, const Args& args, bool beside) {
-  cudaLaunchAttribute programmatic{};
-  programmatic.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  programmatic.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &programmatic;
+void launch_kernel(const char* name, void (*kernel)(Args), const LaunchShape& shape, cudaStream_t stream,
+                   const Args& args, bool beside) {
   if (beside) {
     constexpr int kHopper = 9;
     int device = 0, major = 0;
     check(cudaGetDevice(&device), name);
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), name);
-    config.numAttrs = major >= kHopper ? 1 : 0;
+    beside = major >= kHopper;
   }
-  check(cudaLaunchKernelEx(&config, kernel, args), name);
+  check(launch_status(kernel, shape, stream, args, beside), name);
 }
 
 }  // namespace upconv3d::cuda

@@ -60,7 +60,51 @@ void test_choice() {
   expect(!std::isfinite(col2im_us(large, device)), "more than was compared");
   Problem returned = p;
   returned.tail.returns_conv = true;
-  expect(!std::isfinite(col2im_us(returned, device)), "a second result: not compared");
+  expect(std::isfinite(col2im_us(returned, device)), "a second result, which the gather writes anyway");
+  one_output.dtype = DType::kFloat32, one_output.tail.returns_conv = true;
+  expect(select_training_plan(one_output, device, all_compiled()).algorithm == Algorithm::kCudaLibrary,
+         "trained, such blocks were not compared");
+}
+
+/// us of perf/results/h200_plans_of_kinds.txt: at float32's accuracy, of a returned convolution, dilated.
+void test_kinds_timed_later() {
+  const auto algorithm = [](const std::function<void(Problem&)>& change) {
+    Problem p = headline();
+    p.n = 4, p.c = p.k = 80, p.num_groups = 1, p.in = {9, 8, 9}, p.has_bias = true, p.w_channels_last = true;
+    p.dtype = DType::kFloat32;
+    change(p);
+    return select_plan(p, hopper(), all_compiled()).algorithm;
+  };
+  const auto without_norm = [](Problem& p) { p.tail = make_tail("norm_act", false, "relu", 0.0, false); };
+  expect(algorithm([&](Problem& p) {
+           without_norm(p);
+           p.precision = Precision::kIEEE, p.kernel = {1, 3, 3}, p.padding = {0, 1, 1};
+         }) == Algorithm::kCudaCol2im,
+         "ieee without a norm: col2im 24, SM90 46, library 37");
+  expect(algorithm([&](Problem& p) {
+           without_norm(p);
+           p.precision = Precision::kIEEE, p.n = 8, p.c = 72, p.k = 100, p.in = {17, 17, 16};
+           p.padding = {1, 1, 1};
+         }) == Algorithm::kSm90ImplicitGemm,
+         "ieee without a norm, larger: SM90 265, col2im 733");
+  expect(algorithm([](Problem& p) {
+           p.precision = Precision::kIEEE, p.n = 8, p.c = 128, p.k = 24, p.in = {11, 12, 12};
+           p.kernel = p.stride = {3, 3, 3};
+         }) == Algorithm::kCudaCol2im,
+         "ieee, y of 33 MB: col2im 136, SM90 216, library 215");
+  expect(algorithm([](Problem& p) {
+           p.tail = make_tail("norm_act", true, "relu", 0.0, true);
+           p.precision = Precision::kTF32, p.c = 200, p.k = p.num_groups = 20, p.in = {6, 6, 6};
+           p.kernel = {4, 4, 4}, p.stride = {2, 2, 2}, p.padding = {1, 1, 1};
+         }) == Algorithm::kCudaCol2im,
+         "a returned convolution: col2im 30, library 42");
+  expect(algorithm([&](Problem& p) {
+           without_norm(p);
+           p.precision = Precision::kTF32, p.n = 1, p.c = 32, p.k = 48, p.in = {7, 7, 7};
+           p.kernel = {5, 5, 5}, p.stride = {2, 2, 2}, p.dilation = {1, 2, 2}, p.padding = {2, 2, 2};
+           p.output_padding = {1, 1, 1};
+         }) == Algorithm::kCudaCol2im,
+         "dilated with a stride, no norm: col2im 31, library 41, SM90 64");
 }
 
 /// Of larger inputs, each measured by plan (perf/results/h100_col2im.txt).
@@ -169,6 +213,7 @@ int main() {
   try {
     upconv3d::test_choice();
     upconv3d::test_few_outputs();
+    upconv3d::test_kinds_timed_later();
     upconv3d::test_columns();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());

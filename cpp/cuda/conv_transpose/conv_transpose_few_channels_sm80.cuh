@@ -125,7 +125,7 @@ void launch_few_variant(const FewParams& params, const FewChannelsLayout& layout
   const int resident = std::max(1, processors * blocks / layout.channel_blocks);
   const dim3 grid(unsigned(std::min(params.items, resident)), unsigned(layout.channel_blocks));
   const bool beside = Traits::OUTPUT && layout.output_ms < kFewLongPassMs;
-  launch_kernel(name, kernel, grid, dim3(kFewThreads), shared_bytes, stream, params, beside);
+  launch_kernel(name, kernel, {grid, dim3(kFewThreads), shared_bytes}, stream, params, beside);
 }
 
 /// The variant of the layout's columns and pairs.

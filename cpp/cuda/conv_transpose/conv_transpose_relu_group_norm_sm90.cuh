@@ -76,6 +76,7 @@
 #include "cuda/conv_transpose/remembered_launch_sm90.hpp"
 #include "cuda/conv_transpose/tensor_maps_sm90.hpp"
 #include "cuda/conv_transpose/tiles_sm90.cuh"
+#include "cuda/launch.cuh"
 
 namespace upconv3d::cuda {
 
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(Traits::THREADS, 1)
     __syncthreads();
   }
   // What is launched beside this kernel looks at counters, which are clear now.
-  if (params.normalized_beside) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (params.normalized_beside) let_next_begin();
 
   int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp >= 4) {

@@ -133,7 +133,7 @@ void launch_direct_kernel(const char* name, void (*kernel)(DirectArgs<T>),
   const auto shared_bytes = static_cast<std::size_t>(tiling.shared_bytes);
   const DirectArgs<T> args = direct_args<T>(params, tiling);
   const bool follows_finalize = params.problem.tail.norm && params.part == nullptr;
-  launch_kernel(name, kernel, grid, threads, shared_bytes, stream, args, follows_finalize);
+  launch_kernel(name, kernel, {grid, threads, shared_bytes}, stream, args, follows_finalize);
 }
 
 }  // namespace upconv3d::cuda

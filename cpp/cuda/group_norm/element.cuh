@@ -142,8 +142,9 @@ void launch(const char* name, void (*kernel)(Args), std::int64_t blocks, dim3 th
     throw std::invalid_argument("upconv3d: a kernel runs at most 2147483647 blocks; " + std::string(name) +
                                 " would need " + std::to_string(blocks) + ". Split the batch.");
   }
-  launch_kernel(name, kernel, dim3(static_cast<unsigned>(blocks)), threads,
-                static_cast<std::size_t>(shared_bytes), stream, args, beside);
+  launch_kernel(name, kernel,
+                {dim3(static_cast<unsigned>(blocks)), threads, static_cast<std::size_t>(shared_bytes)},
+                stream, args, beside);
 }
 
 }  // namespace upconv3d::cuda

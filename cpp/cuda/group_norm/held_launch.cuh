@@ -11,6 +11,7 @@
 #include "cuda/conv_transpose/cooperative_launch.hpp"
 #include "cuda/group_norm/held_norm.hpp"
 #include "cuda/group_norm/pending.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/reserved_shared_memory.hpp"
 
 namespace upconv3d::cuda {
@@ -71,30 +72,17 @@ struct HeldShape {
   bool clusters;  // whether those are a cluster; else all blocks wait
 };
 
-/// A launch whose blocks wait for their clusters' alone, or for none. Where `overlaps`, it begins as soon as
+/// A launch whose blocks wait for their clusters' alone, or for none. Where `beside`, it begins as soon as
 /// the blocks of the kernel before have ended, not when what they wrote has been, too: 1 us earlier. (Of
 /// cooperative launches that would make no difference.)
 template <class Args>
-cudaError_t launch_held_clusters(void (*kernel)(Args), const Args& args, const HeldShape& shape,
-                                 bool overlaps, cudaStream_t stream) {
-  cudaLaunchAttribute attributes[2]{};
-  unsigned count = 0;
-  if (overlaps) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (shape.clusters) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count++].val.clusterDim = {static_cast<unsigned>(shape.tiles), 1, 1};
-  }
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(shape.work));
-  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
-  config.dynamicSmemBytes = static_cast<std::size_t>(shape.shared_bytes);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = count;
-  return cudaLaunchKernelEx(&config, kernel, args);
+cudaError_t launch_held_clusters(void (*kernel)(Args), const Args& args, const HeldShape& shape, bool beside,
+                                 cudaStream_t stream) {
+  return launch_status(
+      kernel,
+      {dim3(static_cast<unsigned>(shape.work)), dim3(static_cast<unsigned>(shape.threads)),
+       static_cast<std::size_t>(shape.shared_bytes), shape.clusters ? static_cast<unsigned>(shape.tiles) : 1},
+      stream, args, beside);
 }
 
 /// Whether a launch was refused because the context holds no such cluster: it may have been granted a few

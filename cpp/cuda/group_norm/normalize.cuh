@@ -8,6 +8,7 @@
 #include "cuda/group_norm/element.cuh"
 #include "cuda/group_norm/group_norm.hpp"
 #include "cuda/group_norm/pending.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/reserved_shared_memory.hpp"
 
 namespace upconv3d::cuda {
@@ -289,7 +290,7 @@ __device__ __forceinline__ void await_sample(const NormalizeArgs<A, Y>& args, st
   if (args.merged == nullptr) return;
   // The last sample's blocks wait for all of that kernel, so that none behind this one begins before it has
   // ended; then they acquire too, for this multiprocessor may hold what lay beside other samples' values.
-  if (sample == args.shape.n - 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (sample == args.shape.n - 1) wait_for_kernel_before();
   const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
   if (thread == 0) await_count(args.merged, args.merged_count);
   if (thread == 32) await_count(args.merged + sample, args.merged_count);
