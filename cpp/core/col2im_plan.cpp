@@ -95,6 +95,15 @@ bool col2im_has_short_lanes(const Problem& p) {
          (taps == 1 || (p.k == 1 && taps <= kShortSum) || col2im_lane_channels(p) == 4);
 }
 
+bool is_col2im_activation(Activation activation) {
+  return activation == Activation::kNone || activation == Activation::kRelu ||
+         activation == Activation::kLeakyRelu || activation == Activation::kPrelu;
+}
+
+bool col2im_finishes(const Problem& p, bool keeps_conv) {
+  return !p.tail.norm && !p.tail.returns_conv && !keeps_conv && is_col2im_activation(p.tail.activation);
+}
+
 double columns_rounds(const Problem& p, int sm_count) {
   constexpr double kLeastRounds = 0.75;
   const ColumnsLayout columns(p);
@@ -131,16 +140,18 @@ double ieee_columns_us(const Problem& p, const ColumnsWork& work, int sm_count) 
   constexpr std::int64_t kBlockInputs = 16, kRowValues = 4;
   constexpr double kLaunches = 15, kBlock = 1.45, kOddInput = 0.45, kOddWeight = 0.35;
   constexpr double kColumnsPerMB = 0.65, kInputPerMB = 0.07, kResultPerMB = 0.75;
-  // Without a norm, of which the gather writes the result.
+  // Without a norm; and where the gather writes the result, not a launch behind it.
   constexpr double kLaunchesOfLinear = 11, kResultPerMBOfLinear = 0.3;
+  constexpr double kLaunchesOfFinished = 8, kResultPerMBOfFinished = 0.05;
   constexpr double kLane = 24e-6, kShortLane = 12e-6;
   const ColumnsLayout columns(p);
   const bool is_input_odd = (p.x_layout == Layout::kNDHWC ? p.c : columns.positions) % kRowValues != 0;
   const bool is_weight_odd = columns.rows % kRowValues != 0;
   const double blocks = columns_rounds(p, sm_count) * static_cast<double>(ceil_div(p.c, kBlockInputs));
   const double lanes = static_cast<double>(p.n * p.positions() * ceil_div(p.k, col2im_lane_channels(p)));
-  const double launches = p.tail.norm ? kLaunches : kLaunchesOfLinear;
-  const double result = p.tail.norm ? kResultPerMB : kResultPerMBOfLinear;
+  const bool finished = col2im_finishes(p, false);
+  const double launches = p.tail.norm ? kLaunches : finished ? kLaunchesOfFinished : kLaunchesOfLinear;
+  const double result = p.tail.norm ? kResultPerMB : finished ? kResultPerMBOfFinished : kResultPerMBOfLinear;
   return launches + (kBlock + (is_input_odd ? kOddInput : 0) + (is_weight_odd ? kOddWeight : 0)) * blocks +
          kColumnsPerMB * work.columns + kInputPerMB * work.x + result * work.y +
          (col2im_has_short_lanes(p) ? kShortLane : kLane) * lanes;

@@ -407,9 +407,11 @@ double col2im_plan_us(const Problem& p, const Device& device) {
   constexpr std::int64_t kHalfInputs = 32, kFloatInputs = 16;  // of a k-block
   constexpr std::int64_t kHalfRow = 2, kFloatRow = 4;  // values: rows of multiples come in larger pieces
   constexpr double kHalfBlock = 0.68, kFloatBlock = 0.72, kOddInput = 0.4, kOddWeight = 0.5;
-  constexpr double kLaunches = 16, kLaunchesOfFloat = 14, kLinear = 4;  // fewer of those
+  // Fewer of those without a norm, and where the gather writes the result, not a launch behind it.
+  constexpr double kLaunches = 16, kLaunchesOfFloat = 14, kLinear = 4, kFinished = 7;
   constexpr double kPerMB = 0.76, kInput = 0.077, kLane = 14, kShortLane = 12;
   constexpr Cost kResult = {0.79, 0.46, 0.79, 0.46}, kResultOfLinear = {0.38, 0.13, 0.38, 0.13};
+  constexpr Cost kResultOfFinished = {0.1, 0.05, 0.1, 0.05};
   constexpr double kUnheld = 1.4;
   const std::int64_t inputs = is_float(p) ? kFloatInputs : kHalfInputs;
   const std::int64_t whole = is_float(p) ? kFloatRow : kHalfRow;
@@ -421,11 +423,15 @@ double col2im_plan_us(const Problem& p, const Device& device) {
       mb.positions * static_cast<double>(ceil_div(p.k, std::int64_t{col2im_lane_channels(p)}));
   const std::optional<HeldCut> held = held_cut(p, p.y_layout, device.compute_capability);
   const bool unheld = p.tail.norm && !held;
-  return (is_float(p) ? kLaunchesOfFloat : kLaunches) - (p.tail.norm ? 0 : kLinear) + block * blocks +
-         kPerMB * static_cast<double>(columns.values()) * sizeof(float) * kMega + kInput * mb.x +
-         (p.tail.norm ? kResult : kResultOfLinear).of(p) * mb.y +
-         (col2im_has_short_lanes(p) ? kShortLane : kLane) * lanes + (unheld ? kUnheld : 0) -
-         (held ? saved_by_keeping(*held) : 0);
+  const bool finished = col2im_finishes(p, false);
+  const Cost& result = p.tail.norm ? kResult : finished ? kResultOfFinished : kResultOfLinear;
+  return (is_float(p) ? kLaunchesOfFloat : kLaunches) -
+         (p.tail.norm ? 0
+          : finished  ? kFinished
+                      : kLinear) +
+         block * blocks + kPerMB * static_cast<double>(columns.values()) * sizeof(float) * kMega +
+         kInput * mb.x + result.of(p) * mb.y + (col2im_has_short_lanes(p) ? kShortLane : kLane) * lanes +
+         (unheld ? kUnheld : 0) - (held ? saved_by_keeping(*held) : 0);
 }
 
 }  // namespace upconv3d

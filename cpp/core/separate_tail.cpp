@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "core/col2im_plan.hpp"
 #include "core/cpu_conv_layout.hpp"
 #include "core/held_norm.hpp"
 #include "core/library_plan.hpp"
@@ -53,7 +54,7 @@ Plan cuda_col2im_plan(const Problem& p, const Device& device, const std::string&
   plan.keeps_conv = for_training && keeps_library_conv(p);
   plan.activation_in_y = !p.tail.returns_conv && !plan.keeps_conv;
   plan.stages = {"conv_transpose_columns_sm80", "col2im"};
-  add_tail_stages(p, device, plan);
+  if (!col2im_finishes(p, plan.keeps_conv)) add_tail_stages(p, device, plan);
   return plan;
 }
 

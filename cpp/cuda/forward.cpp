@@ -8,6 +8,7 @@
 #include <string>
 
 #include "core/channels.hpp"
+#include "core/col2im_plan.hpp"
 #include "core/cut.hpp"
 #include "core/held_norm.hpp"
 #include "core/twice_layout.hpp"
@@ -358,10 +359,15 @@ void run_library(const Problem& problem, const Plan& plan, const Device& device,
 /// Whose workspace is that of the products first, then of what follows.
 void run_col2im(const Problem& problem, const Plan& plan, const Device& device, const ForwardTensors& tensors,
                 cudaStream_t stream) {
-  void* const conv = problem.tail.returns_conv ? tensors.c : plan.keeps_conv ? tensors.saved : tensors.y;
-  convolve_by_columns(problem, tensors, conv, stream);
+  const bool finishes = col2im_finishes(problem, plan.keeps_conv);
+  ColumnsTail tail;
+  tail.y = problem.tail.returns_conv ? tensors.c : plan.keeps_conv ? tensors.saved : tensors.y;
+  if (finishes || problem.tail.returns_conv) tail.bias = tensors.bias;
+  if (finishes) tail.activation = activation_params(problem.tail, problem.tail.activation, tensors);
+  convolve_by_columns(problem, tensors, tail, stream);
+  if (finishes) return;
   ForwardTensors after = tensors;
-  after.conv = conv;
+  after.conv = tail.y;
   if (problem.tail.returns_conv) after.bias = nullptr;
   run_library(problem, plan, device, after, stream);
 }

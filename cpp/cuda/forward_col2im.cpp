@@ -16,7 +16,7 @@ std::int64_t columns_bytes(const Problem& problem) {
 
 #ifdef UPCONV3D_HAS_SM80
 
-void convolve_by_columns(const Problem& problem, const ForwardTensors& tensors, void* conv,
+void convolve_by_columns(const Problem& problem, const ForwardTensors& tensors, const ColumnsTail& tail,
                          cudaStream_t stream) {
   ConvTransposeColumnsParams product;
   product.problem = problem;
@@ -32,15 +32,16 @@ void convolve_by_columns(const Problem& problem, const ForwardTensors& tensors, 
   Col2imParams gather;
   gather.problem = problem;
   gather.columns = tensors.workspace;
-  gather.bias = problem.tail.returns_conv ? tensors.bias : nullptr;
-  gather.y = conv;
+  gather.bias = tail.bias;
+  gather.activation = tail.activation;
+  gather.y = tail.y;
   const StageRange range("upconv3d::col2im");
   launch_col2im(gather, stream);
 }
 
 #else
 
-void convolve_by_columns(const Problem&, const ForwardTensors&, void*, cudaStream_t) {
+void convolve_by_columns(const Problem&, const ForwardTensors&, const ColumnsTail&, cudaStream_t) {
   throw std::logic_error(
       "upconv3d: conv_transpose_columns_sm80 is not part of this build; an arch from 80 on is missing from "
       "UPCONV3D_CUDA_ARCHS");

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
+#include "cuda/activation.hpp"
 #include "cuda/forward.hpp"
 
 namespace upconv3d::cuda {
@@ -15,10 +16,16 @@ namespace upconv3d::cuda {
 /// Scratch memory of convolve_by_columns.
 std::int64_t columns_bytes(const Problem& problem);
 
-/// Writes the convolution, problem.y_layout, to `conv`; with the bias where it is to be returned.
-/// \param tensors x, w, bias and a workspace of columns_bytes
-/// \param conv    [N,K,Z,P,Q] or [N,Z,P,Q,K] of problem.dtype; written
-void convolve_by_columns(const Problem& problem, const ForwardTensors& tensors, void* conv,
+/// What the gather does with the convolution, and where to.
+struct ColumnsTail {
+  const void* bias = nullptr;   // [K] of problem.dtype, or null
+  ActivationParams activation;  // of the sum
+  void* y = nullptr;            // [N,K,Z,P,Q] or [N,Z,P,Q,K] of problem.dtype, in problem.y_layout; written
+};
+
+/// Writes activation(conv + bias).
+/// \param tensors x, w and a workspace of columns_bytes
+void convolve_by_columns(const Problem& problem, const ForwardTensors& tensors, const ColumnsTail& tail,
                          cudaStream_t stream);
 
 }  // namespace upconv3d::cuda

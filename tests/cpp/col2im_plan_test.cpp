@@ -66,6 +66,31 @@ void test_choice() {
          "trained, such blocks were not compared");
 }
 
+/// Without a norm the gather applies what costs a comparison and a product, where its sums are not wanted.
+void test_finishing() {
+  Problem p = headline(DType::kFloat32, Layout::kNCDHW);
+  p.n = 2, p.c = 96, p.k = 64, p.in = {9, 12, 10};
+  Device device = hopper();
+  device.forced_plan = "col2im";
+  const auto stages = [&](const char* activation, bool returned, bool training) {
+    p.tail = make_tail("norm_act", false, activation, 0.01, returned);
+    const Plan plan =
+        training ? select_training_plan(p, device, all_compiled()) : select_plan(p, device, all_compiled());
+    return plan.algorithm == Algorithm::kCudaCol2im ? plan.stages.size() : 0;
+  };
+  for (const char* activation : {"none", "relu", "leaky_relu", "prelu"}) {
+    expect(stages(activation, false, false) == 2, concat("product and gather: ", activation));
+  }
+  for (const char* activation : {"elu", "silu", "gelu", "gelu_tanh"}) {
+    expect(stages(activation, false, false) == 3, concat("a launch behind them: ", activation));
+  }
+  expect(stages("relu", true, false) == 3, "the gather writes the convolution that is returned");
+  p.tail = make_tail("norm_act", true, "relu", 0.01, false);
+  expect(!col2im_finishes(p, false), "before a norm");
+  p.tail = make_tail("norm_act", false, "relu", 0.01, false);
+  expect(col2im_finishes(p, false) && !col2im_finishes(p, true), "a backward reads the convolution");
+}
+
 /// us of perf/results/h200_plans_of_kinds.txt: at float32's accuracy, of a returned convolution, dilated.
 void test_kinds_timed_later() {
   const auto algorithm = [](const std::function<void(Problem&)>& change) {
@@ -213,6 +238,7 @@ int main() {
   try {
     upconv3d::test_choice();
     upconv3d::test_few_outputs();
+    upconv3d::test_finishing();
     upconv3d::test_kinds_timed_later();
     upconv3d::test_columns();
   } catch (const std::exception& error) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// col2im: y(k, o) = bias(k) + sum over taps that reach o of columns(k, tap, input), taps in rising order.
+/// col2im: y(k, o) = activation(bias(k) + sum over taps that reach o of columns(k, tap, input)), taps in
+/// rising order.
 ///
 /// o = input*stride + tap*dilation - padding along each axis. A lane has one output position of kChannels
 /// neighbouring output channels, so that what taps are worth asking for serves them all, and a warp's loads
@@ -11,9 +12,11 @@
 #include <cstdint>
 #include <numeric>
 #include <stdexcept>
+#include <string>
 
 #include "core/col2im_plan.hpp"
 #include "core/index_math.hpp"
+#include "cuda/activation.cuh"
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/col2im.hpp"
 #include "cuda/group_norm/element.cuh"
@@ -44,6 +47,7 @@ template <class T>
 struct Col2imTypedArgs : Col2imArgs {
   const T* bias;  // [K], or null
   T* y;           // [N,K,Z,P,Q] or [N,Z,P,Q,K]
+  ActivationParams activation;
 };
 
 /// Taps that reach one output along one axis: first, first + step, ... `count` of them, which read input,
@@ -157,6 +161,16 @@ __global__ void __launch_bounds__(kThreads) col2im(const __grid_constant__ Col2i
         if (channel + c < args.channels) sums[c] += to_stat(args.bias[channel + c]);
       }
     }
+    if (args.activation.kind == Activation::kRelu) {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) sums[c] = ReluActivation{}.value(sums[c], 0.f);
+    } else if (args.activation.kind != Activation::kNone) {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        const int of = min(channel + c, args.channels - 1);
+        sums[c] = SlopeActivation{}.value(sums[c], activation_parameter<T>(args.activation, of));
+      }
+    }
   }
   if constexpr (kInRows) {
     // One float more than channels: lanes' writes meet other banks.
@@ -229,6 +243,7 @@ void launch_typed(const Col2imParams& params, cudaStream_t stream) {
   args.columns = static_cast<const float*>(params.columns);
   args.bias = static_cast<const T*>(params.bias);
   args.y = static_cast<T*>(params.y);
+  args.activation = params.activation;
   args.columns_sample = layout.samples == 1 ? volume(p.in) : layout.rows * layout.pitch;
   args.tap = static_cast<int>(layout.row_tap * layout.pitch);
   args.k = static_cast<int>(layout.row_k * layout.pitch);
@@ -253,6 +268,10 @@ void launch_typed(const Col2imParams& params, cudaStream_t stream) {
 
 void launch_col2im(const Col2imParams& params, cudaStream_t stream) {
   const Problem& p = params.problem;
+  if (!is_col2im_activation(params.activation.kind)) {
+    throw std::logic_error("upconv3d: col2im applies no activation but ReLU and slopes; got " +
+                           std::string(name(params.activation.kind)));
+  }
   if (p.dtype == DType::kBFloat16) return launch_typed<__nv_bfloat16>(params, stream);
   if (p.dtype == DType::kFloat16) return launch_typed<__half>(params, stream);
   if (p.dtype != DType::kFloat32) {
