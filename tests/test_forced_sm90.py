@@ -55,6 +55,10 @@ MANY_PHASES = ("64-phases", "64-phases-of-8-taps", "64-phases-stacked")
 CHANNELS_LAST_ALONE = {("twice", name) for name in ("stride-1", "stride-3", "stride-1x4x4")}
 KINDS = ((torch.bfloat16, "ieee"), (torch.float16, "ieee"), (torch.float32, "tf32"))
 
+# C, K and groups of the convolution whose outputs fill whole vectors.
+GROUPS = [(128, 256, 2), (128, 256, 4), (128, 96, 2), (128, 96, 4), (32, 64, 2), (32, 64, 4), (20, 128, 2)]
+GROUPS += [(20, 128, 4), (40, 272, 2), (256, 128, 2), (256, 128, 4)]
+
 
 def check_doubtful_sums(block):
     """Sums of squares that cancel, and ones of values that overflow once they are rounded."""
@@ -101,6 +105,27 @@ def cases(device, plan):
             )
 
 
+def convolution_groups(device):
+    """Run by the child: groups as they lie and packed apart, at float32's accuracy, too."""
+    for (c, k, groups), kind in itertools.product(GROUPS, (*KINDS, (torch.float32, "ieee"))):
+        torch.manual_seed(1234)
+        block = make_block(
+            2,
+            c,
+            k,
+            (4, 5, 9),
+            3,
+            num_groups=4,
+            groups=groups,
+            device=device,
+            dtype=kind[0],
+            precision=kind[1],
+        )
+        for case in (block, block.channels_last()):
+            assert case.plan().algorithm == "sm90_implicit_gemm", case.plan()
+            check_like_eager(case)
+
+
 def constant_volumes(device, plan):
     """Run by the child: means that rounding moves, which eps does not hide."""
     for (dtype, precision), channels_last in itertools.product(KINDS, (True, False)):
@@ -118,4 +143,9 @@ def constant_volumes(device, plan):
 @pytest.mark.parametrize("plan", ["stored", "twice"])
 def test_forced_kernel(hopper, plan, run):
     result = _run_child(f"import test_forced_sm90; test_forced_sm90.{run}('cuda', '{plan}')", plan=plan)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_forced_groups(hopper):
+    result = _run_child("import test_forced_sm90; test_forced_sm90.convolution_groups('cuda')", plan="stored")
     assert result.returncode == 0, result.stdout + result.stderr
