@@ -193,26 +193,24 @@ def test_strides_of_many_phases_in_ncdhw(hopper, stride, dtype, precision):
     """Of more than 27 phases the convolution takes several launches; partial tiles and whole ones in each."""
     if dtype is not torch.float32 and precision == "tf32":
         pytest.skip("float32's precision")
-    for kernel, extent, groups in ((4, (6, 7, 8), 1), ((5, 4, 6), (3, 4, 5), 2)):
-        block = make_block(
-            16 if groups == 1 else 2,  # smaller ones take the col2im plan
-            64,
-            128,
-            extent,
-            kernel,
-            groups=groups,
-            stride=stride,
-            padding=1,
-            num_groups=8,
-            device=hopper,
-            dtype=dtype,
-            precision=precision,
-        )
-        plan = block.plan()
-        assert plan.algorithm == "sm90_implicit_gemm"
-        many = stride[0] * stride[1] * stride[2] > 27
-        assert many == (plan.twice or "group_norm_finalize_slabs" in plan.stages)
-        if groups != 1 or (precision == "ieee" and dtype is torch.float32):
-            assert not plan.twice
-        check_like_eager(block)
-        assert torch.equal(block.ours(), block.ours())
+    block = make_block(
+        16,  # smaller ones take the col2im plan, groups are tested in test_forced_sm90.py
+        64,
+        128,
+        (6, 7, 8),
+        4,
+        stride=stride,
+        padding=1,
+        num_groups=8,
+        device=hopper,
+        dtype=dtype,
+        precision=precision,
+    )
+    plan = block.plan()
+    assert plan.algorithm == "sm90_implicit_gemm"
+    many = stride[0] * stride[1] * stride[2] > 27
+    assert many == (plan.twice or "group_norm_finalize_slabs" in plan.stages)
+    if precision == "ieee" and dtype is torch.float32:
+        assert not plan.twice
+    check_like_eager(block)
+    assert torch.equal(block.ours(), block.ours())

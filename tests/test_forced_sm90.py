@@ -5,6 +5,7 @@ UPCONV3D_PLAN is read once per process, so the cases run in another.
 """
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -58,6 +59,7 @@ KINDS = ((torch.bfloat16, "ieee"), (torch.float16, "ieee"), (torch.float32, "tf3
 # C, K and groups of the convolution whose outputs fill whole vectors.
 GROUPS = [(128, 256, 2), (128, 256, 4), (128, 96, 2), (128, 96, 4), (32, 64, 2), (32, 64, 4), (20, 128, 2)]
 GROUPS += [(20, 128, 4), (40, 272, 2), (256, 128, 2), (256, 128, 4)]
+STRIDES = ((3, 3, 3), (1, 4, 4), (2, 4, 4), (3, 3, 4), (4, 4, 4))
 
 
 def check_doubtful_sums(block):
@@ -107,23 +109,26 @@ def cases(device, plan):
 
 def convolution_groups(device):
     """Run by the child: groups as they lie and packed apart, at float32's accuracy, too."""
-    for (c, k, groups), kind in itertools.product(GROUPS, (*KINDS, (torch.float32, "ieee"))):
+    for (c, k, groups), (dtype, precision) in itertools.product(GROUPS, (*KINDS, (torch.float32, "ieee"))):
         torch.manual_seed(1234)
-        block = make_block(
-            2,
-            c,
-            k,
-            (4, 5, 9),
-            3,
-            num_groups=4,
-            groups=groups,
-            device=device,
-            dtype=kind[0],
-            precision=kind[1],
-        )
+        options = {"num_groups": 4, "device": device, "dtype": dtype, "precision": precision}
+        block = make_block(2, c, k, (4, 5, 9), 3, groups=groups, **options)
         for case in (block, block.channels_last()):
             assert case.plan().algorithm == "sm90_implicit_gemm", case.plan()
             check_like_eager(case)
+
+
+def groups_of_many_phases(device):
+    """Run by the child: in several launches from 28 phases on, whose moments one more merges."""
+    for stride, (dtype, precision) in itertools.product(STRIDES, (*KINDS, (torch.float32, "ieee"))):
+        torch.manual_seed(1234)
+        options = {"num_groups": 8, "device": device, "dtype": dtype, "precision": precision}
+        block = make_block(2, 64, 128, (3, 4, 5), (5, 4, 6), groups=2, stride=stride, padding=1, **options)
+        for case in (block, block.channels_last()):
+            stages = case.plan().stages
+            assert ("group_norm_finalize_slabs" in stages) == (math.prod(stride) > 27), case.plan()
+            check_like_eager(case)
+            assert torch.equal(case.ours(), case.ours())
 
 
 def constant_volumes(device, plan):
@@ -146,6 +151,7 @@ def test_forced_kernel(hopper, plan, run):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_forced_groups(hopper):
-    result = _run_child("import test_forced_sm90; test_forced_sm90.convolution_groups('cuda')", plan="stored")
+@pytest.mark.parametrize("run", ["convolution_groups", "groups_of_many_phases"])
+def test_forced_groups(hopper, run):
+    result = _run_child(f"import test_forced_sm90; test_forced_sm90.{run}('cuda')", plan="stored")
     assert result.returncode == 0, result.stdout + result.stderr
