@@ -408,10 +408,10 @@ double col2im_plan_us(const Problem& p, const Device& device) {
   constexpr std::int64_t kHalfRow = 2, kFloatRow = 4;  // values: rows of multiples come in larger pieces
   constexpr double kHalfBlock = 0.68, kFloatBlock = 0.72, kOddInput = 0.4, kOddWeight = 0.5;
   // Fewer of those without a norm, and where the gather writes the result, not a launch behind it.
-  constexpr double kLaunches = 16, kLaunchesOfFloat = 14, kLinear = 4, kFinished = 7;
+  constexpr double kLaunches = 16, kLaunchesOfFloat = 14, kLinear = 4, kFinished = 6.5;
   constexpr double kPerMB = 0.76, kInput = 0.077, kLane = 14, kShortLane = 12;
   constexpr Cost kResult = {0.79, 0.46, 0.79, 0.46}, kResultOfLinear = {0.38, 0.13, 0.38, 0.13};
-  constexpr Cost kResultOfFinished = {0.1, 0.05, 0.1, 0.05};
+  constexpr Cost kResultOfFinished = {0.25, 0.05, 0.25, 0.05};
   constexpr double kUnheld = 1.4;
   const std::int64_t inputs = is_float(p) ? kFloatInputs : kHalfInputs;
   const std::int64_t whole = is_float(p) ? kFloatRow : kHalfRow;
