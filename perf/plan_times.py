@@ -7,8 +7,8 @@
 
 One line of JSON per block and input: the block, the input, the plan that UPCONV3D_PLAN names (read once per
 process), its time in us, and with the library plan PyTorch's operators and their convolution as well. A block
-that the plan cannot run has no line. With --groups the convolutions have several groups, what
-cpp/core/group_times.cpp is fitted to. Needs a CUDA device.
+that the plan cannot run has no line. With --groups the convolutions have several groups, drawn as those that
+cpp/core/group_times.cpp was fitted to. Needs a CUDA device.
 """
 
 from __future__ import annotations

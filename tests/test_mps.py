@@ -49,17 +49,17 @@ def check_processes(environment, what, plan, percentage, processes):
     """What test_cuda_promises.py is asked for, in processes of their own that run at the same time."""
     granted = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percentage), "UPCONV3D_PLAN": plan}
     with contextlib.ExitStack() as ends:
-        crowds = []
+        started = []
         for _ in range(processes):
             output, errors = (ends.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
             command = [sys.executable, str(PROMISES), what, "any-plan"]
-            crowd = subprocess.Popen(command, env=environment | granted, stdout=output, stderr=errors)
-            ends.callback(crowd.wait)
-            ends.callback(crowd.kill)
-            crowds.append((crowd, output, errors))
-        for crowd, output, errors in crowds:
+            process = subprocess.Popen(command, env=environment | granted, stdout=output, stderr=errors)
+            ends.callback(process.wait)
+            ends.callback(process.kill)
+            started.append((process, output, errors))
+        for process, output, errors in started:
             try:
-                status = crowd.wait(SECONDS)
+                status = process.wait(SECONDS)
             except subprocess.TimeoutExpired:
                 pytest.fail(f"calls under MPS do not end within {SECONDS} s")
             errors.seek(0)

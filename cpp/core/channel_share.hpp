@@ -37,7 +37,8 @@ inline bool are_groups_of_cudnn(const Problem& p) {
 }
 
 /// The share from which the SM90 kernel was quicker than cuDNN's convolution and our normalization on an
-/// H200, between the shapes on either side that were timed. Not asked where plan_times.hpp has times.
+/// H200, between the shapes on either side that were timed. Not asked in inference where has_times
+/// (plan_times.hpp).
 /// \param trains whether a backward pass follows, or this is part of one
 inline double least_channel_share(const Problem& p, bool trains) {
   // Times of ours over the library plan's, for bfloat16 channels_last_3d, tf32, ieee:

@@ -15,7 +15,7 @@
 namespace upconv3d {
 namespace {
 
-/// x [n,c,extent] in groups, act_norm with eight norm groups.
+/// x [n,c,extent^3] in groups, kernel 3, ReLU before one norm group.
 Problem block(std::int64_t n, std::int64_t c, std::int64_t k, std::int64_t groups, std::int64_t extent) {
   Problem p = headline();
   p.n = n, p.c = c, p.k = k, p.groups = groups, p.in = {extent, extent, extent}, p.num_groups = 1;

@@ -270,7 +270,8 @@ void launch_col2im(const Col2imParams& params, cudaStream_t stream) {
   const Problem& p = params.problem;
   if (!is_col2im_activation(params.activation.kind)) {
     throw std::logic_error("upconv3d: col2im applies no activation but ReLU and slopes; got " +
-                           std::string(name(params.activation.kind)));
+                           std::string(name(params.activation.kind)) + ", for " + describe(p) +
+                           ". Launch it behind the gather (col2im_finishes).");
   }
   if (p.dtype == DType::kBFloat16) return launch_typed<__nv_bfloat16>(params, stream);
   if (p.dtype == DType::kFloat16) return launch_typed<__half>(params, stream);
