@@ -59,8 +59,8 @@ bool col2im_finishes(const Problem& problem, bool keeps_conv);
 std::string col2im_obstacle(const Problem& problem, const Device& device);
 
 /// Expected time of all launches, in us of an H200 with L2 cold; infinity where the product is larger than
-/// was timed, at float32's accuracy of more than 512 inputs, of x beyond 440 MB and of sums too short for that
-/// accuracy, and of blocks without plan_times.hpp's times that are unlike what was timed (perf/NOTES.md,
+/// was timed, at float32's accuracy of more than 512 inputs, of x beyond 440 MB and of sums too short for
+/// that accuracy, and of blocks without plan_times.hpp's times that are unlike what was timed (perf/NOTES.md,
 /// "Small blocks by col2im").
 double col2im_us(const Problem& problem, const Device& device);
 
