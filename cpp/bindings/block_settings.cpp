@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/block_settings.hpp"
 
+#include <algorithm>
+#include <bit>
+#include <cstddef>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
@@ -16,8 +20,14 @@ namespace {
 constexpr std::size_t kMaxRemembered = 4096;
 
 struct Remembered {
-  std::mutex mutex;
+  mutable std::mutex mutex;
   std::deque<BlockSettings> settings;  // entries stay where they are as it grows
+  std::map<BlockNumbers, std::int64_t> numbers;
+
+  std::optional<std::int64_t> find(const BlockNumbers& wanted) const {
+    const auto known = numbers.find(wanted);
+    return known == numbers.end() ? std::nullopt : std::optional(known->second);
+  }
 };
 
 Remembered& remembered() {
@@ -25,14 +35,40 @@ Remembered& remembered() {
   return all;
 }
 
+/// Nothing for another tail, and for lists that are no triples, which the op refuses.
+std::optional<BlockNumbers> numbers_of(const BlockSettings& s) {
+  const bool is_known = s.precision == "tf32" || s.precision == "ieee";
+  if (!is_known || !s.tail.is_relu_group_norm() || s.spares_host || s.casts_parameters) return std::nullopt;
+  BlockNumbers numbers = {
+      {}, s.groups, s.num_groups, std::bit_cast<std::uint64_t>(s.eps), s.precision == "tf32"};
+  auto* next = numbers.triples.begin();
+  for (const auto* const triple : {&s.stride, &s.padding, &s.output_padding, &s.dilation}) {
+    if (triple->size() != 3) return std::nullopt;
+    next = std::copy(triple->begin(), triple->end(), next);
+  }
+  return numbers;
+}
+
 }  // namespace
 
 std::optional<std::int64_t> remember_settings(BlockSettings settings) {
+  const std::optional<BlockNumbers> numbers = numbers_of(settings);
   Remembered& all = remembered();
   const std::lock_guard<std::mutex> lock(all.mutex);
+  if (numbers) {
+    if (const auto known = all.find(*numbers)) return known;
+  }
   if (all.settings.size() >= kMaxRemembered) return std::nullopt;
+  const auto number = static_cast<std::int64_t>(all.settings.size());
   all.settings.push_back(std::move(settings));
-  return static_cast<std::int64_t>(all.settings.size()) - 1;
+  if (numbers) all.numbers.emplace(*numbers, number);
+  return number;
+}
+
+std::optional<std::int64_t> number_of(const BlockNumbers& numbers) {
+  const Remembered& all = remembered();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return all.find(numbers);
 }
 
 const BlockSettings& remembered_settings(std::int64_t number) {

@@ -17,6 +17,7 @@
 #include "bindings/build_info.hpp"
 #include "bindings/plan_query.hpp"
 #include "bindings/python_arguments.hpp"
+#include "bindings/settings_number.hpp"
 #include "core/arguments.hpp"
 #include "core/backward_plan.hpp"
 #include "core/errors.hpp"
@@ -208,4 +209,5 @@ PYBIND11_MODULE(_C, module) {
       "takes: whether a small block is to take the host least, and whether float32 parameters of a "
       "16-bit input are cast to its dtype; None where too many are remembered already.");
   module.def("remembered_settings", &remembered, py::arg("number"), "What remember_settings was given.");
+  add_settings_number(module);
 }

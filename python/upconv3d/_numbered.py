@@ -29,7 +29,12 @@ _PUBLIC = {
     "_numbered_block_for_training": _ops.conv_transpose3d_relu_group_norm_for_training.default,
 }
 
-_numbers: dict[tuple[Any, ...], int] = {}
+# settings_number, of the same arguments one by one, where an earlier call has had them: None for others, and
+# where one of them is no plain int, tuple of three ints, float or str.
+known_number: Callable[..., int | None] = _C.settings_number  # type: ignore[has-type]
+
+# The settings of each number.
+known_blocks: dict[int | None, tuple[Any, ...]] = {}
 
 
 def settings_number(settings: tuple[Any, ...]) -> int | None:
@@ -37,20 +42,19 @@ def settings_number(settings: tuple[Any, ...]) -> int | None:
 
     None where they are not remembered: too many others are already, or one is no plain number.
     """
-    try:
-        number = _numbers.get(settings)
-    except TypeError:  # a symbolic number, which has no hash: the public operator takes it
-        return None
-    return _remember(settings) if number is None else number
+    number: int | None = known_number(*settings)
+    return number if number in known_blocks else _remember(settings)
 
 
 def _remember(settings: tuple[Any, ...]) -> int | None:
-    # A tensor as eps is equal to itself whatever its value.
-    if not isinstance(settings[6], (int, float)):
+    stride, padding, output_padding, groups, dilation, num_groups, eps, _ = settings
+    # Neither symbolic integers nor a tensor as eps, whose value may change behind the number.
+    integers = (*stride, *padding, *output_padding, groups, *dilation, num_groups)
+    if not isinstance(eps, (int, float)) or any(type(value) is not int for value in integers):
         return None
     number: int | None = _C.remember_settings(settings)
     if number is not None:
-        _numbers[settings] = number
+        known_blocks.setdefault(number, settings)
     return number
 
 

@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function
 from ._autocast import block_under_autocast, three_calls
 from ._autograd import record_block
 from ._geometry import surely
-from ._numbered import numbered_block, settings_number
+from ._numbered import known_blocks, known_number, numbered_block, settings_number
 from ._transforms import differentiated, takes_tangents, transformed_block
 
 IntOrTriple = int | Sequence[int]
@@ -227,6 +227,21 @@ def check_kinds(input: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias:
         raise ValueError(f"upconv3d: eps must be a finite number (activation units squared); got eps={eps}.")
 
 
+def _is_watched(tensors: tuple[Any, ...]) -> bool:
+    """Whether others than autograd and kernels are to see a call on these tensors: autocast, a transform, a
+    tracer, a profiler, a mode or __torch_function__."""
+    return (
+        _autocast_enabled()
+        or _has_torch_function(tensors)
+        or _transforms_active()
+        or forward_ad._current_level >= 0
+        or _tracing()
+        or _profiling()
+        or _compiling()
+        or _dispatch_modes() > 0
+    )
+
+
 def conv_transpose3d_relu_group_norm(
     input: Tensor,
     weight: Tensor,
@@ -287,6 +302,21 @@ def conv_transpose3d_relu_group_norm(
     Source: GroupNorm, Wu & He, arXiv:1803.08494.
     """
     tensors: tuple[Any, ...] = (input, weight, bias, norm_weight, norm_bias)
+    y: Tensor
+    if not _dynamo_compiling() and isinstance(input, Tensor) and not _is_watched(tensors):
+        resolved = resolve_precision(input, precision)
+        number = known_number(stride, padding, output_padding, groups, dilation, num_groups, eps, resolved)
+        if number in known_blocks:  # these numbers were checked before
+            try:
+                if _grad_enabled() and _any_requires_grad(*tensors):
+                    y = record_block(*tensors, known_blocks[number], number, recompute)
+                else:
+                    y = numbered_block(*tensors, number)
+                return y
+            except (RuntimeError, TypeError):  # some of what is wrong with tensors has words of its own here
+                check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
+                _check_values_per_group(input, weight, *known_blocks[number][:6])
+                raise
     # torch.fx's proxies are no tensors.
     if not isinstance(tensors[0], Tensor) and _has_torch_function(tensors):
         overridden: Tensor = handle_torch_function(
@@ -329,7 +359,6 @@ def conv_transpose3d_relu_group_norm(
     # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.
     if not tracing and (dims == 4 or (dims == 5 and surely(input.size(0) == 1))):
         _check_values_per_group(input, weight, stride, padding, output_padding, groups, dilation, num_groups)
-    y: Tensor
     if not whole:
         # Who watches operators is to see the one that he knows.
         watched = tracing or _profiling() or _dispatch_modes() > 0
