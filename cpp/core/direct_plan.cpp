@@ -11,6 +11,7 @@
 #include "core/channels.hpp"
 #include "core/direct_limits.hpp"
 #include "core/direct_tiling.hpp"
+#include "core/extents.hpp"
 #include "core/few_channels_layout.hpp"
 #include "core/group_times.hpp"
 #include "core/index_math.hpp"
@@ -187,8 +188,7 @@ bool was_compared(const Problem& p, const Device& device, const Plan& direct) {
   const bool few = p.is_ieee() ? has_compared_channels_of_ieee(p, device)
                                : has_many_outputs_of_few_inputs(p, device) ||
                                      (inputs <= kInputs && group_outputs(p) <= outputs);
-  return few && *std::max_element(p.kernel.begin(), p.kernel.end()) <= kTaps &&
-         *std::max_element(p.stride.begin(), p.stride.end()) <= kStride;
+  return few && longest(p.kernel) <= kTaps && longest(p.stride) <= kStride;
 }
 
 /// Why the kernels on CUDA cores cannot run, or "".
@@ -200,7 +200,7 @@ std::string cuda_cores_obstacle(const Problem& p, const Device& device) {
     return "an extent or the values of a sample exceed the direct kernel's 32-bit coordinates";
   }
   constexpr std::int64_t kMaxStride = 64;
-  if (*std::max_element(p.stride.begin(), p.stride.end()) > kMaxStride) {
+  if (longest(p.stride) > kMaxStride) {
     return concat("stride ", triple_text(p.stride), " exceeds the direct kernel's ", kMaxStride);
   }
   // Weights of one thread's channels at least, beside the moments' exchange. Half a multiprocessor's.
@@ -273,7 +273,7 @@ double narrow_sm90_ms(const Problem& p, const Plan& sm90, bool in_place) {
   const double estimate = compared_ms(sm90) * dilated_share(p, sm90), padding = of_padding(p, in_place);
   const bool stored = p.stride != Extent3{1, 1, 1} && !sm90.twice;
   if (in_place) {
-    const bool is_long = *std::max_element(p.stride.begin(), p.stride.end()) >= kLongStride && sm90.twice;
+    const bool is_long = longest(p.stride) >= kLongStride && sm90.twice;
     const bool unusual = is_long || is_dilated(p);
     return estimate + (unusual ? kUnusual : 0) + (group_outputs(p) % kChannelUnit != 0 ? kPadded : 0) +
            padding;

@@ -13,6 +13,7 @@
 
 #include "core/channels.hpp"
 #include "core/direct_limits.hpp"
+#include "core/extents.hpp"
 #include "core/index_math.hpp"
 #include "core/text.hpp"
 
@@ -404,7 +405,7 @@ std::string few_channels_shape_obstacle(const Problem& p, FewChannelsLayout& lay
                   " groups of phases");
   }
   const std::int64_t groups = phases / fixed.paired;
-  const std::int64_t halo = *std::max_element(fixed.box.begin(), fixed.box.end());
+  const std::int64_t halo = longest(fixed.box);
   if (halo >= 1 << kFewOffsetBits) {
     return concat("its taps read inputs ", halo, " apart along an axis, of which a box has less than ",
                   1 << kFewOffsetBits);

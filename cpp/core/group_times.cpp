@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/group_times.hpp"
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
 #include "core/channel_share.hpp"
 #include "core/channels.hpp"
+#include "core/extents.hpp"
 #include "core/index_math.hpp"
 #include "core/sm90_compared.hpp"
 #include "core/traffic.hpp"
@@ -40,10 +40,6 @@ constexpr GroupCosts kStrided = {{{35, 11, 22, 12, 2.6}, {31, 8.6, 44, 6.2, 1.1}
 
 double filled(std::int64_t channels) {
   return static_cast<double>(ceil_div(channels, kFilled) * kFilled);
-}
-
-std::int64_t longest(const Extent3& extent) {
-  return *std::max_element(extent.begin(), extent.end());
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "core/channel_share.hpp"
 #include "core/channels.hpp"
+#include "core/extents.hpp"
 #include "core/held_norm.hpp"
 #include "core/index_math.hpp"
 #include "core/one_voxel.hpp"
@@ -32,7 +33,7 @@ bool has_compared_copies(const Problem& p) {
   // cuDNN's copy of a NCDHW x lies as it wants it, and so does ours.
   const bool aligned = p.x_aligned || (p.x_layout == Layout::kNCDHW && !is_pointwise(p));
   return tensor_cores && whole && p.groups == 1 && aligned && p.x_layout == p.y_layout && !is_dilated(p) &&
-         *std::max_element(p.stride.begin(), p.stride.end()) <= 2 && !is_flat_and_long(p);
+         longest(p.stride) <= 2 && !is_flat_and_long(p);
 }
 
 // The rest is of float32's accuracy.
@@ -64,11 +65,11 @@ bool is_near_compared(const Problem& p) {
   constexpr double kMostFlops = 0.5e9, kMostStridedFlops = 0.05e9, kMostProducts = 128;
   constexpr std::int64_t kStridedTaps = 9;
   if (!p.is_ieee() || p.groups != 1 || p.x_layout != p.y_layout) return false;
-  const std::int64_t longest = *std::max_element(p.stride.begin(), p.stride.end());
+  const std::int64_t stride = longest(p.stride);
   const double products = static_cast<double>(p.c * volume(p.kernel)) / static_cast<double>(volume(p.stride));
   if (!is_pointwise(p) && products > kMostProducts) return false;
-  if (longest == 1) return p.useful_flops() <= kMostFlops;
-  return longest == 2 && !is_dilated(p) && volume(p.kernel) <= kStridedTaps &&
+  if (stride == 1) return p.useful_flops() <= kMostFlops;
+  return stride == 2 && !is_dilated(p) && volume(p.kernel) <= kStridedTaps &&
          p.useful_flops() <= kMostStridedFlops;
 }
 
@@ -202,12 +203,12 @@ bool is_flat_and_long(const Problem& p) {
 
 bool has_quick_deterministic_kernels(const Problem& p) {
   constexpr std::int64_t kStride = 2;
-  const std::int64_t longest = *std::max_element(p.stride.begin(), p.stride.end());
+  const std::int64_t stride = longest(p.stride);
   const bool half_width = size_of(p.dtype) == 2;
   if (p.is_ieee()) return is_near_compared(p);
-  if (p.groups > 1) return longest == 1 && (half_width || are_groups_of_cudnn(p));
-  if (half_width || longest == 1) return true;
-  return longest <= kStride && !is_dilated(p) && !is_flat_and_long(p);
+  if (p.groups > 1) return stride == 1 && (half_width || are_groups_of_cudnn(p));
+  if (half_width || stride == 1) return true;
+  return stride <= kStride && !is_dilated(p) && !is_flat_and_long(p);
 }
 
 double library_us_per_million_positions(const Problem& p) {

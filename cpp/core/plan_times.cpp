@@ -13,6 +13,7 @@
 #include "core/channels.hpp"
 #include "core/col2im_plan.hpp"
 #include "core/copy_tiles.hpp"
+#include "core/extents.hpp"
 #include "core/group_times.hpp"
 #include "core/held_norm.hpp"
 #include "core/idle_taps.hpp"
@@ -55,10 +56,6 @@ bool any_axis(const Predicate& holds) {
 
 bool is_pointwise_unstrided(const Problem& p) {
   return volume(p.kernel) == 1 && p.stride == Extent3{1, 1, 1};
-}
-
-std::int64_t longest_stride(const Problem& p) {
-  return *std::max_element(p.stride.begin(), p.stride.end());
 }
 
 /// Whether several taps of a stride reach an output.
@@ -188,7 +185,7 @@ double cudnn_multiply_us(const Problem& p, int sm_count) {
   }
   const double phases = static_cast<double>(all_phases);
   const double taps = std::max(static_cast<double>(volume(p.kernel)) / phases, kLeastTaps);
-  const bool many_taps = *std::max_element(p.kernel.begin(), p.kernel.end()) > kManyTaps;
+  const bool many_taps = longest(p.kernel) > kManyTaps;
   const double slower =
       (many_taps ? kOfManyTaps : 1) * (is_dilated(p) ? kDilated : 1) * (has_uneven_phases(p) ? kUneven : 1);
   const double of_phase = static_cast<double>(p.n * p.positions()) / phases;
@@ -301,7 +298,7 @@ double cudnn_us(const Problem& p, const Device& device, const Work& mb, bool cop
     }
   }
   const double all = ragged_share(p) * (kLaunch.of(p) + us);
-  const bool multiplies_zeros = longest_stride(p) >= kLongStride && volume(p.kernel) > 1;
+  const bool multiplies_zeros = longest(p.stride) >= kLongStride && volume(p.kernel) > 1;
   return multiplies_zeros ? std::max(all, cudnn_long_stride_us(p, mb)) : all;
 }
 
@@ -371,7 +368,7 @@ double tail_us(const Problem& p, const Device& device, Layout layout, const Work
 bool has_plan_times(const Problem& p) {
   constexpr std::int64_t kStride = 4;
   return p.operation == Operation::kConvTranspose && p.n > 0 && p.dtype != DType::kFloat64 && !p.is_ieee() &&
-         p.groups == 1 && p.x_layout == p.y_layout && !p.tail.has_skip && longest_stride(p) <= kStride &&
+         p.groups == 1 && p.x_layout == p.y_layout && !p.tail.has_skip && longest(p.stride) <= kStride &&
          !(is_dilated(p) && p.stride != Extent3{1, 1, 1}) && !is_flat_and_long(p);
 }
 

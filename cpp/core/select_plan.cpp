@@ -9,6 +9,7 @@
 #include "core/col2im_plan.hpp"
 #include "core/direct_plan.hpp"
 #include "core/errors.hpp"
+#include "core/extents.hpp"
 #include "core/group_times.hpp"
 #include "core/held_norm.hpp"
 #include "core/index_math.hpp"
@@ -71,8 +72,8 @@ std::string sm90_disadvantage(const Problem& p, const Plan& plan, bool keeps_act
   // output channels, of 16 and 20 twice that (perf/NOTES.md, "What the limits of plans cost").
   constexpr std::int64_t kLongStride = 3;
   constexpr double kOfZeros = 150e-9, kOutputs = 8, kMostOutputs = 24;  // ms per position
-  const bool is_long = *std::max_element(p.stride.begin(), p.stride.end()) >= kLongStride &&
-                       volume(p.kernel) > 1 && p.groups == 1 && !keeps_activation;
+  const bool is_long =
+      longest(p.stride) >= kLongStride && volume(p.kernel) > 1 && p.groups == 1 && !keeps_activation;
   const double outputs = std::clamp(static_cast<double>(p.k), kOutputs, kMostOutputs) / kOutputs;
   const double zeros = is_long ? kOfZeros * outputs * static_cast<double>(p.n) * positions : 0;
   if (ours <= std::max(kAhead * library, zeros)) return "";
@@ -250,10 +251,10 @@ double margin_of_col2im(const Problem& p, const Plan& chosen) {
   constexpr std::int64_t kInputs = 16, kStride = 2;
   constexpr double kHalf = 1.9;
   if (p.c >= kInputs) return 1.0;
-  const std::int64_t longest = *std::max_element(p.stride.begin(), p.stride.end());
+  const std::int64_t stride = longest(p.stride);
   const bool is_apart = p.kernel == p.stride && p.dilation == Extent3{1, 1, 1};
-  const bool is_unstrided_float = p.dtype == DType::kFloat32 && longest == 1;
-  return is_unstrided_float || (is_apart && longest <= kStride) ? kHalf : kHigh;
+  const bool is_unstrided_float = p.dtype == DType::kFloat32 && stride == 1;
+  return is_unstrided_float || (is_apart && stride <= kStride) ? kHalf : kHigh;
 }
 
 /// Whether col2im's convolution may be kept for a backward pass where the chosen plan would keep something:

@@ -8,6 +8,7 @@
 
 #include "core/border_slabs.hpp"
 #include "core/channels.hpp"
+#include "core/extents.hpp"
 #include "core/index_math.hpp"
 #include "core/pack_stages.hpp"
 #include "core/text.hpp"
@@ -72,7 +73,7 @@ std::string shape_obstacle(const Problem& p) {
   }
   const std::vector<Slab> slabs = border_slabs(p, 0);
   for (const Slab& slab : slabs) {
-    const std::int64_t taps = *std::max_element(slab.taps.begin(), slab.taps.end());
+    const std::int64_t taps = longest(slab.taps);
     if (taps > kMaxSm80Taps) {
       return concat("kernel ", extent_text(p.kernel), " has ", taps, " taps along an axis, more than ",
                     kMaxSm80Taps);
