@@ -11,11 +11,12 @@ from typing import ClassVar
 
 import pytest
 import torch
+import upconv3d
 from modes import OperatorNames
 from oracles import make_block
 from torch._subclasses.fake_tensor import FakeTensorMode
 from upconv3d import _C
-from upconv3d._numbered import numbered_block, numbered_block_for_training, settings_number
+from upconv3d._numbered import known_number, numbered_block, numbered_block_for_training, settings_number
 
 ONES, ZEROS = (1, 1, 1), (0, 0, 0)
 BASE = (ONES, ZEROS, ZEROS, 1, ONES, 2, 1e-5, "ieee")
@@ -51,6 +52,102 @@ def test_settings_have_a_number_each():
     assert len(set(numbers)) == len(VARIANTS)
     assert [settings_number(settings) for settings in VARIANTS] == numbers
     assert [_C.remembered_settings(number) for number in numbers] == VARIANTS
+
+
+def test_known_numbers_are_asked_with_one_integer_or_three():
+    number = settings_number(BASE)
+    assert known_number(*BASE) == number
+    assert known_number(1, 0, 0, 1, 1, 2, 1e-5, "ieee") == number
+    assert known_number(1, ZEROS, 0, 1, ONES, 2, 1e-5, "ieee") == number
+    assert known_number(1, 0, 0, 1, 1, 2, 1.25e-5, "ieee") is None
+    with pytest.raises(TypeError, match="takes 8 arguments; got 2"):
+        known_number(1, 0)
+
+
+class _Integer(int):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (0, True),
+        (0, 1.0),
+        (0, _Integer(1)),
+        (0, [1, 1, 1]),
+        (0, (1, 1)),
+        (0, (1, 1, True)),
+        (0, (1, 1, 1.0)),
+        (0, 2**64 + 1),
+        (1, None),
+        (2, "0"),
+        (3, 1.0),
+        (4, (1, 1, 2**63)),
+        (5, torch.tensor(2)),
+        (6, 1),
+        (6, torch.tensor(1e-5)),
+        (7, "half"),
+        (7, None),
+    ],
+    ids=repr,
+)
+def test_what_equals_a_known_number_is_not_taken_for_it(place, value):
+    """1.0 and True equal 1, and have its hash."""
+    settings_number(BASE)
+    given = list(BASE)
+    given[place] = value
+    assert known_number(*given) is None
+
+
+class _NoTensor:
+    dtype = torch.float32
+    is_cuda = False
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"input": _NoTensor()}, TypeError, "input and weight must be tensors"),
+        ({"weight": [1.0]}, TypeError, "input and weight must be tensors"),
+        ({"bias": 1.0}, TypeError, "bias must be a tensor or None"),
+        ({"norm_weight": [1.0]}, TypeError, "norm_weight must be a tensor or None"),
+        ({"norm_bias": "one"}, TypeError, "norm_bias must be a tensor or None"),
+        (
+            {"input": torch.zeros(2, 8, 3, 3, 3, dtype=torch.int32)},
+            NotImplementedError,
+            "input must be float32",
+        ),
+        ({"bias": torch.zeros(3)}, RuntimeError, "bias must have one value per output channel"),
+        ({"stride": 1.0}, TypeError, "stride must be an integer"),
+        ({"padding": True}, TypeError, "padding must be an integer"),
+        ({"num_groups": 2.0}, TypeError, "num_groups must be an integer"),
+        ({"eps": float("nan")}, ValueError, "eps must be a finite number"),
+        ({"precision": "half"}, ValueError, "precision must be"),
+    ],
+    ids=str,
+)
+def test_refusals_of_numbers_that_are_known(changed, error, words, records):
+    """They have the words that they have where nothing is known."""
+    x, weight, *vectors = tensors()
+    weight.requires_grad_(records)
+    good = {"input": x, "weight": weight} | dict(
+        zip(("bias", "norm_weight", "norm_bias"), vectors, strict=True)
+    )
+    good["num_groups"] = 2
+    for _ in range(2):
+        upconv3d.conv_transpose3d_relu_group_norm(**good)
+        with pytest.raises(error, match=words):
+            upconv3d.conv_transpose3d_relu_group_norm(**(good | changed))
+
+
+def test_one_value_in_a_group_where_numbers_are_known():
+    many, one = torch.ones(1, 4, 2, 2, 2), torch.ones(1, 4, 1, 1, 1)
+    weight = torch.ones(4, 4, 1, 1, 1)
+    for _ in range(2):
+        upconv3d.conv_transpose3d_relu_group_norm(many, weight, num_groups=4)
+        with pytest.raises(ValueError, match="more than one value"):
+            upconv3d.conv_transpose3d_relu_group_norm(one, weight, num_groups=4)
 
 
 def test_a_tensor_as_eps_has_no_number():
