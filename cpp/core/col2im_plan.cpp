@@ -95,13 +95,8 @@ bool col2im_has_short_lanes(const Problem& p) {
          (taps == 1 || (p.k == 1 && taps <= kShortSum) || col2im_lane_channels(p) == 4);
 }
 
-bool is_col2im_activation(Activation activation) {
-  return activation == Activation::kNone || activation == Activation::kRelu ||
-         activation == Activation::kLeakyRelu || activation == Activation::kPrelu;
-}
-
 bool col2im_finishes(const Problem& p, bool keeps_conv) {
-  return !p.tail.norm && !p.tail.returns_conv && !keeps_conv && is_col2im_activation(p.tail.activation);
+  return !p.tail.norm && !p.tail.returns_conv && !keeps_conv;
 }
 
 double columns_rounds(const Problem& p, int sm_count) {

@@ -48,9 +48,6 @@ bool col2im_has_short_lanes(const Problem& problem);
 /// Rounds of tiles of the product, of which a multiprocessor holds two and is as good as full with one.
 double columns_rounds(const Problem& problem, int sm_count);
 
-/// Whether the gather can apply it: activations that cost a value a comparison and a product.
-bool is_col2im_activation(Activation activation);
-
 /// Whether the gather applies all that follows the convolution, so that no launch does: without a norm, where
 /// the convolution is neither kept nor returned.
 bool col2im_finishes(const Problem& problem, bool keeps_conv);

@@ -161,16 +161,13 @@ __global__ void __launch_bounds__(kThreads) col2im(const __grid_constant__ Col2i
         if (channel + c < args.channels) sums[c] += to_stat(args.bias[channel + c]);
       }
     }
-    if (args.activation.kind == Activation::kRelu) {
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) sums[c] = ReluActivation{}.value(sums[c], 0.f);
-    } else if (args.activation.kind != Activation::kNone) {
+    with_activation(args.activation.kind, [&](auto activation) {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
         const int of = min(channel + c, args.channels - 1);
-        sums[c] = SlopeActivation{}.value(sums[c], activation_parameter<T>(args.activation, of));
+        sums[c] = activation.value(sums[c], activation_parameter<T>(args.activation, of));
       }
-    }
+    });
   }
   if constexpr (kInRows) {
     // One float more than channels: lanes' writes meet other banks.
@@ -268,11 +265,6 @@ void launch_typed(const Col2imParams& params, cudaStream_t stream) {
 
 void launch_col2im(const Col2imParams& params, cudaStream_t stream) {
   const Problem& p = params.problem;
-  if (!is_col2im_activation(params.activation.kind)) {
-    throw std::logic_error("upconv3d: col2im applies no activation but ReLU and slopes; got " +
-                           std::string(name(params.activation.kind)) + ", for " + describe(p) +
-                           ". Launch it behind the gather (col2im_finishes).");
-  }
   if (p.dtype == DType::kBFloat16) return launch_typed<__nv_bfloat16>(params, stream);
   if (p.dtype == DType::kFloat16) return launch_typed<__half>(params, stream);
   if (p.dtype != DType::kFloat32) {
