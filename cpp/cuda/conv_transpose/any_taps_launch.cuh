@@ -15,9 +15,9 @@ void launch_any_taps_pass(const ConvTransposeDirectParams& params, const DirectT
     constexpr bool kPlain = decltype(plain)::value;
     const auto kernel = params.part != nullptr ? conv_transpose_any_taps<T, kChannels, kPlain, true>
                                                : conv_transpose_any_taps<T, kChannels, kPlain, false>;
-    static ReservedSharedMemory reserved[2];  // of the output pass, of the moments'
+    static DirectKernelFacts facts[2];  // of the output pass, of the moments'
     launch_direct_kernel<T>("conv_transpose_any_taps", kernel, params, tiling,
-                            reserved[params.part != nullptr ? 1 : 0], stream);
+                            facts[params.part != nullptr ? 1 : 0], stream);
   };
   return is_plain(params) ? pass(std::true_type{}) : pass(std::false_type{});
 }

@@ -29,6 +29,7 @@
 #include "core/few_channels_layout.hpp"
 #include "core/index_math.hpp"
 #include "cuda/check.hpp"
+#include "cuda/compiled_arch.hpp"
 #include "cuda/conv_transpose/conv_transpose_direct.hpp"
 #include "cuda/conv_transpose/few_channels_epilogue_sm80.cuh"
 #include "cuda/launch.cuh"
@@ -124,7 +125,10 @@ void launch_few_variant(const FewParams& params, const FewChannelsLayout& layout
       held.per_multiprocessor(reinterpret_cast<const void*>(kernel), kFewThreads, shared_bytes);
   const int resident = std::max(1, processors * blocks / layout.channel_blocks);
   const dim3 grid(unsigned(std::min(params.items, resident)), unsigned(layout.channel_blocks));
-  const bool beside = Traits::OUTPUT && layout.output_ms < kFewLongPassMs;
+  // What a GPU runs from PTX of before Hopper does not wait for the kernel that it begins beside.
+  static CompiledArch arch;
+  const bool beside = Traits::OUTPUT && layout.output_ms < kFewLongPassMs &&
+                      arch.of(reinterpret_cast<const void*>(kernel)) >= 90;
   launch_kernel(name, kernel, {grid, dim3(kFewThreads), shared_bytes}, stream, params, beside);
 }
 

@@ -14,6 +14,7 @@
 #include "core/direct_tiling.hpp"
 #include "core/index_math.hpp"
 #include "cuda/check.hpp"
+#include "cuda/compiled_arch.hpp"
 #include "cuda/conv_transpose/conv_transpose_direct.hpp"
 #include "cuda/conv_transpose/direct_pass.cuh"
 #include "cuda/launch.cuh"
@@ -107,12 +108,17 @@ inline bool is_plain(const ConvTransposeDirectParams& params) {
   return plain(params.before.kind) && (params.part != nullptr || plain(params.after.kind));
 }
 
+/// What CUDA is asked about a kernel, or told, once; static, the kernel's own.
+struct DirectKernelFacts {
+  ReservedSharedMemory reserved;
+  CompiledArch arch;
+};
+
 /// One pass, a block for each sample, tile and block of channels.
-/// \param reserved static, the kernel's own
 template <class T>
 void launch_direct_kernel(const char* name, void (*kernel)(DirectArgs<T>),
                           const ConvTransposeDirectParams& params, const DirectTiling& tiling,
-                          ReservedSharedMemory& reserved, cudaStream_t stream) {
+                          DirectKernelFacts& facts, cudaStream_t stream) {
   constexpr std::int64_t kUnasked = 48 * 1024;  // bytes that kernels get
   const std::int64_t for_moments = direct_moment_bytes(tiling);
   if (tiling.shared_bytes + for_moments > kUnasked) {
@@ -120,7 +126,7 @@ void launch_direct_kernel(const char* name, void (*kernel)(DirectArgs<T>),
     int device = 0, most = 0;
     check(cudaGetDevice(&device), "asking for the current device");
     check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), name);
-    reserved.ensure(name, reinterpret_cast<const void*>(kernel), most - static_cast<int>(for_moments));
+    facts.reserved.ensure(name, reinterpret_cast<const void*>(kernel), most - static_cast<int>(for_moments));
   }
   const std::int64_t blocks =
       saturating_product(params.problem.n, tiling.tile_count(), tiling.channel_blocks);
@@ -132,8 +138,11 @@ void launch_direct_kernel(const char* name, void (*kernel)(DirectArgs<T>),
   const dim3 grid(static_cast<unsigned>(blocks)), threads(kDirectThreads);
   const auto shared_bytes = static_cast<std::size_t>(tiling.shared_bytes);
   const DirectArgs<T> args = direct_args<T>(params, tiling);
-  const bool follows_finalize = params.problem.tail.norm && params.part == nullptr;
-  launch_kernel(name, kernel, {grid, threads, shared_bytes}, stream, args, follows_finalize);
+  // Beside group_norm_finalize, if this code waits for it: what a GPU runs from PTX of before Hopper does
+  // not.
+  const bool beside = params.problem.tail.norm && params.part == nullptr &&
+                      facts.arch.of(reinterpret_cast<const void*>(kernel)) >= 90;
+  launch_kernel(name, kernel, {grid, threads, shared_bytes}, stream, args, beside);
 }
 
 }  // namespace upconv3d::cuda
