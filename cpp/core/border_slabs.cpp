@@ -75,6 +75,8 @@ std::vector<Band> phases_of(const Problem& problem, int axis) {
 
 /// A phase cut where the taps that read the volume change.
 std::vector<Band> bands_of(const Band& phase, std::int64_t in) {
+  // Without taps nothing changes, and there would be no step but from position to position.
+  if (phase.taps == 0) return {part_of(phase, 0, phase.extent, 0, 0)};
   std::vector<Band> bands;
   std::pair<std::int64_t, std::int64_t> previous{-1, -1};
   for (std::int64_t i = 0; i < phase.extent;) {
@@ -82,7 +84,7 @@ std::vector<Band> bands_of(const Band& phase, std::int64_t in) {
     auto taps = taps_inside(phase, window, window, in);
     if (taps.first >= taps.second) taps = {0, 0};
     // A window inside the volume keeps all taps until its last one meets the far border.
-    const bool inside = phase.taps > 0 && window >= 0 && taps.second == phase.taps;
+    const bool inside = window >= 0 && taps.second == phase.taps;
     const std::int64_t reach =
         inside ? (in - 1 - (phase.taps - 1) * phase.dilation - window) / phase.stride + 1 : 1;
     const std::int64_t extent = std::clamp<std::int64_t>(reach, 1, phase.extent - i);

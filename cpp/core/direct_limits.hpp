@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "core/extents.hpp"
 #include "core/index_math.hpp"
 #include "core/problem.hpp"
 
@@ -40,8 +41,7 @@ inline bool fits_32_bits(const Problem& p) {
 /// errors were 2 to 3.4 times float32's rms.
 inline bool hides_tf32_words(const Problem& p) {
   constexpr double kLeastProducts = 8;
-  return static_cast<double>(p.c / p.groups * volume(p.kernel)) >=
-         kLeastProducts * static_cast<double>(volume(p.stride));
+  return static_cast<double>(p.c / p.groups * volume(p.kernel)) >= kLeastProducts * volume_of_any(p.stride);
 }
 
 /// Shared memory that a block may ask for, in bytes.

@@ -72,7 +72,7 @@ double serial_us(const Problem& p, const DirectTiling& tiling, const Work& work)
   const double cells = static_cast<double>(std::min(tiling.tile[1], tiling.cells[1]));
   // All phases of a cell, side by side.
   if (tiling.depthwise) return cells * (200 + 2 * static_cast<double>(volume(p.kernel))) / kCyclesPerUs;
-  return cells * static_cast<double>(volume(p.stride)) * work.products * kCyclesPerProduct / kCyclesPerUs;
+  return cells * volume_of_any(p.stride) * work.products * kCyclesPerProduct / kCyclesPerUs;
 }
 
 double direct_us(const Problem& p, const DirectTiling& tiling) {
@@ -107,7 +107,7 @@ double library_convolution_us(const Problem& p, const Work& work, double per_pos
 /// compared with.
 double library_taps_us(const Problem& p) {
   constexpr double kPerTap = 10, kFitted = 27.0 / 8, kMost = 125;  // us per million positions
-  const double taps = static_cast<double>(volume(p.kernel)) / static_cast<double>(volume(p.stride));
+  const double taps = static_cast<double>(volume(p.kernel)) / volume_of_any(p.stride);
   const double positions = static_cast<double>(p.n * p.positions()) / kMillion;
   return kPerTap * std::max(0.0, std::min(taps, kMost) - kFitted) * positions;
 }
@@ -354,7 +354,7 @@ double least_library_us(const Problem& p) {
   constexpr std::int64_t kOutputs = 4, kInputs = 16;
   constexpr double kLaunches = 20, kPerPosition = 300, kPerTap = 18, kMostTaps = 27;
   if (p.groups > 1 || p.k > kOutputs || p.c < kInputs || p.dtype != DType::kFloat32) return least;
-  const double taps = static_cast<double>(volume(p.kernel)) / static_cast<double>(volume(p.stride));
+  const double taps = static_cast<double>(volume(p.kernel)) / volume_of_any(p.stride);
   const double positions = static_cast<double>(p.n * p.positions()) / kMillion;
   return std::max(least, kLaunches + (kPerPosition + kPerTap * std::min(taps, kMostTaps)) * positions);
 }

@@ -15,4 +15,9 @@ inline std::int64_t longest(const Extent3& extent) {
   return *std::max_element(extent.begin(), extent.end());
 }
 
+/// volume() of extents that may be more than 64 bits together, as strides along an axis of one voxel.
+inline double volume_of_any(const Extent3& extent) {
+  return static_cast<double>(extent[0]) * static_cast<double>(extent[1]) * static_cast<double>(extent[2]);
+}
+
 }  // namespace upconv3d

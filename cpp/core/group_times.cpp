@@ -66,7 +66,7 @@ double cudnn_groups_us(const Problem& p) {
   const GroupCost& cost = costs[kind][in_rows(p) ? 0 : 1];
   const Traffic mb(p);
   const double gflops_of_pair =
-      2e-9 * static_cast<double>(p.n * volume(p.in) * volume(p.kernel)) * static_cast<double>(p.groups);
+      2e-9 * static_cast<double>(p.n * p.groups) * volume_of_any(p.in) * volume_of_any(p.kernel);
   const double filled_pairs = filled(group_inputs(p)) * filled(group_outputs(p));
   const double pairs = static_cast<double>(group_inputs(p) * group_outputs(p));
   const double slower =

@@ -66,7 +66,7 @@ bool is_near_compared(const Problem& p) {
   constexpr std::int64_t kStridedTaps = 9;
   if (!p.is_ieee() || p.groups != 1 || p.x_layout != p.y_layout) return false;
   const std::int64_t stride = longest(p.stride);
-  const double products = static_cast<double>(p.c * volume(p.kernel)) / static_cast<double>(volume(p.stride));
+  const double products = static_cast<double>(p.c * volume(p.kernel)) / volume_of_any(p.stride);
   if (!is_pointwise(p) && products > kMostProducts) return false;
   if (stride == 1) return p.useful_flops() <= kMostFlops;
   return stride == 2 && !is_dilated(p) && volume(p.kernel) <= kStridedTaps &&

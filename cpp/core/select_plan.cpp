@@ -148,10 +148,10 @@ Plan forced_col2im(const Problem& p, const Device& device, bool for_training) {
 /// one 1.2, which waited for its host, and under "tf32" they took 1.4 (perf/NOTES.md, "One voxel, and half
 /// tiles").
 LibraryAdvantage training_advantage(const Problem& p, const Device& device, const Plan& sm90) {
-  constexpr std::int64_t kPositions = 64;
-  constexpr double kLeastUs = 25;
-  const bool is_kind = size_of(p.dtype) == 2 && p.y_layout == Layout::kNDHWC && volume(p.stride) > 1 &&
-                       p.positions() <= kPositions * volume(p.stride);
+  constexpr double kPositions = 64, kLeastUs = 25;
+  const bool is_kind = size_of(p.dtype) == 2 && p.y_layout == Layout::kNDHWC &&
+                       p.stride != Extent3{1, 1, 1} &&
+                       static_cast<double>(p.positions()) <= kPositions * volume_of_any(p.stride);
   if (!is_kind || (device.spares_host && sm90_spares_host(p, sm90))) return {};
   const LibraryAdvantage advantage = library_advantage(p, device, sm90);
   const bool saves = !advantage.reason.empty() && sm90_us(p, sm90) - advantage.us >= kLeastUs;

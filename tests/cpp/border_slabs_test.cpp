@@ -189,6 +189,20 @@ void test_border_slabs() {
 
 /// Strides and dilations, on axes of their own: phases with fewer taps, with none, with dilation that
 /// remains.
+/// However long: a step per position would take a second for each ten million.
+void test_phases_without_taps() {
+  Problem p = headline();
+  p.in = {1, 1, std::int64_t{1} << 40}, p.kernel = {1, 1, 3}, p.stride = {1, 1, 8}, p.padding = {0, 0, 0};
+  for (const int split_axes : {0, 3}) {
+    std::int64_t positions = 0, untapped = 0;
+    for (const Slab& slab : border_slabs(p, split_axes)) {
+      positions += slab.positions();
+      untapped += slab.tap_count() == 0 ? 1 : 0;
+    }
+    expect(positions == p.positions() && untapped == 5, "a phase without taps is one slab");
+  }
+}
+
 void test_phases() {
   struct Axis {
     std::int64_t in, kernel, stride, padding, output_padding, dilation;
@@ -232,6 +246,7 @@ int main() {
   try {
     upconv3d::test_border_slabs();
     upconv3d::test_phases();
+    upconv3d::test_phases_without_taps();
     upconv3d::test_tap_sharing();
     upconv3d::test_shared_cuts();
   } catch (const std::exception& error) {

@@ -278,10 +278,19 @@ void test_obstacles() {
   refuses(p, "shared memory");
 }
 
+/// Of one voxel a stride enlarges nothing, and three of them are more than 64 bits hold.
+void test_long_strides() {
+  Problem p = headline(DType::kFloat32);
+  constexpr std::int64_t kLong = std::int64_t{1} << 30;
+  p.in = {1, 1, 1}, p.stride = {kLong, kLong, kLong};
+  expect(!hides_tf32_words(p), "sums of few products, if the volume of a stride were 0");
+}
+
 }  // namespace
 }  // namespace upconv3d
 
 int main() {
+  upconv3d::test_long_strides();
   upconv3d::test_tiling();
   upconv3d::test_choice();
   upconv3d::test_many_outputs_of_few_inputs();
