@@ -8,7 +8,7 @@ import pytest
 import torch
 import upconv3d
 from accelerated_skips import SegResNetDS
-from oracles import relative_error
+from oracles import peak_memory_bytes, relative_error
 from torch import nn
 from torch.nn.utils import parametrize
 from upconv3d._accelerated import norms
@@ -96,6 +96,21 @@ def test_by_stand_ins(name, keeping_kernels, calls):
     assert list(made.state_dict()) == list(plain.state_dict()) and repr(made) == repr(plain)
     report.restore()
     assert type(made) is type(plain)
+
+
+def test_many_channels_take_no_memory(cuda, calls):
+    """What stands for a convolution's weight, of as many values as channels squared, is none of them."""
+    channels = 4096
+    made, _, _ = _made(lambda: nn.GroupNorm(8, channels), cuda)
+    x = torch.randn(1, channels, 4, 4, 4, device=cuda, requires_grad=True)
+
+    def step():
+        made(x).sum().backward()
+
+    step()
+    # The result, its gradient and that of x are 1 MiB each, a weight would be 64.
+    assert peak_memory_bytes(step) < 16 << 20
+    assert len(calls) > 0
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])

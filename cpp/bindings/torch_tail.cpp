@@ -105,8 +105,9 @@ Tensor numbered_norm_act(const Tensor& input, const std::optional<Tensor>& norm_
                          std::int64_t settings) {
   const BlockSettings& s = remembered_settings(settings);
   const std::int64_t k = input.size(1);
-  // Nothing reads it: what it says is that there are as many channels out as in.
-  const Tensor weight = empty_strided_like(input, {k, k, 1, 1, 1}, {k, 1, 1, 1, 1});
+  // Nothing reads it: what it says is that there are as many channels out as in. One value stands for all
+  // k*k.
+  const Tensor weight = reinterpret(empty_strided_like(input, {1}, {1}), {k, k, 1, 1, 1}, {0, 0, 0, 0, 0});
   return run_tail_of(
       tail_arguments(input, weight, kNoTensor, norm_weight, norm_bias, slopes, kNoTensor, s, s.tail, true));
 }

@@ -63,7 +63,8 @@ class NormAct(torch.autograd.Function):
             # Hooks of saved tensors may have laid it out anew.
             operand = value.contiguous(memory_format=memory_format_of(value))
             channels = value.size(1)
-            weight = value.new_empty((channels, channels, 1, 1, 1))  # of which nothing is read
+            # Nothing is read of it but its sizes: one value stands for all.
+            weight = value.new_empty((1, 1, 1, 1, 1)).expand(channels, channels, 1, 1, 1)
             bits = mask[0] | mask[1] << 3 | mask[2] << 4 | mask[3] << 5
             tensors = (grad_y, operand, weight, None, *vectors, operand)
             found = _numbered_tail_backward(*tensors, ctx.number, bits, False)
