@@ -237,6 +237,33 @@ def test_gradients_that_are_differentiated_keep_float32s_range(device, dtype):
         assert grad.dtype is dtype and relative_error(grad, exact[name]) <= limit, name
 
 
+def test_norm_bias_alone(device):
+    """PyTorch's own CPU operator refuses a gradient of the bias where there is no weight."""
+    block = shape_block("padding", device=device).requires_grad()
+    apart = replace(block, norm_weight=None)
+    leaves = [apart.input, apart.weight, apart.bias, apart.norm_bias]
+    once, again = (
+        torch.autograd.grad(apart.ours().sin().sum(), leaves, create_graph=kept) for kept in (False, True)
+    )
+    for gradient, expected in zip(once, again, strict=True):
+        torch.testing.assert_close(gradient, expected.detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_bias_of_inference_mode(device):
+    """PyTorch's convolution saves no bias, and takes such a one."""
+    block = shape_block("padding", device=device).requires_grad()
+    with torch.inference_mode():
+        bias = block.bias.detach().clone()
+    y = replace(block, bias=bias).ours()
+    expected = replace(block, bias=block.bias.detach()).ours()
+    assert bias.is_inference() and torch.equal(y, expected)
+    for gradient, wanted in zip(
+        *(torch.autograd.grad(of.sin().sum(), [block.input, block.weight]) for of in (y, expected)),
+        strict=True,
+    ):
+        torch.testing.assert_close(gradient, wanted)
+
+
 def test_no_graph_without_grad(device):
     block = shape_block("padding", device=device).requires_grad()
     with torch.no_grad():

@@ -115,6 +115,40 @@ def test_bad_arguments(device, name):
     assert exception is not TypeError or "Remedy: " in str(raised.value)
 
 
+@pytest.mark.parametrize("kind", ["autocast", "promoting skip"])
+def test_what_is_wrong_beside_dtypes_that_are_right(kind, monkeypatch):
+    """A rule of ours is named where it is broken, and an allocation that fails is said to have."""
+    x, weight = torch.randn(2, 4, 3, 3, 3), torch.randn(4, 6, 1, 1, 1)
+    keywords = {"num_groups": 2}
+    if kind == "autocast":
+        x = x.bfloat16()
+    else:
+        keywords |= {"skip": torch.randn(2, 6, 3, 3, 3, dtype=torch.float64), "norm_weight": _vector(6)}
+
+    def call(**changed):
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            return upconv3d.conv_transpose3d_norm_act(x, weight, **(keywords | changed))
+
+    call()
+    with pytest.raises(RuntimeError, match="num_groups=4"):
+        call(num_groups=4)
+
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(torch, "group_norm", fails)
+    monkeypatch.setattr(torch.nn.functional, "group_norm", fails)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        call()
+
+
+def test_instance_norm_of_one_position_has_words_of_its_own():
+    with pytest.raises(ValueError, match=r"as of instance norm.*or a larger input"):
+        upconv3d.conv_transpose3d_norm_act(
+            torch.ones(2, 4, 1, 1, 1), torch.ones(4, 6, 1, 1, 1), norm="instance"
+        )
+
+
 def test_mixed_devices(cuda):
     call = make_call(skip=True, activation="prelu", device=cuda)
     for name in call.tensors:

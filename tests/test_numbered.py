@@ -146,8 +146,49 @@ def test_one_value_in_a_group_where_numbers_are_known():
     weight = torch.ones(4, 4, 1, 1, 1)
     for _ in range(2):
         upconv3d.conv_transpose3d_relu_group_norm(many, weight, num_groups=4)
-        with pytest.raises(ValueError, match="more than one value"):
+        with pytest.raises(ValueError, match=r"more than one value.*for a single output position"):
             upconv3d.conv_transpose3d_relu_group_norm(one, weight, num_groups=4)
+
+
+def _two(**changed):
+    return {
+        "input": torch.ones(2, 4, 1, 1, 1),
+        "weight": torch.ones(4, 4, 1, 1, 1),
+        "num_groups": 4,
+    } | changed
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (_two(input=torch.ones(4)), r"input must be \[N, C, D, H, W\]"),
+        (_two(input=torch.ones(1, 1, 1)), r"input must be \[N, C, D, H, W\]"),
+        (_two(input=torch.ones(1, 1, 4, 1, 1, 1)), r"input must be \[N, C, D, H, W\]"),
+        (_two(bias=torch.ones(3)), "bias must have one value per output channel"),
+        (_two(input=torch.ones(2, 4, 1, 1, 1).to_sparse()), "strided"),
+    ],
+    ids=["1-D", "3-D", "6-D", "bias", "sparse"],
+)
+def test_other_rules_of_one_value_in_a_group(call, words):
+    """Two samples of one value per group are legal; what is wrong is another rule's, known numbers or not."""
+    with pytest.raises(RuntimeError) as first:
+        upconv3d.conv_transpose3d_relu_group_norm(**call)
+    assert torch.equal(upconv3d.conv_transpose3d_relu_group_norm(**_two()), torch.zeros(2, 4, 1, 1, 1))
+    with pytest.raises(RuntimeError, match=words) as known:
+        upconv3d.conv_transpose3d_relu_group_norm(**call)
+    assert str(known.value) == str(first.value)
+
+
+def test_a_tensor_as_eps_is_read_at_the_call():
+    x, weight, *_ = tensors()
+    gradients = []
+    for eps in (1e-2, torch.tensor(1e-2)):
+        leaf = weight.clone().requires_grad_()
+        y = upconv3d.conv_transpose3d_relu_group_norm(x, leaf, num_groups=2, eps=eps)
+        if isinstance(eps, torch.Tensor):
+            eps.fill_(10.0)
+        gradients += torch.autograd.grad(y.sin().sum(), leaf)
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_tensor_as_eps_has_no_number():

@@ -93,10 +93,14 @@ def _native_backward(
         1:
     ]
     conv_mask = list(mask[:3])
-    norm_mask = [any(conv_mask), mask[3], mask[4]]
+    # On the CPU the operator cannot take the bias's gradient where there is no weight.
+    sums_apart = gamma is None and mask[4]
+    norm_mask = [any(conv_mask), mask[3], mask[4] and not sums_apart]
     grad_a, grad_norm_weight, grad_norm_bias = _aten.native_group_norm_backward.default(
         grad_y, a, mean, rstd, gamma, n, k, positions, args.num_groups, norm_mask
     )
+    if sums_apart:
+        grad_norm_bias = grad_y.sum((0, 2, 3, 4))
     if not any(conv_mask):
         return [None, None, None, grad_norm_weight, grad_norm_bias]
     # Modes of PyTorch's own take "out" for every result's name, and autograd, which sees these operators
@@ -261,12 +265,17 @@ def _backward_kernel(
     return tuple(input.new_empty((0,)) if gradient is None else gradient for gradient in gradients)
 
 
+def _kept_bias(bias: Tensor | None) -> Tensor | None:
+    """What can be saved of a bias. PyTorch's convolution saves none, and takes one of inference_mode."""
+    return bias.clone() if bias is not None and bias.is_inference() else bias
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """output: the block, or of the operator for training the block and what it keeps."""
     input, weight, bias, stride, padding, output_padding, groups, dilation = inputs[:8]
     num_groups, norm_weight, _, eps, precision = inputs[8:]
     saved = None if isinstance(output, Tensor) else output[1]
-    ctx.save_for_backward(input, weight, bias, norm_weight, saved)
+    ctx.save_for_backward(input, weight, _kept_bias(bias), norm_weight, saved)
     ctx.block = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
 
 
@@ -347,7 +356,7 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
             weight, bias, norm_weight, norm_bias = cast[:4]
         if number is not None and not recompute:
             y, saved = numbered_block_for_training(input, weight, bias, norm_weight, norm_bias, number)
-            ctx.save_for_backward(input, weight, bias, norm_weight, saved)
+            ctx.save_for_backward(input, weight, _kept_bias(bias), norm_weight, saved)
             ctx.block, ctx.number = block, number
             return y
         stride, padding, output_padding, groups, dilation, num_groups, eps, precision = block
@@ -371,7 +380,7 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
                 y = _recomputed_op(*arguments)
             else:
                 y, saved = _training_op(*arguments)
-        ctx.save_for_backward(input, weight, bias, norm_weight, saved)
+        ctx.save_for_backward(input, weight, _kept_bias(bias), norm_weight, saved)
         ctx.block, ctx.number = block, number
         return y
 

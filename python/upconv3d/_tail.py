@@ -227,7 +227,7 @@ def composite(
     if not s.activation_first():
         value = _activate(value, s, t.slopes, in_place=True)
     conv = c if s.return_conv else None
-    if value.device.type == "cpu" and _formats_are_known():
+    if value.device.type in ("cpu", "meta") and _formats_are_known():
         memory_format = memory_format_of(x, t.weight)
         value = _laid_out(value, memory_format)
         conv = None if conv is None else _laid_out(conv, memory_format)

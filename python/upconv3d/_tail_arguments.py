@@ -68,11 +68,18 @@ def facts_of(tensors: Sequence[Any], settings: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def refuse_empty(tensors: Sequence[Any], settings: Sequence[Any]) -> None:
-    """Raises RuntimeError where there are samples but no output positions, which PyTorch's calls allow."""
-    facts = facts_of(tensors, settings)
-    for tensor in (v for v in facts.values() if isinstance(v, dict)):
-        tensor["dtype"] = facts["input"]["dtype"]  # autocast's affair
+def refuse_broken_rule(tensors: Sequence[Any], settings: Sequence[Any], is_cast: bool) -> None:
+    """Raises RuntimeError where the call breaks one of our rules, with its value and remedy.
+
+    is_cast: whether autocast casts the tensors: their dtypes are its affair then.
+    """
+    facts, t = facts_of(tensors, settings), Tensors(*tensors)
+    promotes = t.skip is not None and t.skip.dtype != t.input.dtype
+    # What is applied to a sum with such a skip has the sum's dtype.
+    promoted = ("norm_weight", "norm_bias", "slopes") if promotes else ()
+    for name, fact in facts.items():
+        if isinstance(fact, dict) and (is_cast or name in promoted):
+            fact["dtype"] = facts["input"]["dtype"]
     _C.validate(facts)
 
 

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _C
 from ._autocast import autocast_dtype, cast_tensors, computes_in_float32
 from ._autograd import AUTOCAST_KEYS
 from ._facts import is_concrete
 from ._geometry import surely
 from ._recorded_casts import cast_leaves, casts_leaves
 from ._tail import autocast_result_dtype, composite, is_apart, keeps_operand, settings_of_kept
-from ._tail_arguments import facts_of, refuse_empty, runs_kernels
+from ._tail_arguments import refuse_broken_rule, runs_kernels
 from ._tail_op import numbered_tail, public_tail, record_tail, tail_number
 from .functional import (
     _any_requires_grad,
@@ -232,7 +231,7 @@ def _run(
             _require_dtype(summed, *tensors[3:6])
         y, conv = composite(tensors, settings, precise)
         if not (_dynamo_compiling() or _tracing()) and surely(y.numel() == 0):
-            refuse_empty(tensors, settings)
+            refuse_broken_rule(tensors, settings, is_cast=True)  # PyTorch allows samples without positions
     # instance_norm returns the dtype that it gets; ours is group_norm, which autocast runs in float32.
     if low is not None and norm == "instance":
         expected = low if settings[9] == "prelu" else summed
@@ -255,11 +254,13 @@ def run_checked(
         return _run(tensors, settings, norm, precise, spares_host)
     try:
         return _run(tensors, settings, norm, precise, spares_host)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:
         # PyTorch refused. Where one of our rules is what is broken, that says so with value and remedy; the
         # rules take numbers.
         if is_concrete(*(tensor for tensor in tensors if tensor is not None), *settings):
-            _C.validate(facts_of(tensors, settings))
+            refuse_broken_rule(tensors, settings, autocast_dtype(tensors[0]) is not None)
         raise
 
 
@@ -275,8 +276,10 @@ def run_decided(
         if pair is not None:
             return pair[0]
         y, _ = composite(tensors, settings, precise)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:
-        _C.validate(facts_of(tensors, settings))  # as in run_checked
+        refuse_broken_rule(tensors, settings, call.low is not None)  # as in run_checked
         raise
     lowered = call.low is not None and norm == "instance" and y.dtype is not call.low  # see _run
     return y.to(call.low) if lowered else y

@@ -168,7 +168,8 @@ def _check_values_per_group(
         return  # the operator says what is wrong
     raise ValueError(
         f"upconv3d: a norm group needs more than one value; got num_groups={num_groups}, which is also the "
-        f"number of output channels, for one sample with a single output position. Remedy: fewer norm groups."
+        f"number of output channels (as of instance norm), for a single output position. Remedy: fewer norm "
+        f"groups, or a larger input."
     )
 
 
@@ -179,6 +180,12 @@ def is_number(value: Any) -> bool:
     if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         return True
     return isinstance(value, numbers.Real) and hasattr(value, "dtype")
+
+
+def _value_at_call(number: Any) -> Any:
+    """A number as it is now, as a tensor may change before a backward pass; a traced one is the graph's."""
+    is_number = not isinstance(number, Tensor)
+    return number if is_number or _dynamo_compiling() or _tracing() else float(number)
 
 
 def is_finite(number: Any) -> bool:
@@ -313,12 +320,17 @@ def conv_transpose3d_relu_group_norm(
                 else:
                     y = numbered_block(*tensors, number)
                 return y
-            except (RuntimeError, TypeError):  # some of what is wrong with tensors has words of its own here
+            except (
+                RuntimeError,
+                TypeError,
+                ValueError,
+            ):  # in the words of a first call, which asks this first
                 check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
-                _check_values_per_group(input, weight, *known_blocks[number][:6])
+                if input.dim() == 4 or (input.dim() == 5 and input.size(0) == 1):
+                    _check_values_per_group(input, weight, *known_blocks[number][:6])
                 raise
     # torch.fx's proxies are no tensors.
-    if not isinstance(tensors[0], Tensor) and _has_torch_function(tensors):
+    if any(t is not None and not isinstance(t, Tensor) for t in tensors) and _has_torch_function(tensors):
         overridden: Tensor = handle_torch_function(
             conv_transpose3d_relu_group_norm,
             tensors,
@@ -332,6 +344,7 @@ def conv_transpose3d_relu_group_norm(
         )
         return overridden
     check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
+    eps = _value_at_call(eps)
     asked, precision = precision is not None, resolve_precision(input, precision)
     groups = integer(groups, "groups")
     num_groups = integer(num_groups, "num_groups")

@@ -301,7 +301,8 @@ def conv_transpose3d_norm_act(
     """
     tensors: tuple[Any, ...] = (input, weight, bias, norm_weight, norm_bias, activation_param, skip)
     # torch.fx's proxies are no tensors.
-    if not isinstance(tensors[0], Tensor) and _has_torch_function(tensors):
+    kinds = (Tensor, int, float, type(None))
+    if any(not isinstance(t, kinds) for t in tensors) and _has_torch_function(tensors):
         function: Callable[..., Any] = conv_transpose3d_norm_act  # whichever overload
         return handle_torch_function(
             function,
