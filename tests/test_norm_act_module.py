@@ -252,3 +252,26 @@ def test_a_skip_of_another_kind_is_refused_at_each_call():
     for _ in range(2):
         with pytest.raises(TypeError, match="skip must be a tensor"):
             block(x, skip="a")
+
+
+class _Sevens(nn.ReLU):
+    def forward(self, input):
+        return torch.full_like(input, 7)
+
+
+class _Fives(nn.GroupNorm):
+    def forward(self, input):
+        return torch.full_like(input, 5)
+
+
+@pytest.mark.parametrize("name", ["activation", "norm"])
+def test_exchanged_modules_with_forwards_of_their_own(name):
+    """What the block would not run is refused when it is put there later, too."""
+    block = ConvTranspose3dNormAct(4, 6, 3, num_groups=2)
+    x = torch.randn(2, 4, 3, 3, 3)
+    block(x)
+    setattr(block, name, _Sevens() if name == "activation" else _Fives(2, 6))
+    with pytest.raises(TypeError, match=f"{name} is a .* whose forward is not that of torch.nn"):
+        block(x)
+    setattr(block, name, nn.SiLU() if name == "activation" else nn.InstanceNorm3d(6))
+    assert block(x).shape == (2, 6, 5, 5, 5)

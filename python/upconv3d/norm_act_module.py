@@ -47,10 +47,19 @@ def _module_of(activation: str | None, parameter: float | None, kind: dict[str, 
 
 
 def _base_of(name: str, module: Any, expected: tuple[type[nn.Module], ...]) -> type[nn.Module]:
-    """Which of `expected` the module is an instance of. Raises: TypeError where it is none."""
+    """Which of `expected` the module is an instance of.
+
+    Raises: TypeError where it is none, or has a forward of its own, which the block would leave out.
+    """
     for base in expected:
         if isinstance(module, base):
-            return base
+            if type(module).forward is base.forward:
+                return base
+            raise TypeError(
+                f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
+                f"torch.nn.{base.__name__}, and the block would not run it. Remedy: PyTorch's own modules, "
+                f"one after the other."
+            )
     known = ", ".join(f"torch.nn.{cls.__name__}" for cls in expected)
     raise TypeError(
         f"upconv3d: {name} must be one of {known}; got {type(module).__name__}. Remedy: one of these, or "
@@ -74,13 +83,7 @@ def _names(module: nn.Module) -> tuple[str, Any]:
 
 def _require_module(name: str, module: Any, expected: tuple[type[nn.Module], ...]) -> None:
     """Raises TypeError for a module whose forward, or whose hooks, the block would leave out."""
-    base = _base_of(name, module, expected)
-    if type(module).forward is not base.forward:
-        raise TypeError(
-            f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
-            f"torch.nn.{base.__name__}, and the block would not run it. Remedy: PyTorch's own modules, one "
-            f"after the other."
-        )
+    _base_of(name, module, expected)
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         raise TypeError(f"upconv3d: {name} has uninitialized parameters; run it once before from_modules.")
     if module._forward_pre_hooks or module._forward_hooks:
@@ -94,11 +97,11 @@ def _require_module(name: str, module: Any, expected: tuple[type[nn.Module], ...
 def _is_group(norm: Any) -> bool:
     """Whether a norm is a GroupNorm, and no InstanceNorm3d.
 
-    Raises: TypeError where it is neither; ValueError where its statistics are not those of its input.
+    Raises: TypeError where it is neither, or has a forward of its own; ValueError where its statistics are
+        not those of its input.
     """
-    if isinstance(norm, nn.GroupNorm):
+    if type(norm) is nn.GroupNorm or _base_of("norm", norm, _NORMS) is nn.GroupNorm:
         return True
-    _base_of("norm", norm, _NORMS)
     if norm.track_running_stats:
         raise ValueError(
             "upconv3d: norm must take its statistics from the input; got an InstanceNorm3d with "
