@@ -320,17 +320,15 @@ def conv_transpose3d_relu_group_norm(
                 else:
                     y = numbered_block(*tensors, number)
                 return y
-            except (
-                RuntimeError,
-                TypeError,
-                ValueError,
-            ):  # in the words of a first call, which asks this first
+            except (RuntimeError, TypeError, ValueError):
+                # In the words of a first call, which asks this before anything else.
                 check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
                 if input.dim() == 4 or (input.dim() == 5 and input.size(0) == 1):
                     _check_values_per_group(input, weight, *known_blocks[number][:6])
                 raise
     # torch.fx's proxies are no tensors.
-    if any(t is not None and not isinstance(t, Tensor) for t in tensors) and _has_torch_function(tensors):
+    overrides = not _dynamo_compiling() and _has_torch_function(tensors)
+    if overrides and any(t is not None and not isinstance(t, Tensor) for t in tensors):
         overridden: Tensor = handle_torch_function(
             conv_transpose3d_relu_group_norm,
             tensors,

@@ -301,8 +301,8 @@ def conv_transpose3d_norm_act(
     """
     tensors: tuple[Any, ...] = (input, weight, bias, norm_weight, norm_bias, activation_param, skip)
     # torch.fx's proxies are no tensors.
-    kinds = (Tensor, int, float, type(None))
-    if any(not isinstance(t, kinds) for t in tensors) and _has_torch_function(tensors):
+    overrides = not _dynamo_compiling() and _has_torch_function(tensors)
+    if overrides and any(not isinstance(t, (Tensor, int, float, type(None))) for t in tensors):
         function: Callable[..., Any] = conv_transpose3d_norm_act  # whichever overload
         return handle_torch_function(
             function,
