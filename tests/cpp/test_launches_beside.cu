@@ -51,13 +51,24 @@ int compiled_arch(cudaGraphNode_t node) {
   return attributes.ptxVersion;
 }
 
+/// `from` and `to` of the graph's edges and what kinds they are, as many as `count` says, or, of null, how
+/// many.
+void read_edges(cudaGraph_t graph, cudaGraphNode_t* from, cudaGraphNode_t* to, cudaGraphEdgeData* edges,
+                std::size_t& count) {
+#if CUDART_VERSION >= 13000
+  check(cudaGraphGetEdges(graph, from, to, edges, &count), "edges of the graph");
+#else
+  check(cudaGraphGetEdges_v2(graph, from, to, edges, &count), "edges of the graph");
+#endif
+}
+
 /// Kernels of `graph` that may begin beside the one before, by what they were compiled for.
 std::vector<int> kernels_beside(cudaGraph_t graph) {
   std::size_t count = 0;
-  check(cudaGraphGetEdges(graph, nullptr, nullptr, nullptr, &count), "edges of the graph");
+  read_edges(graph, nullptr, nullptr, nullptr, count);
   std::vector<cudaGraphNode_t> from(count), to(count);
   std::vector<cudaGraphEdgeData> edges(count);
-  check(cudaGraphGetEdges(graph, from.data(), to.data(), edges.data(), &count), "edges of the graph");
+  read_edges(graph, from.data(), to.data(), edges.data(), count);
   std::vector<int> archs;
   for (std::size_t i = 0; i < count; ++i) {
     if (edges[i].type == cudaGraphDependencyTypeProgrammatic) archs.push_back(compiled_arch(to[i]));
