@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a GPU has: streams, other devices, out of memory, CUDA graphs, the SM90 plan's edges."""
+"""What only a GPU has: streams, other devices, CUDA graphs, the SM90 plan's edges."""
 
 from dataclasses import replace
 
@@ -36,19 +36,6 @@ def test_second_gpu(cuda):
     assert y.device == torch.device("cuda:1") and torch.cuda.current_device() == 0
     torch.testing.assert_close(y.cpu(), expected.cpu(), rtol=1e-4, atol=1e-4)
     y.sum().backward()
-
-
-def test_out_of_memory_leaves_the_process_usable(cuda):
-    block = shape_block("padding", device=cuda)
-    expected = block.ours()
-    free, _ = torch.cuda.mem_get_info()
-    # y alone is beyond what is free; the input is one expanded value.
-    extent = int((free / 64) ** (1 / 3)) + 64
-    huge = torch.zeros(1, 1, 1, 1, 1, device=cuda).expand(1, 32, extent, extent, extent)
-    with pytest.raises(RuntimeError, match=r"out of memory|allocating|stderr"):
-        replace(block, input=huge).ours()
-    torch.cuda.empty_cache()
-    assert torch.equal(block.ours(), expected)
 
 
 def test_cuda_graph(cuda):

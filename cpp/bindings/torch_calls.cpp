@@ -14,7 +14,12 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/arguments.hpp"
 #include "core/text.hpp"
+
+#if UPCONV3D_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
 
 // In libtorch_cpu from 2.13 on, so weak: older ones only log what happened.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
@@ -22,12 +27,33 @@ extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_ba
 namespace upconv3d::bindings {
 namespace {
 
-/// Throws with PyTorch's own message, where this torch hands it over.
+/// What PyTorch says of the error that it just met, where this torch hands it over.
+std::string torch_error_text() {
+  return torch_exception_get_what_without_backtrace
+             ? torch_exception_get_what_without_backtrace()
+             : "PyTorch's message is on stderr (torch 2.13 and later hand it over)";
+}
+
 [[noreturn]] void throw_torch_error(const std::string& doing) {
-  const std::string cause = torch_exception_get_what_without_backtrace
-                                ? torch_exception_get_what_without_backtrace()
-                                : "PyTorch's message is on stderr (torch 2.13 and later hand it over)";
-  throw std::runtime_error(concat("upconv3d: ", doing, " failed: ", cause));
+  throw std::runtime_error(concat("upconv3d: ", doing, " failed: ", torch_error_text()));
+}
+
+/// Whether the current GPU answers: one in error has no memory to give either.
+bool gpu_answers() {
+#if UPCONV3D_WITH_CUDA
+  std::size_t free = 0, total = 0;
+  return cudaMemGetInfo(&free, &total) == cudaSuccess;
+#else
+  return false;
+#endif
+}
+
+/// For an allocation that PyTorch's CUDA allocator refused: throws what python/upconv3d/_out_of_memory.py
+/// makes torch.OutOfMemoryError of, by its first words.
+[[noreturn]] void throw_allocation_error(const std::string& what) {
+  if (!gpu_answers()) throw_torch_error(concat("allocating ", what));
+  throw std::runtime_error(
+      concat("upconv3d: CUDA out of memory. Allocating ", what, " failed: ", torch_error_text()));
 }
 
 /// Throws unless `status` is success.
@@ -94,12 +120,14 @@ Tensor empty_strided(const std::vector<std::int64_t>& sizes, const std::vector<s
                      const TensorKind& kind) {
   AtenTensorHandle handle = nullptr;
   const auto rank = static_cast<std::int64_t>(sizes.size());
-  check_torch(aoti_torch_empty_strided(rank, sizes.data(), strides.data(), kind.dtype, kind.device_type,
-                                       kind.device_index, &handle),
-              [&] {
-                return concat("allocating ", list_text(sizes), ' ', dtype_text(kind.dtype), " on ",
-                              device_text(kind.device_type, kind.device_index));
-              });
+  const AOTITorchError status = aoti_torch_empty_strided(rank, sizes.data(), strides.data(), kind.dtype,
+                                                         kind.device_type, kind.device_index, &handle);
+  if (status != AOTI_TORCH_SUCCESS) {
+    const std::string what = concat(list_text(sizes), ' ', dtype_text(kind.dtype), " on ",
+                                    device_text(kind.device_type, kind.device_index));
+    if (kind.device_type == aoti_torch_device_type_cuda()) throw_allocation_error(what);
+    throw_torch_error(concat("allocating ", what));
+  }
   return Tensor(handle);
 }
 
@@ -206,8 +234,9 @@ DeviceScratch::DeviceScratch(const Tensor& like, std::int64_t bytes) {
     return;
   }
   void* memory = nullptr;
-  check_torch(allocator.allocate(static_cast<std::uint64_t>(bytes), &memory),
-              [&] { return concat("allocating ", bytes, " bytes of scratch memory"); });
+  if (allocator.allocate(static_cast<std::uint64_t>(bytes), &memory) != AOTI_TORCH_SUCCESS) {
+    throw_allocation_error(concat(bytes, " bytes of scratch memory"));
+  }
   memory_.reset(memory);
 }
 
@@ -273,8 +302,14 @@ Tensor conv_transpose3d(const Tensor& x, const Tensor& w, const std::optional<Te
     stack.insert(stack.end(), {from(flags->benchmark), from(flags->deterministic), from(flags->enabled),
                                from(flags->allow_tf32)});
   }
-  check_torch(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION),
-              [&] { return concat(op, " on ", describe(p)); });
+  if (torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
+    const std::string doing = concat(op, " on ", describe(p));
+    // Not every torch says what it lacked. Mostly it is room for the result, of which this tells.
+    const Extent3 out = p.out();
+    const std::vector<std::int64_t> sizes = {p.n, p.k, out[0], out[1], out[2]};
+    if (x.is_cuda()) empty_strided_like(x, sizes, dense_strides(sizes, p.y_layout));
+    throw_torch_error(doing);
+  }
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 

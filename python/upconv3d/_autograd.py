@@ -29,6 +29,7 @@ from ._facts import block_facts, is_concrete, kept_of
 from ._geometry import batched, dense_as, memory_format_of
 from ._graphs import is_traced, record_operator, record_plainly
 from ._numbered import numbered_block_for_training
+from ._out_of_memory import raise_out_of_memory
 from ._recorded_casts import in_float32, keep_leaves, tied
 
 _NAME = "conv_transpose3d_relu_group_norm"
@@ -46,16 +47,20 @@ AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torc
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 
 
-def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`backward` as it is outside of autocast. PyTorch's nodes, too, compute in the dtypes of what their
-    forwards got when they run inside of it: a backward's operators are not those that it casts."""
+def as_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`backward` as PyTorch's own nodes run: outside of autocast, for they compute in the dtypes of what
+    their forwards got when they run inside of it, too; and out of memory by its own exception."""
 
     @wraps(backward)
     def run(*arguments: Any) -> Any:
-        if not _autocast_enabled():
-            return backward(*arguments)
-        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
-            return backward(*arguments)
+        try:
+            if not _autocast_enabled():
+                return backward(*arguments)
+            with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
+                return backward(*arguments)
+        except RuntimeError as error:
+            raise_out_of_memory(error)
+            raise
 
     return run
 
@@ -290,7 +295,7 @@ def _is_mapped(grad_y: Tensor) -> bool:
     return _is_legacy_batched(grad_y) or _is_batched(grad_y)
 
 
-@without_autocast
+@as_backward
 def _gradients(
     ctx: Any, grad_y: Tensor, mask: Sequence[bool], number: int | None = None
 ) -> Iterator[Tensor | None]:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._autograd import _is_transformed, without_autocast
+from ._autograd import _is_transformed, as_backward
 from ._geometry import memory_format_of
+from ._out_of_memory import raise_out_of_memory
 from ._tail import Settings, Tensors, _activate, _normalize
 from ._tail_gradients import _numbered_tail_backward
 from ._tail_op import tail_number
@@ -49,7 +50,7 @@ class NormAct(torch.autograd.Function):
         return y  # type: ignore[no-any-return]
 
     @staticmethod
-    @without_autocast
+    @as_backward
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         value, gamma, beta, slopes = ctx.saved_tensors
         mask = ctx.needs_input_grad[:4]
@@ -125,8 +126,12 @@ def norm_act(
     number = tail_number(settings)
     if number is None:
         return None
-    with _BelowAutograd():
-        y: Tensor = _numbered_norm_act(value, gamma, beta, slopes, number)
+    try:
+        with _BelowAutograd():
+            y: Tensor = _numbered_norm_act(value, gamma, beta, slopes, number)
+    except RuntimeError as error:
+        raise_out_of_memory(error)
+        raise
     return record_norm_act(y, value, gamma, beta, slopes, settings, number)
 
 

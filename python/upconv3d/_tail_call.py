@@ -12,6 +12,7 @@ from ._autocast import autocast_dtype, cast_tensors, computes_in_float32
 from ._autograd import AUTOCAST_KEYS
 from ._facts import is_concrete
 from ._geometry import surely
+from ._out_of_memory import raise_out_of_memory
 from ._recorded_casts import cast_leaves, casts_leaves
 from ._tail import autocast_result_dtype, composite, is_apart, keeps_operand, settings_of_kept
 from ._tail_arguments import refuse_broken_rule, runs_kernels
@@ -254,14 +255,18 @@ def run_checked(
         return _run(tensors, settings, norm, precise, spares_host)
     try:
         return _run(tensors, settings, norm, precise, spares_host)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        _say_why(error, tensors, settings)
         raise
-    except RuntimeError:
-        # PyTorch refused. Where one of our rules is what is broken, that says so with value and remedy; the
-        # rules take numbers.
-        if is_concrete(*(tensor for tensor in tensors if tensor is not None), *settings):
-            refuse_broken_rule(tensors, settings, autocast_dtype(tensors[0]) is not None)
-        raise
+
+
+def _say_why(error: RuntimeError, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> None:
+    """Raises what says more than `error` of a call that it ended: torch.OutOfMemoryError, or RuntimeError
+    with value and remedy where PyTorch refused and one of our rules is what is broken."""
+    raise_out_of_memory(error)
+    # The rules take numbers.
+    if is_concrete(*(tensor for tensor in tensors if tensor is not None), *settings):
+        refuse_broken_rule(tensors, settings, autocast_dtype(tensors[0]) is not None)
 
 
 def run_decided(
@@ -276,10 +281,8 @@ def run_decided(
         if pair is not None:
             return pair[0]
         y, _ = composite(tensors, settings, precise)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        refuse_broken_rule(tensors, settings, call.low is not None)  # as in run_checked
+    except RuntimeError as error:
+        _say_why(error, tensors, settings)
         raise
     lowered = call.low is not None and norm == "instance" and y.dtype is not call.low  # see _run
     return y.to(call.low) if lowered else y

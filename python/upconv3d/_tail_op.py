@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._autograd import _is_mapped, record_block, without_autocast
+from ._autograd import _is_mapped, as_backward, record_block
 from ._facts import Kept, empty_kept, is_concrete, kept_of
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
 from ._graphs import is_traced, record_operator
@@ -331,7 +331,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-@without_autocast
+@as_backward
 def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None, _: None = None) -> tuple[Any, ...]:
     """Autograd of the operators by their public names; c is computed again where it was not kept."""
     (*tensors, kept), settings = ctx.saved_tensors, ctx.settings
@@ -383,7 +383,7 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         return y, conv
 
     @staticmethod
-    @without_autocast
+    @as_backward
     def backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None = None) -> tuple[Any, ...]:
         *tensors, saved = ctx.saved_tensors
         mask, settings = ctx.needs_input_grad[: len(tensors)], ctx.settings

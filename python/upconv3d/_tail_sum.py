@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ._autocast import autocast_dtype, cast_tensors
-from ._autograd import AUTOCAST_KEYS, _is_transformed, without_autocast
+from ._autograd import AUTOCAST_KEYS, _is_transformed, as_backward
 from ._convolution import aligned, convolution_backward
 from ._geometry import memory_format_of, output_extent
 from ._norm_alone import is_watched, record_norm_act, settings_of_norm
@@ -45,7 +45,7 @@ class ConvTranspose3dPlusSkip(torch.autograd.Function):
         return s  # type: ignore[no-any-return]
 
     @staticmethod
-    @without_autocast
+    @as_backward
     def backward(ctx: Any, grad_s: Tensor) -> tuple[Any, ...]:
         *mask, of_skip, _, _ = ctx.needs_input_grad
         gradients: Sequence[Tensor | None] = (None,) * 3

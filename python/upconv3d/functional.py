@@ -17,6 +17,7 @@ from ._autocast import block_under_autocast, three_calls
 from ._autograd import record_block
 from ._geometry import surely
 from ._numbered import known_blocks, known_number, numbered_block, settings_number
+from ._out_of_memory import raise_out_of_memory
 from ._transforms import differentiated, takes_tangents, transformed_block
 
 IntOrTriple = int | Sequence[int]
@@ -249,83 +250,24 @@ def _is_watched(tensors: tuple[Any, ...]) -> bool:
     )
 
 
-def conv_transpose3d_relu_group_norm(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: IntOrTriple = 1,
-    padding: IntOrTriple = 0,
-    output_padding: IntOrTriple = 0,
-    groups: int = 1,
-    dilation: IntOrTriple = 1,
-    *,
-    num_groups: int,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    eps: float = 1e-5,
-    precision: str | None = None,
-    recompute: bool = False,
+def _checked_block(
+    tensors: tuple[Any, ...],
+    stride: Any,
+    padding: Any,
+    output_padding: Any,
+    groups: Any,
+    dilation: Any,
+    num_groups: Any,
+    eps: Any,
+    precision: Any,
+    recompute: bool,
 ) -> Tensor:
-    """group_norm(relu(conv_transpose3d(input, weight, bias)), num_groups) as one differentiable op.
+    """The block by arguments that nobody has looked at yet; for whoever is to see it.
 
-    Args:
-        input: [N, C, D, H, W] or [C, D, H, W] (one sample); float32, bfloat16, float16 or float64;
-            any strides, channels_last_3d is quickest.
-        weight: [C, K/groups, T, R, S], dtype and device of input, any strides.
-        bias: [K], or None; added before the ReLU.
-        stride, padding, output_padding, dilation: positions; one, or three for depth, height, width.
-        groups: of the convolution.
-        num_groups: of the normalization; divides K.
-        norm_weight, norm_bias: [K], or None for 1 and 0.
-        eps: added to the variance (activation units squared).
-        precision: concerns float32 input on CUDA. "ieee": float32's error; "tf32": at most TF32's error
-            (operands of a 10-bit mantissa); None: what torch.backends.cudnn.conv.fp32_precision says at the
-            call (under torch.compile: when the graph is compiled, for PyTorch has no guard on that setting).
-        recompute: concerns gradients. False: relu(conv) is kept for the backward, on the SM90 plan in 16 bit
-            or as precision needs, on other plans and the CPU the convolution in the input's dtype; True: the
-            backward computes it again from input, which alone is kept, as it always does in float64 on CUDA,
-            and there where torch.compile does not know the sizes. The gradients have the same bits on the
-            SM90 plan; elsewhere those of PyTorch's convolution may differ in the last ones.
-
-    Returns:
-        [N, K, Z, P, Q] or [K, Z, P, Q], dtype of input; Z = (D-1)*stride - 2*padding + dilation*(T-1)
-        + output_padding + 1, likewise P and Q. channels_last_3d where input or weight is, else contiguous.
-
-    Raises:
-        RuntimeError: shapes, strides, dtypes, devices or counts break a rule; states rule, value and remedy.
-        ValueError: unknown precision, eps not finite, an integer beyond 64 bit, or a norm group of one single
-            value.
-        TypeError: an argument is of the wrong kind.
-        NotImplementedError: input's dtype is another one, or forward-mode AD is asked for inside
-            torch.compile.
-
-    Under autocast all tensors are cast to its dtype, as for conv_transpose3d alone; the result is float32 on
-    CUDA and of that dtype on the CPU, as it is from the three calls. On an SM90 GPU a small block of float32
-    parameters is computed as under precision="tf32" instead, which is more exact and saves the casts; so is
-    one of any size while gradients are recorded in float16, or PyTorch's calls run, whose norm takes
-    gradients in float32. On the CPU PyTorch's calls run while gradients are recorded, whatever `recompute`.
-    So they do for forward-mode AD (jvp, jacfwd, hessian, dual tensors).
-
-    Source: GroupNorm, Wu & He, arXiv:1803.08494.
+    tensors: input, weight, bias, norm_weight, norm_bias; the others as of conv_transpose3d_relu_group_norm.
     """
-    tensors: tuple[Any, ...] = (input, weight, bias, norm_weight, norm_bias)
+    input, weight, bias, norm_weight, norm_bias = tensors
     y: Tensor
-    if not _dynamo_compiling() and isinstance(input, Tensor) and not _is_watched(tensors):
-        resolved = resolve_precision(input, precision)
-        number = known_number(stride, padding, output_padding, groups, dilation, num_groups, eps, resolved)
-        if number in known_blocks:  # these numbers were checked before
-            try:
-                if _grad_enabled() and _any_requires_grad(*tensors):
-                    y = record_block(*tensors, known_blocks[number], number, recompute)
-                else:
-                    y = numbered_block(*tensors, number)
-                return y
-            except (RuntimeError, TypeError, ValueError):
-                # In the words of a first call, which asks this before anything else.
-                check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
-                if input.dim() == 4 or (input.dim() == 5 and input.size(0) == 1):
-                    _check_values_per_group(input, weight, *known_blocks[number][:6])
-                raise
     # torch.fx's proxies are no tensors.
     overrides = not _dynamo_compiling() and _has_torch_function(tensors)
     if overrides and any(t is not None and not isinstance(t, Tensor) for t in tensors):
@@ -405,3 +347,94 @@ def conv_transpose3d_relu_group_norm(
     with _BelowAutograd():
         y = _op(*arguments)
     return y
+
+
+def conv_transpose3d_relu_group_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: IntOrTriple = 1,
+    padding: IntOrTriple = 0,
+    output_padding: IntOrTriple = 0,
+    groups: int = 1,
+    dilation: IntOrTriple = 1,
+    *,
+    num_groups: int,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    precision: str | None = None,
+    recompute: bool = False,
+) -> Tensor:
+    """group_norm(relu(conv_transpose3d(input, weight, bias)), num_groups) as one differentiable op.
+
+    Args:
+        input: [N, C, D, H, W] or [C, D, H, W] (one sample); float32, bfloat16, float16 or float64;
+            any strides, channels_last_3d is quickest.
+        weight: [C, K/groups, T, R, S], dtype and device of input, any strides.
+        bias: [K], or None; added before the ReLU.
+        stride, padding, output_padding, dilation: positions; one, or three for depth, height, width.
+        groups: of the convolution.
+        num_groups: of the normalization; divides K.
+        norm_weight, norm_bias: [K], or None for 1 and 0.
+        eps: added to the variance (activation units squared).
+        precision: concerns float32 input on CUDA. "ieee": float32's error; "tf32": at most TF32's error
+            (operands of a 10-bit mantissa); None: what torch.backends.cudnn.conv.fp32_precision says at the
+            call (under torch.compile: when the graph is compiled, for PyTorch has no guard on that setting).
+        recompute: concerns gradients. False: relu(conv) is kept for the backward, on the SM90 plan in 16 bit
+            or as precision needs, on other plans and the CPU the convolution in the input's dtype; True: the
+            backward computes it again from input, which alone is kept, as it always does in float64 on CUDA,
+            and there where torch.compile does not know the sizes. The gradients have the same bits on the
+            SM90 plan; elsewhere those of PyTorch's convolution may differ in the last ones.
+
+    Returns:
+        [N, K, Z, P, Q] or [K, Z, P, Q], dtype of input; Z = (D-1)*stride - 2*padding + dilation*(T-1)
+        + output_padding + 1, likewise P and Q. channels_last_3d where input or weight is, else contiguous.
+
+    Raises:
+        RuntimeError: shapes, strides, dtypes, devices or counts break a rule; states rule, value and remedy.
+        torch.OutOfMemoryError: what the call allocates does not fit into the GPU's memory (inside
+            torch.compile: RuntimeError, with the same words).
+        ValueError: unknown precision, eps not finite, an integer beyond 64 bit, or a norm group of one single
+            value.
+        TypeError: an argument is of the wrong kind.
+        NotImplementedError: input's dtype is another one, or forward-mode AD is asked for inside
+            torch.compile.
+
+    Under autocast all tensors are cast to its dtype, as for conv_transpose3d alone; the result is float32 on
+    CUDA and of that dtype on the CPU, as it is from the three calls. On an SM90 GPU a small block of float32
+    parameters is computed as under precision="tf32" instead, which is more exact and saves the casts; so is
+    one of any size while gradients are recorded in float16, or PyTorch's calls run, whose norm takes
+    gradients in float32. On the CPU PyTorch's calls run while gradients are recorded, whatever `recompute`.
+    So they do for forward-mode AD (jvp, jacfwd, hessian, dual tensors).
+
+    Source: GroupNorm, Wu & He, arXiv:1803.08494.
+    """
+    tensors: tuple[Any, ...] = (input, weight, bias, norm_weight, norm_bias)
+    y: Tensor
+    if not _dynamo_compiling() and isinstance(input, Tensor) and not _is_watched(tensors):
+        resolved = resolve_precision(input, precision)
+        number = known_number(stride, padding, output_padding, groups, dilation, num_groups, eps, resolved)
+        if number in known_blocks:  # these numbers were checked before
+            try:
+                if _grad_enabled() and _any_requires_grad(*tensors):
+                    y = record_block(*tensors, known_blocks[number], number, recompute)
+                else:
+                    y = numbered_block(*tensors, number)
+                return y
+            except (RuntimeError, TypeError, ValueError) as error:
+                if isinstance(error, RuntimeError):
+                    raise_out_of_memory(error)
+                # In the words of a first call, which asks this before anything else.
+                check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
+                if input.dim() == 4 or (input.dim() == 5 and input.size(0) == 1):
+                    _check_values_per_group(input, weight, *known_blocks[number][:6])
+                raise
+    numbers = (stride, padding, output_padding, groups, dilation, num_groups, eps)
+    if _dynamo_compiling():
+        return _checked_block(tensors, *numbers, precision, recompute)
+    try:
+        return _checked_block(tensors, *numbers, precision, recompute)
+    except RuntimeError as error:
+        raise_out_of_memory(error)
+        raise
