@@ -112,8 +112,9 @@ def computes_in_float32(
 
 
 def records(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether autograd records what is done with the tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    """functional.is_recorded, which torch.compile can trace."""
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return recorded and (torch.compiler.is_dynamo_compiling() or not torch.is_inference_mode_enabled())
 
 
 def casts_cost_gradients(low: torch.dtype, device_type: str) -> bool:

@@ -27,7 +27,7 @@ from . import _C
 from ._convolution import BlockArguments, aligned, convolution, convolution_backward
 from ._facts import block_facts, is_concrete, kept_of
 from ._geometry import batched, dense_as, memory_format_of
-from ._graphs import is_traced, record_operator, record_plainly
+from ._graphs import differentiates_again, is_traced, may_consume, record_operator, record_plainly
 from ._numbered import numbered_block_for_training
 from ._out_of_memory import raise_out_of_memory
 from ._recorded_casts import in_float32, keep_leaves, tied
@@ -270,9 +270,10 @@ def _backward_kernel(
     return tuple(input.new_empty((0,)) if gradient is None else gradient for gradient in gradients)
 
 
-def _kept_bias(bias: Tensor | None) -> Tensor | None:
-    """What can be saved of a bias. PyTorch's convolution saves none, and takes one of inference_mode."""
-    return bias.clone() if bias is not None and bias.is_inference() else bias
+def kept_vector(vector: Tensor | None) -> Tensor | None:
+    """What can be saved of a vector [K]. PyTorch's calls save a bias nowhere, and take one of
+    inference_mode."""
+    return vector.clone() if vector is not None and vector.is_inference() else vector
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -280,7 +281,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     input, weight, bias, stride, padding, output_padding, groups, dilation = inputs[:8]
     num_groups, norm_weight, _, eps, precision = inputs[8:]
     saved = None if isinstance(output, Tensor) else output[1]
-    ctx.save_for_backward(input, weight, _kept_bias(bias), norm_weight, saved)
+    ctx.save_for_backward(input, weight, kept_vector(bias), norm_weight, saved)
     ctx.block = (stride, padding, output_padding, groups, dilation, num_groups, eps, precision)
 
 
@@ -302,7 +303,7 @@ def _gradients(
     """Gradients of input, weight, bias, norm_weight and norm_bias; None where `mask` asks for none."""
     input, weight, bias, norm_weight, saved = ctx.saved_tensors
     args = BlockArguments(*ctx.block)
-    if torch.is_grad_enabled():
+    if differentiates_again(grad_y):
         weight, bias, norm_weight = tied(ctx, (weight, bias, norm_weight))
         gradients = _differentiable_backward(
             batched(grad_y), batched(input), weight, bias, norm_weight, args, mask
@@ -310,9 +311,9 @@ def _gradients(
         if gradients[0] is not None:
             gradients[0] = gradients[0].reshape(input.shape)
     elif saved is not None and not _is_transformed(grad_y) and saved.numel() > 0:
-        # Where the graph is not kept, nobody reads `saved` again: grad_c takes relu(conv)'s place.
-        consume_saved = not torch._C._autograd._get_current_graph_task_keep_graph()
         block = (input, weight, bias, norm_weight, args)
+        # grad_c takes relu(conv)'s place.
+        consume_saved = saved.is_cuda and may_consume(ctx)
         gradients = _kernel_gradients(grad_y, *block, mask, saved, consume_saved, number)
     else:
         op = torch.ops.upconv3d.conv_transpose3d_relu_group_norm_backward.default
@@ -361,7 +362,7 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
             weight, bias, norm_weight, norm_bias = cast[:4]
         if number is not None and not recompute:
             y, saved = numbered_block_for_training(input, weight, bias, norm_weight, norm_bias, number)
-            ctx.save_for_backward(input, weight, _kept_bias(bias), norm_weight, saved)
+            ctx.save_for_backward(input, weight, kept_vector(bias), norm_weight, saved)
             ctx.block, ctx.number = block, number
             return y
         stride, padding, output_padding, groups, dilation, num_groups, eps, precision = block
@@ -385,7 +386,7 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
                 y = _recomputed_op(*arguments)
             else:
                 y, saved = _training_op(*arguments)
-        ctx.save_for_backward(input, weight, _kept_bias(bias), norm_weight, saved)
+        ctx.save_for_backward(input, weight, kept_vector(bias), norm_weight, saved)
         ctx.block, ctx.number = block, number
         return y
 
@@ -393,7 +394,7 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         gradients: Sequence[Tensor | None]
         gradients = list(_gradients(ctx, grad_y, ctx.needs_input_grad[:5], ctx.number))
-        if not (torch.is_grad_enabled() or _is_transformed(grad_y)):
+        if not (differentiates_again(grad_y) or _is_transformed(grad_y)):
             gradients = in_float32(ctx, gradients)
         return (*gradients, None, None, None, None)
 

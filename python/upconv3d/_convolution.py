@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's convolution and its gradients, in the precision that a call asks for."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,6 +13,11 @@ _aten = torch.ops.aten
 # Without OpOverload.__call__, a function in Python that passes its arguments on.
 _aten_backward = _aten.convolution_backward.default._op
 _fp32_precision = torch._C._get_fp32_precision_getter
+_set_fp32_precision = torch._C._set_fp32_precision_setter
+# Levels of PyTorch's precision: each follows the one before until it is given a value of its own.
+_GENERAL, _OF_CUDA, _OF_CONV = ("generic", "all"), ("cuda", "all"), ("cuda", "conv")
+_switching = threading.Lock()
+_switched = False  # whether a thread has changed it, who holds the lock
 _ONE, _NONE = (1, 1, 1), (0, 0, 0)
 _TO_NDHWC, _FROM_NDHWC = (0, 2, 3, 4, 1), (0, 4, 1, 2, 3)
 
@@ -33,11 +39,34 @@ def precision_matters(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype is torch.float32
 
 
+def _setting_is(precision: str) -> bool:
+    return bool((_fp32_precision(*_OF_CONV) == "tf32") == (precision == "tf32"))
+
+
 def _setting_agrees(tensor: Tensor, precision: str) -> bool:
-    """Whether PyTorch's convolutions of `tensor` have that precision as its setting is."""
-    if not precision_matters(tensor):
-        return True
-    return bool((_fp32_precision("cuda", "conv") == "tf32") == (precision == "tf32"))
+    """Whether PyTorch's convolutions of `tensor` have that precision as its setting is, for all we know."""
+    return not precision_matters(tensor) or (not _switched and _setting_is(precision))
+
+
+def _switch(precision: str) -> tuple[tuple[str, str], str]:
+    """Gives convolutions another precision at the level that decides about theirs; returns it and its value.
+
+    What is read of a level that follows another one is the other's: written there, it would follow no more.
+    """
+    before = _fp32_precision(*_GENERAL)
+    _set_fp32_precision(*_GENERAL, precision)
+    if _setting_is(precision):
+        return _GENERAL, before
+    # Convolutions do not follow the general level: by a value of their own, or by one of CUDA's.
+    decides = _OF_CONV if _fp32_precision(*_OF_CUDA) == precision else _OF_CUDA
+    _set_fp32_precision(*_GENERAL, before)
+    before = _fp32_precision(*decides)
+    _set_fp32_precision(*decides, precision)
+    if not _setting_is(precision):  # CUDA has a value, and convolutions another one
+        _set_fp32_precision(*decides, before)
+        decides, before = _OF_CONV, _fp32_precision(*_OF_CONV)
+        _set_fp32_precision(*decides, precision)
+    return decides, before
 
 
 @contextmanager
@@ -45,18 +74,24 @@ def conv_precision(tensor: Tensor, precision: str) -> Iterator[None]:
     """PyTorch's setting for float32 convolutions, for as long as one convolution_backward takes.
 
     convolution_backward has no argument for it. The setting is touched only where it says something else, and
-    the value that was read is written back. It is one for the process: a convolution that another thread
-    starts meanwhile sees it too.
+    is afterwards what it was. It is one for the process: what another thread starts meanwhile sees it too,
+    but for another call of this, which waits.
     """
     if _setting_agrees(tensor, precision):
         yield
         return
-    before = _fp32_precision("cuda", "conv")
-    torch._C._set_fp32_precision_setter("cuda", "conv", precision)
-    try:
-        yield
-    finally:
-        torch._C._set_fp32_precision_setter("cuda", "conv", before)
+    global _switched
+    with _switching:
+        if _setting_is(precision):  # what did not was another thread's
+            yield
+            return
+        level, before = _switch(precision)
+        _switched = True
+        try:
+            yield
+        finally:
+            _switched = False
+            _set_fp32_precision(*level, before)
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, args: BlockArguments) -> Tensor:

@@ -15,7 +15,13 @@ _FORWARD = [
     *(_FAMILY, f"{_FAMILY}_for_training", f"{_FAMILY}_in_graph", "_tail", "_tail_for_training"),
 ]
 # How many gradients come before those; the first two results are their own, without values where not wanted.
-_BACKWARD = {f"{_BLOCK}_backward": 1, f"{_FAMILY}_backward": 2, "fused_backward": 1, "_tail_backward": 1}
+_BACKWARD = {
+    f"{_BLOCK}_backward": 1,
+    f"{_FAMILY}_backward": 2,
+    "fused_backward": 1,
+    "_tail_backward": 1,
+    "_numbered_tail_backward": 1,
+}
 # Of these a forward that kept nothing is computed again; `saved` is their argument of this place.
 _SAVED = {f"{_BLOCK}_backward": 14, f"{_FAMILY}_backward": 21}
 

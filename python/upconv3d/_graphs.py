@@ -38,6 +38,26 @@ def has_tangent(arguments: Iterable[Any]) -> bool:
     )
 
 
+def differentiates_again(*gradients: Tensor | None) -> bool:
+    """Whether what a backward computes of `gradients` is differentiated: by create_graph, or by tangents."""
+    return torch.is_grad_enabled() or (forward_ad._current_level >= 0 and has_tangent(gradients))
+
+
+def may_consume(ctx: Any) -> bool:
+    """Whether a backward may overwrite what its forward kept: nobody reads it again if no graph is kept.
+
+    Raises: RuntimeError where it did, and an error, of memory say, then ended the pass that is run again.
+    """
+    if getattr(ctx, "is_consumed", False):
+        raise RuntimeError(
+            "upconv3d: what a forward kept can be read by one backward pass, unless retain_graph=True; got "
+            "another one, after one that ended in an error. Remedy: run the forward again, or retain the "
+            "graph in the first pass."
+        )
+    ctx.is_consumed = not torch._C._autograd._get_current_graph_task_keep_graph()
+    return ctx.is_consumed  # type: ignore[no-any-return]
+
+
 def refuse_tangents(arguments: Iterable[Any]) -> None:
     """Raises NotImplementedError where a tensor carries a tangent, which an operator of ours would drop."""
     if has_tangent(arguments):

@@ -8,20 +8,21 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._autograd import _is_transformed, as_backward
+from ._autograd import _is_transformed, as_backward, kept_vector
 from ._geometry import memory_format_of
+from ._graphs import differentiates_again
 from ._out_of_memory import raise_out_of_memory
 from ._tail import Settings, Tensors, _activate, _normalize
 from ._tail_gradients import _numbered_tail_backward
 from ._tail_op import tail_number
 from .functional import (
-    _any_requires_grad,
+    _PLAIN_TYPES,
     _BelowAutograd,
     _dispatch_modes,
     _dynamo_compiling,
-    _grad_enabled,
     _tracing,
     _transforms_active,
+    is_recorded,
 )
 
 _numbered_norm_act = torch.ops.upconv3d._numbered_norm_act.default._op
@@ -45,7 +46,8 @@ class NormAct(torch.autograd.Function):
         value, gamma, beta, slopes, (y,), settings, number = arguments
         # Without an activation behind it, a norm's gradients do not depend on its bias, which may be changed.
         ctx.keeps_beta, ctx.has_beta = Settings(*settings).activation != "none", beta is not None
-        ctx.save_for_backward(value, gamma, beta if ctx.keeps_beta else None, slopes)
+        kept_beta = kept_vector(beta) if ctx.keeps_beta else None
+        ctx.save_for_backward(value, kept_vector(gamma), kept_beta, slopes)
         ctx.settings, ctx.number = settings, number
         return y  # type: ignore[no-any-return]
 
@@ -58,7 +60,7 @@ class NormAct(torch.autograd.Function):
             beta = value.new_zeros(value.size(1), requires_grad=mask[2])
         vectors = (gamma, beta, slopes)
         gradients: Sequence[Tensor | None]
-        if torch.is_grad_enabled() or _is_transformed(grad_y):
+        if differentiates_again(grad_y) or _is_transformed(grad_y):
             gradients = _differentiated(grad_y, (value, *vectors), ctx.settings, mask)
         else:
             # Hooks of saved tensors may have laid it out anew.
@@ -95,14 +97,11 @@ def _differentiated(
     return [next(found) if wanted else None for wanted in mask]
 
 
-_PLAIN = frozenset({type(None), Tensor, torch.nn.Parameter})
-
-
 def is_watched(tensors: Sequence[Any]) -> bool:
     """Whether others than autograd have to do with the call, to whom PyTorch's operators are known: modes,
     transforms, graphs, and tensors of classes of their own."""
     return (
-        not _PLAIN.issuperset(map(type, tensors))
+        not _PLAIN_TYPES.issuperset(map(type, tensors))
         or _dynamo_compiling()
         or _tracing()
         or _transforms_active()
@@ -145,7 +144,7 @@ def record_norm_act(
     number: int,
 ) -> Tensor:
     """y, which was computed of the others below autograd, as autograd knows it."""
-    if not (_grad_enabled() and _any_requires_grad(value, gamma, beta, slopes)):
+    if not is_recorded(value, gamma, beta, slopes):
         return y
     recorded: Tensor = _record(value, gamma, beta, slopes, (y,), settings, number)
     return recorded

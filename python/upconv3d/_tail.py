@@ -436,10 +436,13 @@ def differentiable_backward(
     settings: Sequence[Any],
     mask: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The same gradients, in operators that autograd can differentiate; called above autograd."""
-    # Views cut off what else the tensors may depend on: each other, say.
-    views = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
-    y, conv = composite(views, settings, precise=True)
+    """The same gradients, in operators that autograd can differentiate, and forward-mode AD; called above
+    autograd."""
+    twice = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views cut off what else the tensors may depend on: each other, say.
+        views = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
+        y, conv = composite(views, settings, precise=True)
     pairs: list[tuple[Any, Tensor]] = [
         (out, grad)
         for out, grad in ((y, grad_y), (conv, grad_conv))
@@ -451,7 +454,7 @@ def differentiable_backward(
             [out for out, _ in pairs],
             wanted,
             [grad for _, grad in pairs],
-            create_graph=True,
+            create_graph=twice,
             allow_unused=True,
         )
     )

@@ -18,16 +18,15 @@ from ._tail import autocast_result_dtype, composite, is_apart, keeps_operand, se
 from ._tail_arguments import refuse_broken_rule, runs_kernels
 from ._tail_op import numbered_tail, public_tail, record_tail, tail_number
 from .functional import (
-    _any_requires_grad,
     _autocast_enabled,
     _BelowAutograd,
     _dispatch_modes,
     _dynamo_compiling,
-    _grad_enabled,
-    _has_torch_function,
     _profiling,
     _tracing,
     _transforms_active,
+    is_overridden,
+    is_recorded,
 )
 
 Pair = tuple[Tensor, Tensor | None]
@@ -193,12 +192,12 @@ def _run_cuda(
 ) -> Pair:
     """The call on CUDA. low: what autocast casts to; None without it."""
     pair: Pair | None = None
-    recording = _grad_enabled() and _any_requires_grad(*tensors)
+    recording = is_recorded(*tensors)
     # Nobody but autograd knows what to do with operators that are not PyTorch's: transforms of torch.func and
     # forward-mode AD get PyTorch's.
     plain = not _transforms_active() and forward_ad._current_level < 0
     plain = plain and not (recording and keeps_nothing(tensors, settings))
-    if plain and (_has_torch_function(tensors) or (recording and _tracing())):
+    if plain and (is_overridden(tensors) or (recording and _tracing())):
         pair = public_tail(tensors, settings)
     elif plain:
         pair = cuda_call(tensors, settings, low, norm, recording, spares_host).run(tensors)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._autograd import _is_mapped, as_backward, record_block
+from ._autograd import _is_mapped, as_backward, kept_vector, record_block
 from ._facts import Kept, empty_kept, is_concrete, kept_of
 from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
-from ._graphs import is_traced, record_operator
+from ._graphs import differentiates_again, is_traced, may_consume, record_operator
 from ._numbered import settings_number
 from ._recorded_casts import in_float32, keep_leaves, tied
 from ._tail import (
@@ -52,7 +52,6 @@ from ._transforms import batch_slices
 _library = torch.library.Library("upconv3d", "FRAGMENT")  # type: ignore[no-untyped-call]  # keeps registrations alive
 _ops = torch.ops.upconv3d
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 _NAME = "conv_transpose3d_norm_act"
 _SCHEMA = (
@@ -327,7 +326,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             kept = output[1]
         elif begins_with_result(ctx.settings) and ctx.settings[9] == "relu":
             kept = output[0]
-    ctx.save_for_backward(*tensors, kept)
+    ctx.save_for_backward(*tensors[:2], *map(kept_vector, tensors[2:5]), *tensors[5:], kept)
     ctx.set_materialize_grads(False)
 
 
@@ -343,7 +342,7 @@ def _backward(ctx: Any, grad_y: Tensor | None, grad_conv: Tensor | None, _: None
     gradients: Sequence[Tensor | None]
     if not any(mask):
         gradients = [None] * len(mask)
-    elif torch.is_grad_enabled():
+    elif differentiates_again(grad_y, grad_conv):
         gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)
     elif grad_conv is None and backward_is_ours(grad_y, tensors, settings, kept):
         assert grad_y is not None
@@ -371,7 +370,7 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         keep_leaves(ctx, tensors[1:6], cast)
         if cast is not None:
             tensors[1:6] = cast
-        ctx.save_for_backward(*tensors, saved)
+        ctx.save_for_backward(*tensors[:2], *map(kept_vector, tensors[2:5]), *tensors[5:], saved)
         ctx.settings, ctx.number = settings, number
         ctx.begins_with_operand = keeps_operand(tensors, settings)
         ctx.saved_is_returned = saved is conv or saved is y
@@ -392,7 +391,7 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         gradients: Sequence[Tensor | None]
         if not any(mask):
             gradients = [None] * len(tensors)
-        elif torch.is_grad_enabled():
+        elif differentiates_again(grad_y, grad_conv):
             tensors[1:6] = tied(ctx, tensors[1:6])
             gradients = differentiable_backward(grad_y, grad_conv, tensors, settings, mask)
         elif is_traced(grad_conv if grad_y is None else grad_y):  # by compiled autograd
@@ -405,13 +404,12 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
         ):
             gradients = tail_backward(grad_y, grad_conv, tensors, settings, mask)
         elif ctx.begins_with_operand:
-            consume_saved = not ctx.saved_is_returned and not _keeps_graph()
+            consume_saved = not ctx.saved_is_returned and may_consume(ctx)
             what = (tensors, settings, mask, saved, ctx.number)
             gradients = in_float32(ctx, gradients_from_operand(grad_y, grad_conv, *what, consume_saved))
         else:
-            consume_saved = not _keeps_graph()  # where it is not kept, nobody reads `saved` again
             what = (tensors, settings, mask, saved, ctx.number)
-            found = gradients_from_saved(grad_y, *what, consume_saved, as_computed=True)
+            found = gradients_from_saved(grad_y, *what, may_consume(ctx), as_computed=True)
             gradients = in_float32(ctx, found)
         return (*gradients, None, None, None)
 

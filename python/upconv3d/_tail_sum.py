@@ -23,7 +23,7 @@ from ._norm_alone import is_watched, record_norm_act, settings_of_norm
 from ._tail import Settings, autocast_result_dtype, differentiable_backward
 from ._tail_arguments import runs_kernels
 from ._tail_op import _numbered_tail_for_training, numbered_tail, tail_number
-from .functional import _any_requires_grad, _autocast_enabled, _BelowAutograd, _grad_enabled
+from .functional import _autocast_enabled, _BelowAutograd, is_recorded
 
 
 def _convolution_alone(settings: Sequence[Any]) -> Settings:
@@ -114,7 +114,7 @@ class _Call(NamedTuple):
 
 def _call_of(tensors: tuple[Any, ...], settings: tuple[Any, ...], returns_sum: bool) -> _Call | None:
     """None where the compiled module remembers no more settings."""
-    recording = _grad_enabled() and _any_requires_grad(*tensors)
+    recording = is_recorded(*tensors)
     keeps_sum, s = recording or returns_sum, Settings(*settings)
     of_norm = settings_of_norm(s.num_groups, s.eps, s.activation, s.parameter)
     number = tail_number((*settings[:-1], True) if keeps_sum else settings)

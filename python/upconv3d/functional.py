@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
+from torch.utils._device import DeviceContext
 
 from ._autocast import block_under_autocast, three_calls
 from ._autograd import record_block
@@ -36,10 +37,12 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _autocast_enabled = torch._C._is_any_autocast_enabled
 _tracing = torch._C._is_tracing
 _grad_enabled = torch.is_grad_enabled
+_inference_mode = torch.is_inference_mode_enabled
 _dynamo_compiling = torch.compiler.is_dynamo_compiling
 _compiling = torch.compiler.is_compiling
 _profiling = torch._C._autograd._profiler_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_PLAIN_TYPES = frozenset({type(None), Tensor, torch.nn.Parameter})
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -235,12 +238,31 @@ def check_kinds(input: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias:
         raise ValueError(f"upconv3d: eps must be a finite number (activation units squared); got eps={eps}.")
 
 
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is done with the tensors. In inference_mode it does nothing, even where
+    gradients are enabled inside of it."""
+    return _grad_enabled() and _any_requires_grad(*tensors) and not _inference_mode()
+
+
+def is_overridden(tensors: Sequence[Any]) -> bool:
+    """Whether others than PyTorch compute functions of the tensors: __torch_function__ of theirs, or a mode.
+
+    Not torch.set_default_device and `with torch.device(...)`: those are modes that make tensors, no more.
+    """
+    if not _has_torch_function(tensors):
+        return False
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return not (
+        _PLAIN_TYPES.issuperset(map(type, tensors)) and all(type(mode) is DeviceContext for mode in modes)
+    )
+
+
 def _is_watched(tensors: tuple[Any, ...]) -> bool:
     """Whether others than autograd and kernels are to see a call on these tensors: autocast, a transform, a
     tracer, a profiler, a mode or __torch_function__."""
     return (
         _autocast_enabled()
-        or _has_torch_function(tensors)
+        or is_overridden(tensors)
         or _transforms_active()
         or forward_ad._current_level >= 0
         or _tracing()
@@ -300,13 +322,13 @@ def _checked_block(
             return three_calls(tensors, numbers, asked)
         transforms = _transforms_active()
         tracing = _tracing()
-        recording = _grad_enabled() and _any_requires_grad(*tensors)
+        recording = is_recorded(*tensors)
         # Autograd of a custom operator runs in Python, which takes tens of microseconds, some of them where
         # there is nothing to record. It has to run where requires_grad does not say what is recorded
         # (torch.func's transforms), and where others than autograd want to see the operator (tracers, and
         # __torch_function__ of the caller's).
         # A trace is checked without gradients, by calls that are to record the same operator.
-        whole = transforms or _compiling() or _has_torch_function(tensors)
+        whole = transforms or _compiling() or is_overridden(tensors)
         whole = whole or (tracing and (recording or recompute))
     dims = input.dim()
     # While torch.jit.trace runs, sizes are traced tensors, and a comparison would be frozen into the graph.
@@ -417,7 +439,7 @@ def conv_transpose3d_relu_group_norm(
         number = known_number(stride, padding, output_padding, groups, dilation, num_groups, eps, resolved)
         if number in known_blocks:  # these numbers were checked before
             try:
-                if _grad_enabled() and _any_requires_grad(*tensors):
+                if is_recorded(*tensors):
                     y = record_block(*tensors, known_blocks[number], number, recompute)
                 else:
                     y = numbered_block(*tensors, number)

@@ -15,7 +15,7 @@ from .._autocast import autocast_dtype
 from .._norm_alone import is_watched, norm_act, settings_of_norm
 from .._plan_questions import SMALL_BLOCK_VALUES
 from .._tail_arguments import runs_kernels
-from ..functional import _any_requires_grad, _dynamo_compiling
+from ..functional import _dynamo_compiling, is_recorded
 from .chain import is_of_known_class, kind_of
 from .swap import _OPTIONS, MIXINS, Accelerated, why_not_swapped
 
@@ -94,7 +94,7 @@ def run_norm(norm: Any, x: Any) -> Tensor | None:
     channels, groups = x.size(1), norm.num_groups if is_group else x.size(1)
     if base.forward is not _FORWARDS[base] or type(groups) is not int:
         return None
-    recording = torch.is_grad_enabled() and _any_requires_grad(x, *vectors)
+    recording = is_recorded(x, *vectors)
     is_small = x.numel() <= SMALL_BLOCK_VALUES
     least = (LEAST_OF_SMALL if is_small else LEAST_VALUES_OF_GROUP)[recording]
     if x.numel() < least * x.size(0) * groups or x.size(0) == 0:

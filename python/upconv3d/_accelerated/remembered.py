@@ -22,13 +22,12 @@ from .._autocast import autocast_dtype
 from .._tail_arguments import runs_kernels
 from .._tail_call import CudaCall, cuda_call, keeps_nothing, run_checked, run_decided
 from ..functional import (
-    _any_requires_grad,
     _autocast_enabled,
-    _grad_enabled,
-    _has_torch_function,
     _torch_conv_precision,
     _tracing,
     _transforms_active,
+    is_overridden,
+    is_recorded,
 )
 from .block import Block, Options
 from .chain import find_block, is_of_known_class
@@ -148,7 +147,7 @@ class _Decided:
                 self._call = cuda_call(tensors, self.settings, self._kind[4], *decided)
 
     def _records(self, x: Tensor) -> bool:
-        return _grad_enabled() and _any_requires_grad(x, *self._parameters)
+        return is_recorded(x, *self._parameters)
 
     def is_for(self, x: Any) -> bool:
         """Whether run_block would decide so of x, in the state that the modules were in."""
@@ -167,7 +166,7 @@ class _Decided:
         settings, call = self.settings, self._call
         assert settings is not None
         tensors = (x, *self._tensors, None)
-        if call is None or _transforms_active() or _has_torch_function(tensors):
+        if call is None or _transforms_active() or is_overridden(tensors):
             return run_checked(tensors, settings, self._norm, self._precise, self._spares_host)[0]
         return run_decided(tensors, settings, self._norm, self._precise, call)
 

@@ -307,7 +307,7 @@ def _records(chain: Sequence[nn.Module], x: Tensor) -> bool:
     """
     if not _dynamo_compiling() and _tracing():
         return True
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or (not _dynamo_compiling() and torch.is_inference_mode_enabled()):
         return False
     if x.requires_grad:
         return True
