@@ -43,6 +43,11 @@ SHAPES = {
     "many-partials": ((1, 16, 32, (47, 55, 64), 2), {"stride": 2}),
     "more-partials": ((2, 16, 64, (47, 55, 64), 2), {"stride": 2, "num_groups": 2}),
     "one-group": ((1, 16, 32, (47, 55, 64), 2), {"stride": 2, "num_groups": 1}),
+    # From one plane of y to the next 2^41 bytes, if there were another one; TMA takes strides below 2^40.
+    "stride-2097152": (
+        (1, 64, 64, (1, 32, 64), (1, 3, 3)),
+        {"stride": (2**21, 2, 2), "padding": (0, 1, 1), "output_padding": (0, 1, 1)},
+    ),
     "stride-4x4x2": ((1, 64, 64, (3, 4, 5), (4, 5, 2)), {"stride": (4, 4, 2), "padding": (0, 1, 0)}),
 }
 STORED_ALONE = {"channels-72-136", "channels-136-72", "channels-256-64"}

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/errors.hpp"
+#include "core/index_math.hpp"
 #include "core/text.hpp"
 
 namespace upconv3d {
@@ -174,7 +175,7 @@ bool is_dense(std::span<const std::int64_t> sizes, std::span<const std::int64_t>
   std::int64_t expected = 1;
   for (const int axis : inner_to_outer(layout)) {
     if (sizes[axis] != 1 && strides[axis] != expected) return false;
-    expected *= std::max<std::int64_t>(sizes[axis], 1);
+    expected = saturating_product(expected, std::max<std::int64_t>(sizes[axis], 1));
   }
   return true;
 }
@@ -196,7 +197,7 @@ Sizes dense_strides(const Sizes& sizes, Layout layout) {
   std::int64_t next = 1;
   for (const int axis : inner_to_outer(layout)) {
     strides[axis] = next;
-    next *= std::max<std::int64_t>(sizes[axis], 1);
+    next = saturating_product(next, std::max<std::int64_t>(sizes[axis], 1));
   }
   return strides;
 }

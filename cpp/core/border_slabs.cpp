@@ -73,6 +73,21 @@ std::vector<Band> phases_of(const Problem& problem, int axis) {
   return phases;
 }
 
+/// By how many inputs a window has to move on for one of its taps to enter the volume or leave it; 0 for no
+/// number of them.
+std::int64_t inputs_to_next_change(const Band& phase, std::int64_t window, std::int64_t in) {
+  const std::int64_t span = (phase.taps - 1) * phase.dilation;  // from the first tap to the last one
+  std::int64_t least = 0;
+  for (const std::int64_t border : {std::int64_t{0}, in}) {
+    const std::int64_t away = border - window;
+    if (away <= 0) continue;  // all taps are beyond it
+    // The next to meet it is the last one before it.
+    const std::int64_t inputs = away > span ? away - span : (away - 1) % phase.dilation + 1;
+    if (least == 0 || inputs < least) least = inputs;
+  }
+  return least;
+}
+
 /// A phase cut where the taps that read the volume change.
 std::vector<Band> bands_of(const Band& phase, std::int64_t in) {
   // Without taps nothing changes, and there would be no step but from position to position.
@@ -83,11 +98,8 @@ std::vector<Band> bands_of(const Band& phase, std::int64_t in) {
     const std::int64_t window = phase.window + i * phase.stride;
     auto taps = taps_inside(phase, window, window, in);
     if (taps.first >= taps.second) taps = {0, 0};
-    // A window inside the volume keeps all taps until its last one meets the far border.
-    const bool inside = window >= 0 && taps.second == phase.taps;
-    const std::int64_t reach =
-        inside ? (in - 1 - (phase.taps - 1) * phase.dilation - window) / phase.stride + 1 : 1;
-    const std::int64_t extent = std::clamp<std::int64_t>(reach, 1, phase.extent - i);
+    const std::int64_t inputs = inputs_to_next_change(phase, window, in), left = phase.extent - i;
+    const std::int64_t extent = inputs == 0 ? left : std::min(ceil_div(inputs, phase.stride), left);
     if (taps == previous) {
       bands.back().extent += extent;
     } else {

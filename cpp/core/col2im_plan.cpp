@@ -57,7 +57,10 @@ std::string col2im_obstacle(const Problem& p, const Device& device) {
   bool counts = fits_32_bits(p) && columns.values() <= kMaxCount - kRounded &&
                 p.positions() <= kMaxCount - kRounded &&
                 saturating_product(p.c, columns.rows) <= kMaxCount - kRounded &&
-                saturating_product(p.n, p.c, volume(p.in)) <= kMaxCount;
+                saturating_product(p.n, p.c, volume(p.in)) <= kMaxCount &&
+                // The gather's blocks, of 256 values but for what positions and channels leave over.
+                saturating_product(p.n, p.k) <= kMaxCount / 4 &&
+                saturating_product(p.n, p.k, p.positions()) <= kMaxCount * 16;
   for (int axis = 0; axis < 3; ++axis) {
     // By so many outputs the gather looks back, from a tap that reaches one to the next.
     counts = counts && std::lcm(p.stride[axis], p.dilation[axis]) <= kMaxCount / 8;

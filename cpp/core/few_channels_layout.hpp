@@ -92,7 +92,7 @@ struct FewChannelsLayout {
   std::int64_t shared_bytes = 0;
   FewStage stage;                            // where staged
   double moments_ms = 0.0, output_ms = 0.0;  // estimated, of each pass
-  /// The output pass's own where it is staged. The moments' stays what it is for other rows and orders of y.
+  /// The output pass's own where it is staged; moments are taken in tiles of this one.
   std::shared_ptr<const FewChannelsLayout> output;
 
   std::int64_t tile_count() const { return volume(tiles); }

@@ -295,19 +295,26 @@ TwiceLayout make_layout(const Problem& problem, bool piles) {
     TwiceClass best = make_class(problem, own.reads, own, nullptr);
     if (!fits(problem, layout, best)) return {};
     std::size_t partner = i;
+    std::vector<const Slab*> refused;  // that do not fit beside it, whichever channels they are for
     for (std::size_t j = i + 1; j < candidates.size(); ++j) {
       // Rows that no tap reaches are satisfied with any others of the kind.
       const bool has_all =
           partner != i && (!best.reached || best.window.tap_count() == own.reads.tap_count());
       if (has_all && beside(partner)) break;
       if (taken[j]) continue;
-      const auto both = unite(own.reads, candidates[j].reads);
+      const Slab& other = candidates[j].reads;
+      const auto is_alike = [&other](const Slab* slab) { return reads_alike(*slab, other); };
+      if (std::any_of(refused.begin(), refused.end(), is_alike)) continue;
+      const auto both = unite(own.reads, other);
       if (!both) continue;
       const std::int64_t taps = both->tap_count(), best_taps = best.window.tap_count();
       const bool better = taps < best_taps || (taps == best_taps && beside(j) && !beside(partner));
       if (partner != i && !better) continue;
       const TwiceClass made = make_class(problem, *both, own, &candidates[j]);
-      if (!fits(problem, layout, made)) continue;
+      if (!fits(problem, layout, made)) {
+        refused.push_back(&other);
+        continue;
+      }
       best = made;
       partner = j;
     }

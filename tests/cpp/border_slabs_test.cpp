@@ -187,8 +187,6 @@ void test_border_slabs() {
   }
 }
 
-/// Strides and dilations, on axes of their own: phases with fewer taps, with none, with dilation that
-/// remains.
 /// However long: a step per position would take a second for each ten million.
 void test_phases_without_taps() {
   Problem p = headline();
@@ -203,6 +201,30 @@ void test_phases_without_taps() {
   }
 }
 
+/// However far apart, as many slabs, of as many taps, as of taps that lie near each other.
+void test_distant_taps() {
+  for (const std::int64_t stride : {1, 3}) {
+    for (const std::int64_t padding : {0, 5, 90}) {
+      std::vector<std::int64_t> taps[2];
+      for (const bool far : {false, true}) {
+        Problem p = headline();
+        p.in = {1, 1, 16}, p.kernel = {1, 1, 3}, p.stride = {1, 1, stride}, p.padding = {0, 0, padding};
+        p.dilation = {1, 1, far ? std::int64_t{3'000'000'000'000'000} : 300};  // of a stride of 3 one phase
+        std::int64_t positions = 0;
+        for (const Slab& slab : border_slabs(p, 3)) {
+          positions += slab.positions();
+          taps[far].push_back(slab.tap_count());
+        }
+        expect(positions == p.positions(), "slabs between distant taps: " + describe(p));
+        if (!far) test_border_slabs_of(p, 3);
+      }
+      expect(taps[0] == taps[1], concat("stride ", stride, ", padding ", padding, ": distant taps"));
+    }
+  }
+}
+
+/// Strides and dilations, on axes of their own: phases with fewer taps, with none, with dilation that
+/// remains.
 void test_phases() {
   struct Axis {
     std::int64_t in, kernel, stride, padding, output_padding, dilation;
@@ -247,6 +269,7 @@ int main() {
     upconv3d::test_border_slabs();
     upconv3d::test_phases();
     upconv3d::test_phases_without_taps();
+    upconv3d::test_distant_taps();
     upconv3d::test_tap_sharing();
     upconv3d::test_shared_cuts();
   } catch (const std::exception& error) {

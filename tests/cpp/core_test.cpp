@@ -234,6 +234,12 @@ void test_rules() {
                                   "sparse");
   expect_violation<RuleViolation>(with([](Arguments& a) { a.input.sizes[0] = std::int64_t{1} << 58; }),
                                   "2^59", "indices");
+  expect_violation<RuleViolation>(with([](Arguments& a) {
+                                    constexpr std::int64_t kLong = std::int64_t{1} << 29;
+                                    a.input = tensor({0, 4, kLong, kLong, kLong});
+                                    a.padding = {kLong / 2, kLong / 2, kLong / 2};
+                                  }),
+                                  "2^59", "indices of a sample, of which there are none");
   expect_violation<UnsupportedViolation>(with([](Arguments& a) { a.input.dtype = a.weight.dtype = "int32"; }),
                                          "int32", "integers");
   expect_violation<ValueViolation>(with([](Arguments& a) { a.precision = "fast"; }), "\"fast\"", "precision");

@@ -144,7 +144,10 @@ TensorMap encode_slab_output(const Problem& problem, const Slab& slab, DType ele
                              void* y, int box_positions, int box_channels, int fold) {
   Extent3 out = problem.out();
   out[2] /= fold;
-  const Im2colBox box{problem.n, out,      {channels, channels}, slab.origin, slab.step, slab.extent, {},
+  // From a single position no step leads on, and that of a long stride may be more than TMA takes (2^40).
+  Extent3 step = slab.step;
+  for (int axis = 0; axis < 3; ++axis) step[axis] = slab.extent[axis] == 1 ? 1 : step[axis];
+  const Im2colBox box{problem.n, out,      {channels, channels}, slab.origin, step, slab.extent, {},
                       {},        {1, 1, 1}};
   return encode_im2col("before(conv)", problem, element, y, box, box_positions, box_channels,
                        CU_TENSOR_MAP_L2_PROMOTION_NONE);
