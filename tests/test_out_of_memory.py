@@ -113,10 +113,14 @@ def test_nothing_left(name, op, dtype, cuda):
                 run(*operands, **options)
             with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\."):
                 run(*operands, **options)
-    y = run(*operands, **options)
-    seed = torch.randn_like(y)
-    with no_memory_left(), pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\."):
-        torch.autograd.grad(y, operands, seed)
+    for retains in (False, True):
+        y = run(*operands, **options)
+        seed = torch.randn_like(y)
+        with no_memory_left(), pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\."):
+            torch.autograd.grad(y, operands, seed, retain_graph=retains)
+    again = torch.autograd.grad(y, operands, seed, retain_graph=True)
+    for gradient, wanted in zip(again, torch.autograd.grad(y, operands, seed), strict=True):
+        torch.testing.assert_close(gradient, wanted)
     # As if nothing had been.
     y = run(*operands, **options)
     expected = F.group_norm(F.relu(F.conv_transpose3d(*operands, **_of_conv(options))), 2)
