@@ -178,6 +178,71 @@ def test_a_backward_after_one_that_failed(retains, keeping_kernels, monkeypatch)
             torch.autograd.grad(y, leaves, seed)
 
 
+def _contiguous(tensor):
+    return tensor.contiguous()
+
+
+def test_formats_that_hooks_lose_by_stand_ins(keeping_kernels, monkeypatch):
+    """The backward's plan, which says what was kept, is chosen by the operands' formats."""
+    call, last = make_call(c=8, k=6, activation="silu", dtype=F32).leaves(), torch.channels_last_3d
+    for name in ("input", "weight"):
+        call.tensors[name] = call.tensors[name].detach().contiguous(memory_format=last).requires_grad_()
+    seen, backward = [], _tail_gradients._numbered_tail_backward
+
+    def look(*arguments):
+        seen.append(arguments)
+        return backward(*arguments)
+
+    monkeypatch.setattr(_tail_gradients, "_numbered_tail_backward", look)
+    with torch.autograd.graph.saved_tensors_hooks(_contiguous, _contiguous):
+        y = call.ours()
+    seed = torch.randn_like(y)
+    gradients = torch.autograd.grad(y, list(call.tensors.values()), seed)
+    (arguments,) = seen
+    assert all(arguments[i].is_contiguous(memory_format=last) for i in (1, 2))
+    expected = torch.autograd.grad(call.eager(), list(call.tensors.values()), seed)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-4)
+
+
+# By plans that keep one thing in one memory format and another in the other; of the first, in as many bytes.
+FORMATS = {
+    "as many bytes": ((1, 32, 4, 2, 2), {"num_groups": 4}, F32),
+    "more bytes": ((2, 64, 20, 16, 3), {"padding": 1, "num_groups": 4}, F32),
+    "the convolution": ((2, 16, 8, 32, 1), {"num_groups": 8}, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("to_last", [False, True])
+@pytest.mark.parametrize("op", ["block", "family"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_that_hooks_lose(name, op, to_last, cuda):
+    sizes, numbers, dtype = FORMATS[name]
+    formats = [torch.channels_last_3d, torch.contiguous_format]
+    given, hooked = reversed(formats) if to_last else formats
+    block = make_block(*sizes, **numbers, device=cuda, dtype=dtype, precision="tf32")
+    leaves = {
+        key: tensor.detach().contiguous(memory_format=given) if tensor.dim() == 5 else tensor
+        for key, tensor in block.tensors().items()
+    }
+    block = replace(block, **{key: leaf.detach().requires_grad_() for key, leaf in leaves.items()})
+    arguments, settings = block.arguments()
+    run, tensors = FUNCTIONS[op], list(block.tensors().values())
+    if op == "family":
+        settings = settings | {"activation": "silu"}
+    y = run(*arguments, **settings)
+    seed = torch.randn_like(y)
+    expected = torch.autograd.grad(y, tensors, seed)
+
+    def pack(tensor):
+        return tensor.contiguous(memory_format=hooked) if tensor.dim() == 5 else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = run(*arguments, **settings)
+    for gradient, wanted in zip(torch.autograd.grad(y, tensors, seed), expected, strict=True):
+        torch.testing.assert_close(gradient, wanted)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_flops_of_a_backward_alone(name, device):
     block = _small(device)

@@ -63,7 +63,7 @@ constexpr std::int64_t kMostPartials = 1024;
 /// \param held_bytes of shared memory that they take all the same, to be transposed
 template <class Cut>
 bool may_keep(const Problem& p, const Cut& t, std::int64_t held_bytes) {
-  return is_floor(p.tail.before()) && t.loads <= kept_vectors(static_cast<int>(size_of(p.dtype))) &&
+  return has_held_kernel(p.tail.before()) && t.loads <= kept_vectors(static_cast<int>(size_of(p.dtype))) &&
          t.shared_bytes() - t.held_bytes + held_bytes <= kUnaskedSharedBytes;
 }
 

@@ -87,6 +87,12 @@ struct HeldPlanes {
 
 using HeldCut = std::variant<HeldTiles, HeldPlanes>;
 
+/// Whether held norms have kernels of their own for an activation before the normalization. Those that decide
+/// at run time are long, and a short launch waits for its code (12 us, where LeakyReLU's own takes half).
+inline bool has_held_kernel(Activation before) {
+  return is_floor(before) || before == Activation::kLeakyRelu;
+}
+
 /// Whether the launch of this cut is one whose values stay in registers.
 inline bool keeps_values(const HeldCut& cut) {
   return std::visit([](const auto& of) { return of.kept && (of.tiles == 1 || of.clusters); }, cut);

@@ -338,7 +338,7 @@ double saved_by_keeping(const HeldCut& cut) {
 /// and no activation is decided at run time: of three blocks, since when such planes have loops of their own.
 double saved_of_whole_planes(const Problem& p, const HeldCut& cut, const Work& mb) {
   constexpr double kPerMB = 0.2;
-  if (keeps_values(cut) || !is_floor(p.tail.before())) return 0;
+  if (keeps_values(cut) || !has_held_kernel(p.tail.before())) return 0;
   const bool whole =
       std::holds_alternative<HeldPlanes>(cut) && p.positions() * size_of(p.dtype) % kVectorBytes == 0;
   return whole ? kPerMB * mb.y : 0;

@@ -36,7 +36,8 @@ struct Workspace {
   }
 };
 
-/// The same kernels on the same values as in the forward pass, and so the same bits.
+/// Moments as the forward pass took them, of the same values: to the same bits where it took them by these
+/// kernels too and `conv` begins on as many bytes, else to their last ones.
 void take_moments_again(const BackwardCall& call, const BackwardTensors& tensors,
                         const ActivationParams& before, const Workspace& workspace, cudaStream_t stream) {
   const Problem& problem = call.problem;

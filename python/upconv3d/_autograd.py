@@ -26,7 +26,7 @@ from torch import Tensor
 from . import _C
 from ._convolution import BlockArguments, aligned, convolution, convolution_backward
 from ._facts import block_facts, is_concrete, kept_of
-from ._geometry import batched, dense_as, memory_format_of
+from ._geometry import batched, dense_as, in_formats_of, memory_format_of
 from ._graphs import differentiates_again, is_traced, may_consume, record_operator, record_plainly
 from ._numbered import numbered_block_for_training
 from ._out_of_memory import raise_out_of_memory
@@ -311,6 +311,9 @@ def _gradients(
         if gradients[0] is not None:
             gradients[0] = gradients[0].reshape(input.shape)
     elif saved is not None and not _is_transformed(grad_y) and saved.numel() > 0:
+        strides = getattr(ctx, "strides", None)  # nodes of operators by their public names keep none
+        if strides is not None:
+            input, weight = in_formats_of(strides, (input, weight))
         block = (input, weight, bias, norm_weight, args)
         # grad_c takes relu(conv)'s place.
         consume_saved = saved.is_cuda and may_consume(ctx)
@@ -363,7 +366,7 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
         if number is not None and not recompute:
             y, saved = numbered_block_for_training(input, weight, bias, norm_weight, norm_bias, number)
             ctx.save_for_backward(input, weight, kept_vector(bias), norm_weight, saved)
-            ctx.block, ctx.number = block, number
+            ctx.block, ctx.number, ctx.strides = block, number, (input.stride(), weight.stride())
             return y
         stride, padding, output_padding, groups, dilation, num_groups, eps, precision = block
         arguments = (
@@ -387,7 +390,7 @@ class ConvTranspose3dReLUGroupNorm(torch.autograd.Function):
             else:
                 y, saved = _training_op(*arguments)
         ctx.save_for_backward(input, weight, kept_vector(bias), norm_weight, saved)
-        ctx.block, ctx.number = block, number
+        ctx.block, ctx.number, ctx.strides = block, number, (input.stride(), weight.stride())
         return y
 
     @staticmethod

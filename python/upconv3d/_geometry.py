@@ -82,6 +82,26 @@ def empty_in_format_of(tensor: Tensor) -> Tensor:
     return out.squeeze(0) if tensor.dim() == 4 else out
 
 
+def _in_format_of(strides: tuple[int, ...], tensor: Tensor) -> Tensor:
+    before = torch.empty_strided(tensor.shape, strides, device="meta")
+    whole = batched(tensor).contiguous(memory_format=memory_format_of(batched(before)))
+    return whole if tensor.dim() == 5 else whole.squeeze(0)
+
+
+def in_formats_of(strides: Sequence[tuple[int, ...]], tensors: Sequence[Any]) -> Sequence[Any]:
+    """The tensors, of which the first two, [N, C, D, H, W] or [C, D, H, W], are in the memory formats that
+    they had with these two's strides.
+
+    Hooks of saved tensors may have lost them (torch.autograd.graph.save_on_cpu does, with pinned memory), and
+    by them a backward pass chooses the plan that says what its forward kept.
+    """
+    x, weight = tensors[:2]
+    of_x, of_weight = strides
+    if x.stride() == of_x and weight.stride() == of_weight:
+        return tensors
+    return [_in_format_of(of_x, x), _in_format_of(of_weight, weight), *tensors[2:]]
+
+
 def dense_as(gradient: Tensor, tensor: Tensor) -> bool:
     """Whether `gradient`, [N, C, D, H, W] and dense in a memory format, lies as `tensor` does."""
     dense = gradient.is_contiguous() or gradient.is_contiguous(memory_format=torch.channels_last_3d)

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import _C
 from ._autograd import _is_mapped, as_backward, kept_vector, record_block
 from ._facts import Kept, empty_kept, is_concrete, kept_of
-from ._geometry import batched, empty_in_format_of, memory_format_of, output_extent
+from ._geometry import batched, empty_in_format_of, in_formats_of, memory_format_of, output_extent
 from ._graphs import differentiates_again, is_traced, may_consume, record_operator
 from ._numbered import settings_number
 from ._recorded_casts import in_float32, keep_leaves, tied
@@ -372,6 +372,7 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
             tensors[1:6] = cast
         ctx.save_for_backward(*tensors[:2], *map(kept_vector, tensors[2:5]), *tensors[5:], saved)
         ctx.settings, ctx.number = settings, number
+        ctx.strides = tensors[0].stride(), tensors[1].stride()
         ctx.begins_with_operand = keeps_operand(tensors, settings)
         ctx.saved_is_returned = saved is conv or saved is y
         ctx.set_materialize_grads(False)
@@ -405,10 +406,10 @@ class ConvTranspose3dNormAct(torch.autograd.Function):
             gradients = tail_backward(grad_y, grad_conv, tensors, settings, mask)
         elif ctx.begins_with_operand:
             consume_saved = not ctx.saved_is_returned and may_consume(ctx)
-            what = (tensors, settings, mask, saved, ctx.number)
+            what = (in_formats_of(ctx.strides, tensors), settings, mask, saved, ctx.number)
             gradients = in_float32(ctx, gradients_from_operand(grad_y, grad_conv, *what, consume_saved))
         else:
-            what = (tensors, settings, mask, saved, ctx.number)
+            what = (in_formats_of(ctx.strides, tensors), settings, mask, saved, ctx.number)
             found = gradients_from_saved(grad_y, *what, may_consume(ctx), as_computed=True)
             gradients = in_float32(ctx, found)
         return (*gradients, None, None, None)

@@ -161,6 +161,8 @@ void test_kept() {
   for (const Layout layout : {Layout::kNDHWC, Layout::kNCDHW}) {
     Problem p = of_size(2, 64, 1728, 8);
     expect(is_kept(p, layout), "a small block");
+    p.tail.activation = Activation::kLeakyRelu;
+    expect(is_kept(p, layout), "LeakyReLU before the norm");
     p.tail.activation = Activation::kSilu;
     expect(!is_kept(p, layout), "SiLU before the norm is chosen at run time");
     p.tail.order = Order::kNormAct;

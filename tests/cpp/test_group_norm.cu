@@ -188,7 +188,7 @@ void run_same_value(const Case& c) {
   expect(different == 0, std::to_string(different) + " values differ from their moments: " + describe(c));
 }
 
-/// Finalize alone, on partials of its own: many tiles and few groups, which takes the two-kernel path.
+/// Finalize alone, on partials of its own: with many tiles and few groups, which takes the two-kernel path.
 void run_finalize(std::int64_t n, std::int64_t k, std::int64_t tiles, std::int64_t num_groups, DType dtype) {
   const DType stat = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   const std::int64_t tile_positions = 37, last = 5, channels = k / num_groups;
@@ -465,6 +465,14 @@ void run_cases() {
   run_finalize(2, 768, 300, 3, DType::kFloat32);
   run_finalize(16, 128, 154, 8, DType::kBFloat16);
   run_finalize(1, 4096, 3, 1, DType::kFloat16);
+  // A warp each: of the last block one has a group; of 256 partials, and of more, which a block merges.
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat64}) {
+    run_finalize(40, 96, 5, 32, dtype);
+    run_finalize(3, 6, 40, 3, dtype);
+    run_finalize(3, 12, 64, 3, dtype);
+    run_finalize(3, 12, 65, 3, dtype);
+    run_finalize(1, 1, 1, 1, dtype);
+  }
 }
 
 }  // namespace

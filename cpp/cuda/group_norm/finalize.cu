@@ -6,12 +6,13 @@
 ///   table [3,N,K]        stat   mean, scale, shift: y = (v - mean)*scale + shift
 ///
 /// A group's moments are the merged moments of tiles*(K/G) partials, all in double: per thread in chunks that
-/// stay in registers, then across the block as one many-way merge, mean = sum(count*mean)/sum(count) first
+/// stay in registers, then across the team as one many-way merge, mean = sum(count*mean)/sum(count) first
 /// and M2 = sum(M2 + count*(mean_i - mean)^2) second. Counts follow from the tile's index. Each order is
 /// fixed.
 ///
-/// One block per (sample, group) where that is quick; else a group's partials are cut into segments, one
-/// block each, and a second kernel merges the segments' moments, kept in `scratch`.
+/// A team of threads per (sample, group): a warp where partials are few, else a block, where that is quick;
+/// else a group's partials are cut into segments, one block each, and a second kernel merges the segments'
+/// moments, kept in `scratch`.
 #include <algorithm>
 #include <cstdint>
 
@@ -28,6 +29,10 @@ constexpr int kThreadsLarge = 512;
 /// Threads where a group has few partials, as with one group per channel: small blocks share a
 /// multiprocessor.
 constexpr int kThreadsSmall = 128;
+
+/// Threads where it has fewer, one chunk of them each: warps that wait for no others. (Of 128 samples of 32
+/// groups blocks of 128 took 18 us.)
+constexpr int kWarp = 32;
 
 /// Partials that a thread loads before it uses the first: one trip to memory instead of eight.
 constexpr int kChunk = 8;
@@ -74,10 +79,10 @@ __device__ __forceinline__ std::int64_t segment_begin(const FinalizeArgs<T>& arg
   return segment * share + min(segment, extra);
 }
 
-/// This thread's share of the partials [begin, end) of a group.
-template <int kThreads, class T>
+/// The share of thread `lane` of a team's in the partials [begin, end) of a group.
+template <int kTeam, class T>
 __device__ DoubleMoments merge_partials(const FinalizeArgs<T>& args, std::int64_t sample, std::int64_t group,
-                                        std::int64_t begin, std::int64_t end) {
+                                        std::int64_t begin, std::int64_t end, int lane) {
   using Pair = std::conditional_t<std::is_same_v<Stat<T>, double>, double2, float2>;
   const std::int64_t tiles = args.shape.tiles, k = args.shape.k;
   const Pair* part = reinterpret_cast<const Pair*>(args.part) + sample * tiles * k + group * args.channels;
@@ -86,9 +91,8 @@ __device__ DoubleMoments merge_partials(const FinalizeArgs<T>& args, std::int64_
       static_cast<double>(args.shape.positions - (tiles - 1) * args.shape.tile_positions);
 
   // The quotient is taken once; from there on tile and channel advance together.
-  const std::int64_t step_tile = kThreads / args.channels,
-                     step_channel = kThreads - step_tile * args.channels;
-  std::int64_t partial = begin + threadIdx.x;
+  const std::int64_t step_tile = kTeam / args.channels, step_channel = kTeam - step_tile * args.channels;
+  std::int64_t partial = begin + lane;
   std::int64_t tile = partial / args.channels, channel = partial - tile * args.channels;
 
   DoubleMoments own;
@@ -96,7 +100,7 @@ __device__ DoubleMoments merge_partials(const FinalizeArgs<T>& args, std::int64_
     Pair pair[kChunk];
     double count[kChunk];
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i, partial += kThreads) {
+    for (int i = 0; i < kChunk; ++i, partial += kTeam) {
       const bool valid = partial < end;
       pair[i] = valid ? part[tile * k + channel] : Pair{};
       if (args.counts == nullptr) {
@@ -135,47 +139,51 @@ __device__ DoubleMoments merge_partials(const FinalizeArgs<T>& args, std::int64_
   return own;
 }
 
-/// Sum over the block, the same bits in every thread. `warp_sums` [kThreads/32] double, shared, used once.
-template <int kThreads>
-__device__ __forceinline__ double block_sum(double value, double* warp_sums) {
+__device__ __forceinline__ double warp_sum(double value) {
 #pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffffu, value, lane);
-  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
-  __syncthreads();
-  value = threadIdx.x % 32 < kThreads / 32 ? warp_sums[threadIdx.x % 32] : 0.0;
-#pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffffu, value, lane);
+  for (int lane = kWarp / 2; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffffu, value, lane);
   return value;
 }
 
-/// Merges the threads' moments; every thread gets the result.
-template <int kThreads>
-__device__ __forceinline__ DoubleMoments merge_block(const DoubleMoments& own) {
-  __shared__ double counts[kThreads / 32];
-  __shared__ double mean_sums[kThreads / 32];
-  __shared__ double m2_sums[kThreads / 32];
+/// Sum over the team, the same bits in every thread. `warp_sums` [kTeam/32] double, shared, used once, where
+/// the team is a block.
+template <int kTeam>
+__device__ __forceinline__ double team_sum(double value, double* warp_sums) {
+  value = warp_sum(value);
+  if constexpr (kTeam == kWarp) return value;
+  if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  return warp_sum(threadIdx.x % kWarp < kTeam / kWarp ? warp_sums[threadIdx.x % kWarp] : 0.0);
+}
+
+/// Merges the moments of a team's threads; every thread gets the result.
+template <int kTeam>
+__device__ __forceinline__ DoubleMoments merge_team(const DoubleMoments& own) {
+  __shared__ double counts[kTeam / kWarp];
+  __shared__ double mean_sums[kTeam / kWarp];
+  __shared__ double m2_sums[kTeam / kWarp];
   DoubleMoments merged;
-  merged.count = block_sum<kThreads>(own.count, counts);
-  merged.mean = block_sum<kThreads>(own.count * own.mean, mean_sums) / merged.count;
+  merged.count = team_sum<kTeam>(own.count, counts);
+  merged.mean = team_sum<kTeam>(own.count * own.mean, mean_sums) / merged.count;
   const double delta = own.mean - merged.mean;
-  merged.m2 = block_sum<kThreads>(own.m2 + (own.count * delta) * delta, m2_sums);
+  merged.m2 = team_sum<kTeam>(own.m2 + (own.count * delta) * delta, m2_sums);
   return merged;
 }
 
-/// Writes mean, scale and shift of the group's channels.
-template <int kThreads, class T>
+/// Writes mean, scale and shift of the group's channels, as thread `lane` of its team.
+template <int kTeam, class T>
 __device__ __forceinline__ void write_table(const FinalizeArgs<T>& args, std::int64_t sample,
-                                            std::int64_t group, const DoubleMoments& moments) {
+                                            std::int64_t group, const DoubleMoments& moments, int lane) {
   using S = Stat<T>;
   const double rstd = 1.0 / sqrt(moments.m2 / moments.count + args.eps);
   const S mean = static_cast<S>(moments.mean);
   const double mean_rest = moments.mean - static_cast<double>(mean);
   const std::int64_t plane = args.shape.n * args.shape.k;
-  if (args.groups != nullptr && threadIdx.x == 0) {
+  if (args.groups != nullptr && lane == 0) {
     args.groups[sample * args.shape.num_groups + group] = {
         static_cast<float>(mean), static_cast<float>(mean_rest), static_cast<float>(rstd), 0.f};
   }
-  for (std::int64_t i = threadIdx.x; i < args.channels; i += kThreads) {
+  for (std::int64_t i = lane; i < args.channels; i += kTeam) {
     const std::int64_t channel = group * args.channels + i;
     const double gamma = args.gamma != nullptr ? static_cast<double>(to_stat(args.gamma[channel])) : 1.0;
     const double beta = args.beta != nullptr ? static_cast<double>(to_stat(args.beta[channel])) : 0.0;
@@ -187,14 +195,18 @@ __device__ __forceinline__ void write_table(const FinalizeArgs<T>& args, std::in
   }
 }
 
-template <class T, int kThreads>
+template <class T, int kTeam, int kThreads>
 __global__ void __launch_bounds__(kThreads) group_norm_finalize_groups(const FinalizeArgs<T> args) {
+  static_assert(kTeam == kWarp || kTeam == kThreads);
   let_next_begin();
-  const std::int64_t sample = blockIdx.x / args.shape.num_groups,
-                     group = blockIdx.x - sample * args.shape.num_groups;
+  const std::int64_t sample_group = blockIdx.x * std::int64_t{kThreads / kTeam} + threadIdx.x / kTeam;
+  if (sample_group >= args.shape.n * args.shape.num_groups) return;  // a warp of the last block
+  const std::int64_t sample = sample_group / args.shape.num_groups,
+                     group = sample_group - sample * args.shape.num_groups;
+  const int lane = threadIdx.x % kTeam;
   const std::int64_t partials = args.shape.tiles * args.channels;
-  const DoubleMoments own = merge_partials<kThreads>(args, sample, group, 0, partials);
-  write_table<kThreads>(args, sample, group, merge_block<kThreads>(own));
+  const DoubleMoments own = merge_partials<kTeam>(args, sample, group, 0, partials, lane);
+  write_table<kTeam>(args, sample, group, merge_team<kTeam>(own), lane);
 }
 
 template <class T>
@@ -203,9 +215,9 @@ __global__ void __launch_bounds__(kThreadsLarge) group_norm_merge_segments(const
                      segment = blockIdx.x - sample_group * args.segments;
   const std::int64_t sample = sample_group / args.shape.num_groups;
   const std::int64_t begin = segment_begin(args, segment), end = segment_begin(args, segment + 1);
-  const DoubleMoments own =
-      merge_partials<kThreadsLarge>(args, sample, sample_group - sample * args.shape.num_groups, begin, end);
-  const DoubleMoments merged = merge_block<kThreadsLarge>(own);
+  const DoubleMoments own = merge_partials<kThreadsLarge>(
+      args, sample, sample_group - sample * args.shape.num_groups, begin, end, static_cast<int>(threadIdx.x));
+  const DoubleMoments merged = merge_team<kThreadsLarge>(own);
   if (threadIdx.x != 0) return;
   double* to = args.scratch + blockIdx.x * std::int64_t{3};
   to[0] = merged.count;
@@ -227,7 +239,8 @@ __global__ void __launch_bounds__(kThreadsLarge, 1) group_norm_finalize_segments
     own.mean = from[1];
     own.m2 = from[2];
   }
-  write_table<kThreadsLarge>(args, sample, group, merge_block<kThreadsLarge>(own));
+  write_table<kThreadsLarge>(args, sample, group, merge_team<kThreadsLarge>(own),
+                             static_cast<int>(threadIdx.x));
 }
 
 }  // namespace
@@ -257,11 +270,19 @@ void launch_group_norm_finalize(const FinalizeParams& params, cudaStream_t strea
     args.groups = reinterpret_cast<float4*>(params.groups);
     const std::int64_t groups = shape.n * shape.num_groups;
     if (args.segments == 1) {
-      const bool small = shape.tiles * args.channels <= kThreadsSmall * kChunk;
-      launch(
-          "group_norm_finalize_groups",
-          small ? group_norm_finalize_groups<T, kThreadsSmall> : group_norm_finalize_groups<T, kThreadsLarge>,
-          groups, dim3(small ? kThreadsSmall : kThreadsLarge), stream, args);
+      const auto launch_teams = [&](auto kernel, std::int64_t blocks, int threads) {
+        launch("group_norm_finalize_groups", kernel, blocks, dim3(static_cast<unsigned>(threads)), stream,
+               args);
+      };
+      const std::int64_t partials = shape.tiles * args.channels;
+      if (partials <= kWarp * kChunk) {
+        launch_teams(group_norm_finalize_groups<T, kWarp, kThreadsSmall>,
+                     ceil_div(groups, kThreadsSmall / kWarp), kThreadsSmall);
+      } else if (partials <= kThreadsSmall * kChunk) {
+        launch_teams(group_norm_finalize_groups<T, kThreadsSmall, kThreadsSmall>, groups, kThreadsSmall);
+      } else {
+        launch_teams(group_norm_finalize_groups<T, kThreadsLarge, kThreadsLarge>, groups, kThreadsLarge);
+      }
       return;
     }
     launch("group_norm_merge_segments", group_norm_merge_segments<T>, groups * args.segments,

@@ -35,13 +35,15 @@ void fill_common(const HeldNormParams& params, Args& args) {
 }
 
 /// Calls visit(type_identity<T>{}, type_identity<Input>{}) with the element type and what is due of a value.
-/// Of AnyPending, that is an activation before the normalization.
+/// Of AnyPending, that is an activation before the normalization that has_held_kernel says no of.
 template <class Visit>
 void with_held_kernel(const HeldNormParams& params, Visit&& visit) {
   const auto with_input = [&](auto element) {
     const bool has_one_parameter = params.after.kind != Activation::kPrelu || params.after.slope_step == 0;
     if (params.after.kind == Activation::kNone && params.before.kind == Activation::kRelu) {
       visit(element, std::type_identity<AfterBias<ReluActivation>>{});
+    } else if (params.before.kind == Activation::kLeakyRelu) {
+      visit(element, std::type_identity<AfterBias<SlopeActivation>>{});
     } else if (params.before.kind == Activation::kNone && !has_one_parameter) {
       visit(element, std::type_identity<AfterBias<NoActivation, ChannelSlopes>>{});
     } else if (params.before.kind == Activation::kNone) {

@@ -118,7 +118,7 @@ struct HeldChannels {
       if constexpr (Input::kDecidesLater) {
         v[j] = to_stat(c.at[j]) + bias[j];
       } else {
-        v[j] = Input{}(to_stat(c.at[j]), bias[j]);
+        v[j] = Input{}(to_stat(c.at[j]), bias[j], args.parameter);
       }
     }
     if constexpr (Input::kDecidesLater) activate_here(args, v);

@@ -95,7 +95,7 @@ __device__ __forceinline__ void plane_pending(const HeldPlanesArgs<T>& args, con
     if constexpr (Input::kDecidesLater) {
       v[j] = to_stat(c.at[j]) + bias[j];
     } else {
-      v[j] = Input{}(to_stat(c.at[j]), bias[j]);
+      v[j] = Input{}(to_stat(c.at[j]), bias[j], args.parameter);
     }
   }
   if constexpr (Input::kDecidesLater) activate_plane(args, at, shared, v);
@@ -103,11 +103,12 @@ __device__ __forceinline__ void plane_pending(const HeldPlanesArgs<T>& args, con
 
 /// The same of a whole vector.
 template <class T, class Input>
-__device__ __forceinline__ void whole_pending(uint4 word, float bias, float (&v)[kLanes<T>]) {
+__device__ __forceinline__ void whole_pending(const HeldPlanesArgs<T>& args, uint4 word, float bias,
+                                              float (&v)[kLanes<T>]) {
   Vector<T, kLanes<T>> c;
   memcpy(&c, &word, sizeof(c));
 #pragma unroll
-  for (int j = 0; j < kLanes<T>; ++j) v[j] = Input{}(to_stat(c.at[j]), bias);
+  for (int j = 0; j < kLanes<T>; ++j) v[j] = Input{}(to_stat(c.at[j]), bias, args.parameter);
 }
 
 /// Adds the thread's values' distances from `mean`, or their squares, to sum[lane].
@@ -141,7 +142,7 @@ __device__ __forceinline__ void add_up_whole(const HeldPlanesArgs<T>& args, cons
                                              float (&sum)[kLanes<T>]) {
   for_each_whole<kVectorsAtOnce<T>>(args, plane, shared, [&](uint4 word, int channel, int) {
     float v[kLanes<T>];
-    whole_pending<T, Input>(word, shared.bias[channel], v);
+    whole_pending<T, Input>(args, word, shared.bias[channel], v);
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) {
       const float distance = v[j] - mean;
@@ -195,7 +196,7 @@ __device__ __forceinline__ void normalize_whole(const HeldPlanesArgs<T>& args, c
                                                 const HeldPlanesShared& shared, float mean, float parameter) {
   for_each_whole<2>(args, plane, shared, [&](uint4 word, int channel, int first) {
     float v[kLanes<T>];
-    whole_pending<T, Input>(word, shared.bias[channel], v);
+    whole_pending<T, Input>(args, word, shared.bias[channel], v);
     const float scale = shared.scale[channel], shift = shared.shift[channel];
 #pragma unroll
     for (int j = 0; j < kLanes<T>; ++j) v[j] = (v[j] - mean) * scale + shift;

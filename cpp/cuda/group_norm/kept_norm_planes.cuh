@@ -54,7 +54,7 @@ __device__ __forceinline__ void keep_pending(const HeldPlanesArgs<T>& args, cons
     memcpy(&c, &words[i], sizeof(c));
     const float bias = shared.bias[at.channel];
 #pragma unroll
-    for (int j = 0; j < kLanes<T>; ++j) v[i][j] = Input{}(to_stat(c.at[j]), bias);
+    for (int j = 0; j < kLanes<T>; ++j) v[i][j] = Input{}(to_stat(c.at[j]), bias, args.parameter);
   });
 }
 

@@ -18,7 +18,8 @@
 
 namespace upconv3d::cuda {
 
-/// The convolution as the library left it: bias and an activation without parameter are still due.
+/// The convolution as the library left it: bias and an activation, with a parameter in held norms alone, are
+/// still due.
 /// \tparam Behind_ an activation behind the normalization, whose parameter is one for all channels, or
 /// ChannelSlopes: of the kernels that held_norm.hpp launches alone
 template <class Functor, class Behind_ = NoActivation>
@@ -27,8 +28,8 @@ struct AfterBias {
   static constexpr bool kReadsBias = true;
   static constexpr bool kDecidesLater = false;
   template <class S>
-  __device__ __forceinline__ S operator()(S c, S bias) const {
-    return Functor{}.value(c + bias, S(0));
+  __device__ __forceinline__ S operator()(S c, S bias, S parameter = S(0)) const {
+    return Functor{}.value(c + bias, parameter);
   }
 };
 
