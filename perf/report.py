@@ -159,6 +159,13 @@ def models_report(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def refuse_failed(rows: list[dict[str, Any]]) -> None:
+    """Raises: ReportError where a check failed: such rows may lack figures, and have none to quote."""
+    for row in rows:
+        if row["check"] != "ok":
+            raise ReportError(f"{row['name']} {row['dtype']} {row['layout']} failed its check; not quotable")
+
+
 def report(result: dict[str, Any], shapes: dict[str, Shape], tag: str | None = "readme") -> str:
     """The Markdown of a result file: where it was measured, the command, the table of shapes tagged `tag`.
 
@@ -180,9 +187,8 @@ def report(result: dict[str, Any], shapes: dict[str, Shape], tag: str | None = "
     titles = [title for title, _, _ in columns] + (["plan"] if with_plan else [])
     lines.append("| shape | input | " + " | ".join(titles) + " |")
     lines.append("|---|---|" + "---:|" * len(columns) + ("---|" if with_plan else ""))
+    refuse_failed(rows)
     for row in rows:
-        if row["check"] != "ok":
-            raise ReportError(f"{row['name']} {row['dtype']} {row['layout']} failed its check; not quotable")
         kind = row["dtype"] if row["precision"] == "native" else f"{row['dtype']} {row['precision']}"
         cells = [
             f"`{row['name']}` {shapes[row['name']].describe()}",
@@ -258,10 +264,10 @@ def fill(path: Path, shapes: dict[str, Shape]) -> str:
         if match["figure"] == "commits":
             text = ", ".join(f"`{Path(name).name}` ({commit_of(result)})" for name, result in results.items())
         else:
+            rows = [row for result in results.values() for row in result["rows"]]
             with of(match["open"]):
-                text = FIGURES[match["figure"]](
-                    [row for result in results.values() for row in result["rows"]]
-                )
+                refuse_failed(rows)
+                text = FIGURES[match["figure"]](rows)
         return match["open"] + text + match["close"]
 
     text = read(path)

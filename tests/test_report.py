@@ -129,7 +129,9 @@ def test_wrong_paths_are_refused(tmp_path, report, capsys):
     assert "has no results block" in refusal_of(report, capsys, "--write", document)
     document.write_text("Of <!-- behind: gone.json --><!-- /behind -->")
     assert "quotes gone.json, which is missing" in refusal_of(report, capsys, "--check", document)
-    (tmp_path / "gone.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": [{"ms": 1.0}]}))
+    write(tmp_path / "gone.json", [row(1.0) | {"check": "FAILED", "err_rms": None}])
+    assert "failed its check; not quotable" in refusal_of(report, capsys, "--check", document)
+    write(tmp_path / "gone.json", [{"ms": 1.0, "check": "ok"}])
     assert "lacks 'peers_ms'" in refusal_of(report, capsys, "--check", document)
     assert document.read_text() == "Of <!-- behind: gone.json --><!-- /behind -->"
 
