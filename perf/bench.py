@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +30,15 @@ from typing import Any
 
 import torch
 import upconv3d
-from upconv3d.profile.arguments import ArgumentError, device_of, seconds, shapes_of_file
+from upconv3d.profile.arguments import (
+    PRECISIONS,
+    ArgumentError,
+    device_of,
+    make_current,
+    precisions_of,
+    seconds,
+    shapes_of_file,
+)
 from upconv3d.profile.cases import (
     DTYPES,
     LAYOUTS,
@@ -50,7 +59,7 @@ from upconv3d.profile.peers import (
     eager,
     set_precision,
 )
-from upconv3d.profile.results import NOT_WRITTEN_STATUS, ResultFileError, ResultFiles
+from upconv3d.profile.results import NOT_WRITTEN_STATUS, ResultFileError, ResultFiles, json_text
 
 DASH = "na"
 
@@ -63,11 +72,8 @@ def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
         if args.quick and "quick" not in shape.tags:
             continue
         for dtype_name in args.dtype:
-            precisions = ["native"]
-            if dtype_name == "float32":
-                precisions = args.precision if device.type == "cuda" else ["ieee"]
             for layout in args.layout:
-                for precision in precisions:
+                for precision in precisions_of(args, device, dtype_name):
                     yield Case(shape, DTYPES[dtype_name], layout, precision)
 
 
@@ -125,7 +131,7 @@ def bench_line(row: dict[str, Any], kind: str = "BENCH", columns: str = LINE) ->
     """The greppable line of one row."""
 
     def text(value: Any) -> str:
-        if value is None:
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
             return DASH
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -154,9 +160,8 @@ def parse_arguments(description: str | None = __doc__) -> argparse.Namespace:
     parser.add_argument(
         "--precision",
         nargs="+",
-        choices=["ieee", "tf32"],
-        default=["tf32", "ieee"],
-        help="of float32 on a GPU",
+        choices=PRECISIONS,
+        help="of float32 on a GPU (default: both)",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -171,12 +176,24 @@ def parse_arguments(description: str | None = __doc__) -> argparse.Namespace:
     if args.compile is None:
         args.compile = "default" if args.quick else "best"
     try:
-        device_of(args)
+        args.device = device_of(args)
+        precisions_of(args, args.device, "float32")
         shapes_of_file(args.shapes_file)
         args.files = ResultFiles({"--json": args.json}, inputs=[args.shapes_file])
     except (ArgumentError, ResultFileError) as error:
         parser.error(str(error))
     return args
+
+
+def nothing_selected(command: str, args: argparse.Namespace) -> int:
+    """The exit status where no shape is left to measure, which it says on stderr."""
+    quick = " and is tagged quick, as --quick asks" if args.quick else ""
+    pattern = args.shapes.pattern
+    print(
+        f"{command}: no shape matches --shapes {pattern!r}{quick}; see {args.shapes_file.name}",
+        file=sys.stderr,
+    )
+    return 2
 
 
 def exit_status(command: str, rows: list[dict[str, Any]], files: ResultFiles) -> int:
@@ -190,22 +207,19 @@ def exit_status(command: str, rows: list[dict[str, Any]], files: ResultFiles) ->
 
 def result_text(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The content of a result file."""
-    return json.dumps({"environment": env, "rows": rows}, indent=1) + "\n"
+    return json_text({"environment": env, "rows": rows})
 
 
 @torch.no_grad()
 def main() -> int:
     args = parse_arguments()
-    device = torch.device(args.device)
+    device = args.device
+    make_current(device)
     # From the first call on: the plan cache keeps the first plan it finds for a shape.
     torch.backends.cudnn.benchmark = True
     selected = list(cases(args, device))
     if not selected:
-        print(
-            f"bench: no shape matches --shapes {args.shapes.pattern!r}; see {args.shapes_file.name}",
-            file=sys.stderr,
-        )
-        return 2
+        return nothing_selected("bench", args)
     env = environment(device, ["python", "perf/bench.py", *sys.argv[1:]], Path(__file__))
     print("BENCH_ENVIRONMENT " + json.dumps(env), flush=True)
     rows = []

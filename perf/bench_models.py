@@ -33,8 +33,8 @@ without an optimizer. "bfloat16" is autocast of float32 parameters, "float32" ha
 
 perf/models.py says what has to be installed.
 
-Exit status 1 if any check fails; 2 for wrong arguments, a result file that cannot be written among them; 4
-where it could be written at first and not after measuring.
+Exit status 1 if any check fails; 2 for wrong arguments, a result file that cannot be written and models of
+which none can be made among them; 4 where the file could be written at first and not after measuring.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from paired import MIN_ROUNDS, interval, ratio_fields, turns_ms, verdict
 from report import models_report
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
-from upconv3d.profile.arguments import ArgumentError, device_of, seconds
+from upconv3d.profile.arguments import ArgumentError, device_of, make_current, seconds
 from upconv3d.profile.measure import environment, environment_line
 from upconv3d.profile.results import ResultFileError, ResultFiles
 
@@ -127,12 +127,12 @@ def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
     """Peak memory of a call beside what was allocated before; None on a CPU, where nobody counts."""
     if device.type != "cuda":
         return None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def relative_rms(found: list[Tensor], right: list[Tensor]) -> float:
@@ -342,27 +342,40 @@ def parse_arguments() -> argparse.Namespace:
     if args.png is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--png needs matplotlib, which is not installed. Remedy: pip install matplotlib")
     try:
-        device_of(args)
+        args.device = device_of(args)
         args.files = ResultFiles({"--json": args.json, "--markdown": args.markdown, "--png": args.png})
     except (ArgumentError, ResultFileError) as error:
         parser.error(str(error))
     return args
 
 
+def is_missing(package: str | None) -> bool:
+    """Whether a package is needed and not installed."""
+    return package is not None and importlib.util.find_spec(package) is None
+
+
 def main() -> int:
     args = parse_arguments()
+    make_current(args.device)
     # From the first call on: the plan cache keeps the first plan it finds for a shape.
     torch.backends.cudnn.benchmark = True
     selected = [model for model in MODELS if args.models.search(model.name)]
     if not selected:
         print(f"bench_models: no model matches --models {args.models.pattern!r}", file=sys.stderr)
         return 2
-    env = environment(
-        torch.device(args.device), ["python", "perf/bench_models.py", *sys.argv[1:]], Path(__file__)
-    )
+    missing = [model for model in selected if is_missing(model.needs)]
+    if missing == selected:
+        packages = " and ".join(sorted({str(model.needs) for model in missing}))
+        print(
+            f"bench_models: every model that matches --models {args.models.pattern!r} needs a package that "
+            f"is not installed. Remedy: install {packages}",
+            file=sys.stderr,
+        )
+        return 2
+    env = environment(args.device, ["python", "perf/bench_models.py", *sys.argv[1:]], Path(__file__))
     rows = []
     for model in selected:
-        if model.needs is not None and importlib.util.find_spec(model.needs) is None:
+        if model in missing:
             print(f"MODEL_NOTE name={model.name} skipped: it needs the package {model.needs}", flush=True)
             continue
         for kind in args.passes:
@@ -377,8 +390,7 @@ def main() -> int:
     table = models_report({"environment": env, "rows": rows})
     print(table)
     args.files.write("--markdown", lambda: table)
-    if rows:
-        args.files.write("--png", lambda: draw(env, rows))
+    args.files.write("--png", lambda: draw(env, rows))
     failed = sum(row["check"] != "ok" for row in rows)
     verdicts = [row["verdict"] for row in rows]
     counts = " ".join(f"{one}={verdicts.count(one)}" for one in ("slower", "alike", "quicker"))

@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench import bench_line, cases, exit_status, parse_arguments, result_text
+from bench import bench_line, cases, exit_status, nothing_selected, parse_arguments, result_text
 from torch import Tensor
+from upconv3d.profile.arguments import make_current
 from upconv3d.profile.cases import Case, Tensors, conv_arguments, make_tensors
 from upconv3d.profile.measure import environment, medians_ms
 from upconv3d.profile.peers import COMPILE_MODES, ERROR_FACTOR, block_call, eager, set_precision
@@ -84,12 +85,12 @@ def peak_bytes(step: Callable[[], Any], device: torch.device) -> int | None:
     """Peak memory of a step beside what was allocated before it; None on a CPU, where nobody counts."""
     if device.type != "cuda":
         return None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def compiled_steps(t: Tensors, case: Case, modes: list[str], step_of: Any) -> dict[str, Callable[[], Any]]:
@@ -157,12 +158,12 @@ LINE = "name dtype layout precision ms forward_ms x_eager x_compile memory_mb x_
 
 def main() -> int:
     args = parse_arguments(__doc__)
-    device = torch.device(args.device)
+    device = args.device
+    make_current(device)
     torch.backends.cudnn.benchmark = True
     selected = list(cases(args, device))
     if not selected:
-        print(f"bench_training: no shape matches --shapes {args.shapes.pattern!r}", file=sys.stderr)
-        return 2
+        return nothing_selected("bench_training", args)
     env = environment(device, ["python", "perf/bench_training.py", *sys.argv[1:]], Path(__file__))
     rows = []
     for case in selected:

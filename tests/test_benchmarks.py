@@ -2,6 +2,7 @@
 """perf/bench.py, bench_training.py, bench_models.py on what takes milliseconds, plan_times.py's blocks."""
 
 import argparse
+import importlib
 import itertools
 import json
 import math
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 PERF = Path(__file__).parent.parent / "perf"
+needs_results = pytest.mark.skipif(not (PERF / "results").is_dir(), reason="not a checkout")
 SHAPE = {
     "name": "tiny",
     "source": "this test",
@@ -30,6 +32,11 @@ SHAPE = {
     "bias": True,
     "eps": 1e-5,
 }
+
+
+@pytest.fixture
+def perf_scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(PERF))
 
 
 def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess:
@@ -56,6 +63,58 @@ def test_a_pattern_that_matches_nothing_is_an_error(script):
     option = "--models" if script == "bench_models.py" else "--shapes"
     done = run(script, option, "no such shape", "--device", "cpu")
     assert done.returncode == 2 and "no such shape" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["bench.py", "bench_training.py"])
+def test_quick_is_named_where_it_leaves_no_shape(tmp_path, script):
+    shapes = tmp_path / "shapes.json"
+    shapes.write_text(json.dumps({"shapes": [SHAPE]}))
+    done = run(script, "--shapes-file", shapes, "--shapes", "tiny", "--quick", "--device", "cpu")
+    assert done.returncode == 2
+    assert "no shape matches --shapes 'tiny' and is tagged quick, as --quick asks" in done.stderr
+
+
+def test_models_of_which_none_can_be_made_are_an_error(perf_scripts, monkeypatch, tmp_path, capsys):
+    import bench_models
+
+    found = bench_models.importlib.util.find_spec
+    monkeypatch.setattr(
+        bench_models.importlib.util, "find_spec", lambda name: None if name == "monai" else found(name)
+    )
+    result = tmp_path / "x.json"
+    given = ["bench_models.py", "--models", "monai_unet", "--device", "cpu", "--json", str(result)]
+    monkeypatch.setattr(sys, "argv", given)
+    assert bench_models.main() == 2
+    printed = capsys.readouterr()
+    assert "needs a package that is not installed. Remedy: install monai" in printed.err
+    assert printed.out == "" and not result.exists()
+
+
+@pytest.mark.parametrize("script", ["bench", "bench_training", "bench_models"])
+def test_the_device_that_was_asked_for_is_made_the_current_one(perf_scripts, monkeypatch, script):
+    chosen = []
+    for name, value in {"is_available": True, "device_count": 2, "current_device": 0}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(sys, "argv", [script, "--device", "cuda:1"])
+    module = importlib.import_module(script)
+    # Nothing is left to measure.
+    if script == "bench_models":
+        monkeypatch.setattr(module, "MODELS", ())
+    else:
+        monkeypatch.setattr(module, "cases", lambda args, device: iter(()))
+    assert module.main() == 2
+    assert chosen == [torch.device("cuda", 1)]
+
+
+def test_what_is_no_number_is_not_quoted(perf_scripts):
+    """As the error of a check that failed."""
+    import bench
+
+    row = dict.fromkeys(bench.LINE.split(), math.nan) | {"ms": 1.5, "name": "tiny"}
+    line = bench.bench_line(row)
+    assert "nan" not in line and "ms=1.5 " in line and line.endswith("err_rms=na eager_err_rms=na check=na")
+    assert json.loads(bench.result_text({}, [row]), parse_constant=pytest.fail)["rows"][0]["check"] is None
 
 
 @pytest.mark.parametrize(
@@ -97,6 +156,8 @@ def test_models(tmp_path, model, option, replaced):
         ("bench_models.py", "--png", "x.xyz", "--png must name a file that ends in .png; got x.xyz"),
         ("bench.py", "--shapes", "(", "must be a regular expression; got '('"),
         ("bench_models.py", "--seconds", "0", "must be a positive number; got 0"),
+        ("bench.py", "--precision", "tf32", "a CPU computes float32 as it is. Leave it out"),
+        ("bench_training.py", "--precision", "ieee", "a CPU computes float32 as it is. Leave it out"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_measured(script, option, value, message):
@@ -105,11 +166,6 @@ def test_wrong_arguments_are_refused_before_anything_is_measured(script, option,
     done = run(script, "--device", "cpu", option, value)
     assert done.returncode == 2 and message in done.stderr
     assert done.stdout == ""
-
-
-@pytest.fixture
-def perf_scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(PERF))
 
 
 def orders(seed, queued=1):
@@ -227,6 +283,7 @@ def test_queued_steps_are_timed_in_training_where_they_fit(perf_scripts, monkeyp
     assert row["verdict"] == "alike" and row["rounds"] == 21
 
 
+@needs_results
 def test_tables_with_and_without_intervals(perf_scripts):
     import report
 
@@ -241,6 +298,7 @@ def test_tables_with_and_without_intervals(perf_scripts):
     assert report.PAIRED in table
 
 
+@needs_results
 def test_the_picture_of_models_shows_intervals(perf_scripts):
     pytest.importorskip("matplotlib")
     import bench_models
@@ -252,6 +310,7 @@ def test_the_picture_of_models_shows_intervals(perf_scripts):
     assert bench_models.draw(result["environment"], rows).startswith(b"\x89PNG")
 
 
+@needs_results
 def test_the_picture_of_models_shows_what_a_copy_came_out_at(monkeypatch):
     figure_module = pytest.importorskip("matplotlib.figure")
     monkeypatch.syspath_prepend(str(PERF))

@@ -79,7 +79,7 @@ def test_citations_of_the_notes():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_lines_are_wrapped(document):
-    text = re.sub(r"<!-- results:.*?<!-- /results -->", "", document.read_text(), flags=re.S)
+    text = re.sub(r"<!-- (\w+):.*?<!-- /\1 -->", "", document.read_text(), flags=re.S)
     text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     prose = [line for line in text.splitlines() if not line.startswith(("|", "[", "    "))]
     assert [line for line in prose if len(line) > COLUMNS] == []

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from .cases import SHAPES_FILE, Case
 from .ceilings import Ceilings
 from .measure import environment
 from .peers import COMPILE_MODES
-from .results import NOT_WRITTEN_STATUS, ResultFileError, ResultFiles
+from .results import NOT_WRITTEN_STATUS, ResultFileError, ResultFiles, json_text
 from .run import STEPS, CaseProfile, prepare, profile_case
 
 WIDTH_OF_A_FILE = 120  # columns, where the output is no terminal
@@ -39,6 +39,11 @@ def check_shapes(cases: list[Case], device: torch.device) -> None:
             raise arguments.ArgumentError(reason if given else f"shape {name}: {reason}") from error
 
 
+def has_arithmetic(cases: Iterable[Case]) -> bool:
+    """Whether a roofline has a case to show."""
+    return any(case.shape.useful_flops > 0 for case in cases)
+
+
 def write_results(
     files: ResultFiles, env: dict[str, Any], ceilings: Ceilings, profiles: list[CaseProfile]
 ) -> None:
@@ -49,11 +54,10 @@ def write_results(
 
         return roofline.draw(env, profiles)
 
-    files.write(
-        "--json", lambda: json.dumps(report.to_json(env, ceilings.measured(), profiles), indent=1) + "\n"
-    )
+    files.write("--json", lambda: json_text(report.to_json(env, ceilings.measured(), profiles)))
     files.write("--csv", lambda: report.to_csv(profiles))
-    files.write("--png", picture)
+    if has_arithmetic(profile.case for profile in profiles):
+        files.write("--png", picture)
 
 
 def measure_all(
@@ -102,9 +106,9 @@ def print_tables(env: dict[str, Any], profiles: list[CaseProfile]) -> None:
     """All tables, where there is a profile."""
     from rich.console import Console
 
-    console = Console(markup=False)
+    console = Console(markup=False, emoji=False)  # names of shapes are anybody's
     if not console.is_terminal:
-        console = Console(markup=False, width=WIDTH_OF_A_FILE)
+        console = Console(markup=False, emoji=False, width=WIDTH_OF_A_FILE)
     for profile in profiles:
         report.print_case(console, profile)
     if profiles:
@@ -133,13 +137,17 @@ def main(given: list[str] | None = None) -> int:
         if options.png is not None:
             arguments.require("matplotlib", "--png")
         device = arguments.device_of(options)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        arguments.make_current(device)
         torch.backends.cudnn.benchmark = True  # before the first call: PyTorch keeps the first plan it finds
         cases = arguments.cases(options, device)
         # The package's own shapes are known to run, and their tensors take long to make.
         if options.input is not None or options.shapes_file != SHAPES_FILE:
             check_shapes(cases, device)
+        if options.png is not None and not has_arithmetic(cases):
+            raise arguments.ArgumentError(
+                "--png takes a case with useful arithmetic; got none, every tap lands outside the output. "
+                "Remedy: leave it out"
+            )
         files = ResultFiles(
             {"--json": options.json, "--csv": options.csv, "--png": options.png},
             inputs=[options.shapes_file],

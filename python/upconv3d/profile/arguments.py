@@ -7,7 +7,7 @@ import argparse
 import difflib
 import importlib.util
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +35,7 @@ same. Of several, the status is the first in the order 1, 4, 3.
 DEFAULT_SHAPE = {"cuda": "kernelbench_61", "cpu": "monai_unet_128"}
 DEFAULT_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 DEFAULT_LAYOUT = {"cuda": "ndhwc", "cpu": "ncdhw"}
+PRECISIONS = ("tf32", "ieee")  # of float32 on a GPU
 DEFAULT_SECONDS = 1.0
 QUICK_SECONDS = 0.2
 # Options that describe a shape by its numbers, and so exclude --shape.
@@ -143,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
     )
     data.add_argument("--layout", nargs="+", choices=LAYOUTS, help="default: ndhwc on a GPU, ncdhw on a CPU")
     data.add_argument(
-        "--precision", nargs="+", choices=("tf32", "ieee"), help="of float32 on a GPU (default: both)"
+        "--precision", nargs="+", choices=PRECISIONS, help="of float32 on a GPU (default: both)"
     )
     measuring = made.add_argument_group("measuring")
     measuring.add_argument("--device", help="default: cuda where there is one, else cpu")
@@ -162,7 +163,12 @@ def parser() -> argparse.ArgumentParser:
     results = made.add_argument_group("results")
     results.add_argument("--json", type=Path, metavar="FILE", help="everything")
     results.add_argument("--csv", type=Path, metavar="FILE", help="a row per case")
-    results.add_argument("--png", type=Path, metavar="FILE", help="a roofline; needs matplotlib")
+    results.add_argument(
+        "--png",
+        type=Path,
+        metavar="FILE",
+        help="a roofline, of cases with useful arithmetic; needs matplotlib",
+    )
     return made
 
 
@@ -283,24 +289,34 @@ def device_of(options: argparse.Namespace) -> torch.device:
     return device if whole else torch.device("cuda", torch.cuda.current_device())
 
 
-def cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
-    """Shapes crossed with dtypes, layouts and precisions, in that order; a value given twice counts once."""
+def make_current(device: torch.device) -> None:
+    """Makes a GPU PyTorch's current one, on which events, streams and the allocator's figures are taken."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def precisions_of(options: argparse.Namespace, device: torch.device, dtype: str) -> Sequence[str]:
+    """The precisions in which cases of `dtype` are measured.
+
+    Raises: ArgumentError where one was asked for and the device is a CPU.
+    """
     on_gpu = device.type == "cuda"
     if options.precision and not on_gpu:
         raise ArgumentError(
             "--precision is of float32 on a GPU; a CPU computes float32 as it is. Leave it out"
         )
+    if dtype != "float32":
+        return ("native",)
+    return (options.precision or PRECISIONS) if on_gpu else ("ieee",)
 
-    def precisions(dtype: str) -> Iterable[str]:
-        if dtype != "float32":
-            return ("native",)
-        return (options.precision or ("tf32", "ieee")) if on_gpu else ("ieee",)
 
+def cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
+    """Shapes crossed with dtypes, layouts and precisions, in that order; a value given twice counts once."""
     found = [
         Case(shape, DTYPES[dtype], layout, precision)
         for shape in shapes(options, device)
         for dtype in options.dtype or [DEFAULT_DTYPE[device.type]]
         for layout in options.layout or [DEFAULT_LAYOUT[device.type]]
-        for precision in precisions(dtype)
+        for precision in precisions_of(options, device, dtype)
     ]
     return list(dict.fromkeys(found))

@@ -7,6 +7,7 @@ import json
 import math
 import reprlib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -140,8 +141,15 @@ def shape_from_json(row: dict[str, Any]) -> Shape:
 
 
 def load_shapes(path: Path = SHAPES_FILE) -> list[Shape]:
-    """All shapes, in the order of the file."""
-    return [shape_from_json(row) for row in json.loads(path.read_text())["shapes"]]
+    """All shapes, in the order of the file.
+
+    Raises: ValueError where a row is no shape, or two have the same name; OSError where it cannot be read.
+    """
+    shapes = [shape_from_json(row) for row in json.loads(path.read_text(encoding="utf-8"))["shapes"]]
+    for name, count in Counter(shape.name for shape in shapes).items():
+        if count > 1:
+            raise ValueError(f"every shape must have a name of its own; got {name!r} {count} times")
+    return shapes
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def cuda_times_ms(call: Callable[[], object], repeats: int, flush: torch.Tensor)
         call()
         end.record()
         pairs.append((begin, end))
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(flush.device)
     return [begin.elapsed_time(end) for begin, end in pairs]
 
 
@@ -121,7 +121,7 @@ def _output(command: list[str], cwd: Path | None = None) -> str | None:
 def cpu_name() -> str:
     """The processor's model name, else its architecture."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     except OSError:
@@ -130,11 +130,17 @@ def cpu_name() -> str:
 
 
 def git_commit(source: Path) -> str | None:
-    """Commit of the checkout that tracks `source`, and whether tracked files differ; None outside one."""
-    commit = os.environ.get("UPCONV3D_COMMIT")  # a copy without its history is told its commit
-    # An installed package can lie inside a checkout of something else.
-    if commit is None and _output(["git", "ls-files", "--error-unmatch", source.name], cwd=source.parent):
-        commit = _output(["git", "rev-parse", "HEAD"], cwd=source.parent)
+    """Commit of the checkout that tracks `source`, and whether tracked files differ; None outside one.
+
+    UPCONV3D_COMMIT, where it is set, as it is: a copy without its history is told its commit.
+    """
+    told = os.environ.get("UPCONV3D_COMMIT")
+    if told is not None:
+        return told
+    # An installed package, or a copy, can lie inside a checkout of something else.
+    if not _output(["git", "ls-files", "--error-unmatch", source.name], cwd=source.parent):
+        return None
+    commit = _output(["git", "rev-parse", "HEAD"], cwd=source.parent)
     changed = _output(["git", "status", "--porcelain", "--untracked-files=no"], cwd=source.parent)
     return f"{commit} with local changes" if commit and changed else commit
 

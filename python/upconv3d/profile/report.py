@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from typing import TYPE_CHECKING, Any
 
 from .kernels import GAPS
@@ -41,9 +42,11 @@ def significant(value: float | None, digits: int = 3) -> str:
     """A number without exponent, where three digits say enough: 0.0123, 1.23, 123, 12345."""
     if value is None:
         return DASH
-    if abs(value) >= 10 ** (digits - 1):
-        return f"{value:.0f}"
-    return f"{value:#.{digits}g}"
+    if not math.isfinite(value):
+        return str(value)
+    # Of the rounded number: 99.96 is one of three digits before the point.
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    return f"{value:.{max(0, digits - 1 - exponent)}f}"
 
 
 def with_share(value: float | None, share: float | None) -> str:

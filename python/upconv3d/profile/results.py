@@ -3,9 +3,16 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 NOT_WRITTEN_STATUS = 4  # exit status where all was measured and printed, but a file could not be written
 
@@ -14,18 +21,50 @@ class ResultFileError(Exception):
     """A path that cannot take a result; says the rule, the value and the remedy."""
 
 
+def _finite(data: Any) -> Any:
+    """Plain data with None for every number that is infinite or none."""
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def json_text(data: Any) -> str:
+    """The content of a JSON file. An error that is NaN, as where a check fails, is null: JSON has no NaN."""
+    return json.dumps(_finite(data), indent=1, allow_nan=False) + "\n"
+
+
+def _target(path: Path) -> Path:
+    """What `path` leads to, which need not exist.
+
+    Raises: OSError where its links lead to one another in a circle.
+    """
+    target = Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for circles before Python 3.13
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return target
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A path that can replace `target`, in a folder beside it that is gone at the end; makes target's own.
+
+    No file of a user's lies there, and one that is made there has the mode that open() gives.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="upconv3d-", suffix=".part") as folder:
+        yield Path(folder) / target.name
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """A file, written whole or not at all; through a link, what it points to. Makes its folder."""
-    target = path.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + ".part")
-    try:
+    target = _target(path)
+    with _beside(target) as part:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
+        if target.is_file():
+            shutil.copymode(target, part)
         part.replace(target)
-    except OSError:
-        if not part.is_dir():
-            part.unlink(missing_ok=True)
-        raise
 
 
 def _is_open_as(path: Path, number: int) -> bool:
@@ -49,11 +88,8 @@ def _try_to_write(option: str, path: Path) -> None:
             f"{option} must name a file of its own; got {path}, where this command prints. Remedy: another "
             f"name"
         )
-    target = path.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + ".part")
-    part.write_bytes(b"")
-    part.unlink()
+    with _beside(_target(path)) as part:
+        part.write_bytes(b"")
 
 
 class ResultFiles:
@@ -69,13 +105,13 @@ class ResultFiles:
     def __init__(self, asked: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
         self._paths = {option: path for option, path in asked.items() if path is not None}
         self._failures: dict[str, str] = {}
-        owners = {path.resolve(): "which this command reads" for path in inputs}
+        owners = {os.path.realpath(path): "which this command reads" for path in inputs}
         for option, path in self._paths.items():
             if option == "--png" and path.suffix.lower() != ".png":
                 raise ResultFileError(
                     f"--png must name a file that ends in .png; got {path}. Remedy: --png {path}.png"
                 )
-            owner = owners.setdefault(path.resolve(), f"which is {option}'s")
+            owner = owners.setdefault(os.path.realpath(path), f"which is {option}'s")
             if owner != f"which is {option}'s":
                 raise ResultFileError(
                     f"{option} must name a file of its own; got {path}, {owner}. Remedy: another name"

@@ -3,7 +3,8 @@
 
 From top to bottom: title, legend, of several cases a strip of their names, plot. Cases of one intensity,
 which layouts and precisions of a shape have, stand side by side, and a line leads from each name through the
-points of its case. All places are computed in inches, so that no two texts meet.
+points of its case. All places are computed in inches, so that no two texts meet. Cases without useful
+arithmetic, whose taps all land outside the output, have no place on logarithmic axes, and are left out.
 """
 
 from __future__ import annotations
@@ -174,11 +175,17 @@ def _place(figure: Figure, heights: list[tuple[Axes | None, float]]) -> None:
 
 
 def draw(env: dict[str, Any], profiles: list[CaseProfile]) -> bytes:
-    """The picture, as the content of a PNG file."""
+    """The picture, as the content of a PNG file.
+
+    Raises: ValueError where no case has useful arithmetic.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
+    profiles = [profile for profile in profiles if profile.case.shape.useful_flops > 0]
+    if not profiles:
+        raise ValueError("a roofline takes a case with useful arithmetic; got none")
     several = len(profiles) > 1
     plot_width = max(PLOT_WIDTH, COLUMN * (len(profiles) + 1))
     figure = Figure(figsize=(LEFT + plot_width + RIGHT, PLOT_HEIGHT), dpi=DPI)

@@ -31,5 +31,5 @@ def traced(run: Callable[[], object], device: torch.device, *, memory: bool = Fa
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     return [event for event in events if event.get("ph") in ("X", "i")]
