@@ -132,3 +132,16 @@ def test_dropout_of_lines_refuses_volumes():
     upconv3d.accelerate(model, precision="ieee")
     with pytest.raises(RuntimeError, match="dropout1d"):
         model(_volume())
+
+
+def test_graphs_run_the_forward_that_sequentials_were_given(monkeypatch):
+    plain = _nested().eval()
+    model = copy.deepcopy(plain)
+    upconv3d.accelerate(model)
+    monkeypatch.setattr(nn.Sequential, "forward", lambda self, input: self[0](input) + 1)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(_volume()), plain(_volume()), rtol=1e-4, atol=1e-5)
+    monkeypatch.undo()
+    torch.testing.assert_close(compiled(_volume()), plain(_volume()), rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
