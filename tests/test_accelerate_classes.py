@@ -79,12 +79,60 @@ class _Stubborn(_Up, metaclass=_ByCode):
     pass
 
 
+class _Sized(_Up):
+    """Made anew, by a copy, with arguments."""
+
+    def __new__(cls, *sizes):
+        module = super().__new__(cls)
+        object.__setattr__(module, "sizes", sizes)
+        return module
+
+    def __init__(self, *sizes):
+        super().__init__()
+
+    def __getnewargs__(self):
+        return self.sizes
+
+
+class _SizedByName(_Up):
+    def __getnewargs_ex__(self):
+        return (), {}
+
+
+class _AboveItself(_Up):
+    def __init__(self):
+        super(self.__class__, self).__init__()
+        self.name = self.__class__.__name__
+
+    def train(self, mode=True):
+        return super(self.__class__, self).train(mode)
+
+
+class _AboveItsType(_Up):
+    @property
+    def on(self):
+        return super(type(self), self).training
+
+
+class _Named(_Up):
+    """Says super() and __class__ as others do."""
+
+    def __init__(self):
+        super(self.__class__, self).__init__()
+
+    def extra_repr(self):
+        return f"{type(self).__name__} {self.__class__.__name__} {super().extra_repr()}"
+
+    def type(self, to):
+        return super().type(to).train(type(self) is _Named)
+
+
 def _beside(cls):
     """A model with a module of that class and one that nothing keeps from being accelerated."""
     return nn.Sequential(cls(), nn.Sequential(nn.ConvTranspose3d(8, 4, 2), nn.ReLU()))
 
 
-@pytest.mark.parametrize("cls", [_Known, _Concrete, _Guarded, _Slotted])
+@pytest.mark.parametrize("cls", [_Known, _Concrete, _Guarded, _Slotted, _Named])
 def test_classes_that_are_particular_about_subclasses(cls):
     registered = dict(_Registered.known)
     model = _beside(cls)
@@ -110,10 +158,14 @@ def test_subclasses_of_accelerated_classes_are_their_authors():
     [
         (_Sealed, "_Sealed has a metaclass, _Final, that takes part in making subclasses"),
         (_Stubborn, "_Stubborn cannot be given a subclass: no subclasses"),
+        (_Sized, "_Sized has a __getnewargs__ of its own"),
+        (_SizedByName, "_SizedByName has a __getnewargs_ex__ of its own"),
+        (_AboveItself, "_AboveItself.train calls super() of whatever class self has"),
+        (_AboveItsType, "_AboveItsType.on calls super() of whatever class self has"),
     ],
 )
 def test_classes_that_have_no_subclasses_are_left_alone(cls, reason):
-    model = _beside(cls)
+    model = _beside(cls).train()
     plain = copy.deepcopy(model)
     report = upconv3d.accelerate(model)
     assert [finding.replaced for finding in report.findings] == [False, True]

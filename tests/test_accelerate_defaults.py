@@ -2,6 +2,7 @@
 """upconv3d.accelerate: forwards whose arguments have defaults, and traces that are no code."""
 
 import copy
+import random
 import warnings
 
 import pytest
@@ -86,6 +87,52 @@ def test_empty_containers_as_defaults(make):
     assert make.forward.__defaults__[0] in ((), [])  # accelerate() called nothing
     y = model.norm(model.up(_volume()))
     assert torch.equal(model(_volume(), [y]), y + y if make is _Skipping else y * 2)
+
+
+class _Gated(_Up):
+    def gate(self, y, draw=random.random):
+        return y * draw()
+
+    def forward(self, x):
+        return self.gate(super().forward(x))
+
+
+class _Noting(_Up):
+    @staticmethod
+    def note(y, *, seen=[]):  # noqa: B006
+        seen.append(len(seen))
+        return y * len(seen)
+
+    def forward(self, x):
+        return self.note(super().forward(x))
+
+
+class _AboveNoting(_Collecting):
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [_Gated, _Noting, _AboveNoting])
+def test_what_a_method_leaves_out_is_made_at_each_call(make):
+    model = make().eval()
+    (finding,) = upconv3d.accelerate(model).findings
+    assert not finding.replaced and "() has a default that is no plain number: a " in finding.evaluation
+    assert not torch.equal(model(_volume()), model(_volume()))
+
+
+class _Casting(_Up):
+    def cast(self, y, dtype=torch.float64, scale=2.0, *, shift=(1, 2)):
+        return y.to(dtype) * scale + shift[0]
+
+    def forward(self, x):
+        return self.cast(super().forward(x))
+
+
+def test_plain_numbers_that_a_method_leaves_out():
+    model = _Casting().eval()
+    plain = copy.deepcopy(model)
+    assert upconv3d.accelerate(model).replaced
+    torch.testing.assert_close(model(_volume()), plain(_volume()), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("source", ["def forward(self, x=:\n", "forward = unknown\n"])

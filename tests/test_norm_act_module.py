@@ -164,13 +164,29 @@ def test_from_modules_refuses():
         make(conv, norm)
 
 
+def _counting():
+    """Statistics that it goes on updating, whatever it says."""
+    norm = nn.InstanceNorm3d(8, track_running_stats=True)
+    norm.track_running_stats = False
+    return norm
+
+
+def test_statistics_that_a_norm_keeps_without_saying_so_are_refused():
+    conv, _, activation = _modules()
+    with pytest.raises(
+        ValueError, match=r"an InstanceNorm3d with running statistics in its buffers\. Remedy: "
+    ):
+        ConvTranspose3dNormAct.from_modules(conv, _counting(), activation)
+
+
 @pytest.mark.parametrize(
     ("norm", "refusal", "match"),
     [
         (nn.BatchNorm3d(8), TypeError, r"norm must be one of .*InstanceNorm3d; got BatchNorm3d\. Remedy"),
         (nn.InstanceNorm3d(8, track_running_stats=True), ValueError, r"track_running_stats=True\. Remedy"),
+        (_counting(), ValueError, r"running statistics in its buffers\. Remedy"),
     ],
-    ids=["batch norm", "running statistics"],
+    ids=["batch norm", "running statistics", "running statistics kept"],
 )
 def test_a_norm_that_was_exchanged_is_known_or_refused(norm, refusal, match):
     conv, group, activation = _modules()

@@ -32,6 +32,8 @@ from ._accelerated.traced import _TRACED, AcceleratedForward, trace
 from ._geometry import output_extent
 from .explain import explain_norm_act
 from .functional import resolve_precision
+from .module import ConvTranspose3dReLUGroupNorm
+from .norm_act_module import ConvTranspose3dNormAct
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,10 @@ def _callers(model: nn.Module, wanted: set[int]) -> Iterator[tuple[str, nn.Modul
             yield name, module
 
 
+# Modules that call our kernels with what their children hold, whose own forwards do not run.
+_OURS = (ConvTranspose3dReLUGroupNorm, ConvTranspose3dNormAct)
+
+
 class _Planner:
     """Decides before anything is changed."""
 
@@ -158,9 +164,17 @@ class _Planner:
             for name, module in model.named_modules()
             if isinstance(module, nn.ConvTranspose3d)
         }
+        self.held = {
+            id(child): type(module).__name__
+            for module in model.modules()
+            if isinstance(module, _OURS)
+            for child in module.children()
+        }
         self.places: dict[int, _Place] = {}
         self.swaps: dict[int, tuple[nn.Module, type[Accelerated]]] = {}
-        self.reasons: dict[int, str] = {}
+        self.reasons = {
+            key: f"{name} calls our kernels with what it holds" for key, name in self.held.items()
+        }
         self.traces: dict[int, Any] = {}
         self.normalizers: set[int] = set()  # of blocks in forwards, by id
         self.norms: tuple[str, ...] = ()
@@ -189,6 +203,8 @@ class _Planner:
     def forwards(self, model: nn.Module) -> None:
         wanted = set(self.convs) - set(self.places)
         for name, module in _callers(model, wanted):
+            if any(type(module).forward is cls.forward for cls in _OURS):
+                continue
             why = why_not_called(module) or why_not_swapped(module, AcceleratedForward)
             try:
                 if why is not None:
@@ -209,7 +225,7 @@ class _Planner:
 
     def bare(self) -> None:
         for key, (name, conv) in self.convs.items():
-            if key in self.places:
+            if key in self.places or key in self.held:
                 continue
             alone = find_block([conv, nn.ReLU()], 0)
             if isinstance(alone, str):
@@ -220,7 +236,11 @@ class _Planner:
 
     def norms_alone(self, model: nn.Module) -> None:
         blocks = (block for place in self.places.values() for block in place.blocks.values())
-        taken = self.normalizers | {id(block.normalizer) for block in blocks if isinstance(block, Block)}
+        taken = (
+            self.normalizers
+            | self.held.keys()
+            | {id(block.normalizer) for block in blocks if isinstance(block, Block)}
+        )
         found = norms_to_swap(model, taken)
         self.norms = tuple(name for name, _ in found)
         self.swaps |= {id(norm): (norm, AcceleratedNorm) for _, norm in found}

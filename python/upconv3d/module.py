@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._own_class import own_forward
 from .functional import IntOrTriple, conv_transpose3d_relu_group_norm, integer
 
 _PRECISIONS = (None, "ieee", "tf32")
@@ -124,7 +125,7 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
                     f"upconv3d: {name} must be a torch.nn.{expected.__name__}; got {type(module).__name__}. "
                     f"Remedy: one of that type; for other norms ConvTranspose3dNormAct or PyTorch's modules."
                 )
-            if type(module).forward is not expected.forward:
+            if own_forward(module) is not expected.forward:
                 raise TypeError(
                     f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
                     f"torch.nn.{expected.__name__}, and the block would not run it. Remedy: PyTorch's own "

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._own_class import own_forward
 from .functional import IntOrTriple, integer
 from .module import _check_precision, _parameter
 from .norm_act import require_known, require_number, run_module
@@ -53,7 +54,7 @@ def _base_of(name: str, module: Any, expected: tuple[type[nn.Module], ...]) -> t
     """
     for base in expected:
         if isinstance(module, base):
-            if type(module).forward is base.forward:
+            if own_forward(module) is base.forward:
                 return base
             raise TypeError(
                 f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
@@ -102,10 +103,12 @@ def _is_group(norm: Any) -> bool:
     """
     if type(norm) is nn.GroupNorm or _base_of("norm", norm, _NORMS) is nn.GroupNorm:
         return True
-    if norm.track_running_stats:
+    # Those that there are it updates, whatever the flag says.
+    if norm.track_running_stats or norm._buffers.get("running_mean") is not None:
+        told = "track_running_stats=True" if norm.track_running_stats else "running statistics in its buffers"
         raise ValueError(
-            "upconv3d: norm must take its statistics from the input; got an InstanceNorm3d with "
-            "track_running_stats=True. Remedy: track_running_stats=False, or PyTorch's own modules."
+            f"upconv3d: norm must take its statistics from the input; got an InstanceNorm3d with {told}. "
+            f"Remedy: one made with track_running_stats=False, or PyTorch's own modules."
         )
     return False
 

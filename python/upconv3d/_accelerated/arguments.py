@@ -8,13 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from .proof import _SIMPLE, UnprovableError
+from .proof import _CONSTANTS, UnprovableError
 
-# What torch.fx writes into the code of a trace as it is, and compares.
-_CONSTANTS = _SIMPLE | {complex, torch.dtype, torch.device, torch.memory_format}
 # Each doubles the traces, which accelerate() and every copy of a module make.
 _MOST_FLAGS = 3
 

@@ -29,7 +29,12 @@ def runs_forward_of(module: nn.Module, cls: type[nn.Module]) -> bool:
     for name in _CALLED_BY_FORWARDS:
         if getattr(kind, name, None) is not getattr(cls, name, None):
             return False
-    return kind.__call__ is nn.Module.__call__
+    return is_called_plainly(kind)
+
+
+def is_called_plainly(cls: type[nn.Module]) -> bool:
+    """Whether a call of a cls is hooks and forward."""
+    return cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl
 
 
 def why_watched(module: nn.Module) -> str | None:
@@ -46,7 +51,8 @@ def why_watched(module: nn.Module) -> str | None:
     return None
 
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+# nn.Dropout1d refuses volumes.
+_DROPOUTS = (nn.Dropout, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # Modules that blocks are made of, and what each is; no class among them is another's subclass.
 _KNOWN: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.Identity, "identity"),

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .._own_class import own_class
 from .arguments import arguments_of
-from .chain import why_watched
+from .chain import is_called_plainly, why_watched
 from .proof import Codes, Guards, UnprovableError, _is_simple, holds, prove
 from .swap import is_sequential, set_class
 
@@ -46,21 +47,15 @@ class Entered(NamedTuple):
         )
 
 
-def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that module has or, if it was accelerated, had."""
-    cls: Any = type(module)
-    return cls._upconv3d_base if "_upconv3d_base" in cls.__dict__ else cls  # type: ignore[no-any-return]
-
-
 @contextmanager
-def as_its_base(module: nn.Module) -> Any:
-    """Gives an accelerated module its own class back meanwhile."""
-    cls = type(module)
-    set_class(module, own_class(module))
+def as_a(cls: type[nn.Module], module: nn.Module) -> Any:
+    """Gives module this class meanwhile."""
+    kept = type(module)
+    set_class(module, cls)
     try:
         yield
     finally:
-        set_class(module, cls)
+        set_class(module, kept)
 
 
 def entered(module: nn.Module, asks: bool) -> Entered:
@@ -75,9 +70,9 @@ def entered(module: nn.Module, asks: bool) -> Entered:
         return Entered(None, (), tuple(module._modules), False, {}, {})
     if "forward" in module.__dict__:
         raise UnprovableError("its forward was replaced")
-    if type(module).__call__ is not nn.Module.__call__:
+    if not is_called_plainly(type(module)):
         raise UnprovableError("it has a __call__ of its own")
-    with as_its_base(module):
+    with as_a(own_class(module), module):
         proof = prove(module, asks)
         arguments = arguments_of(module)
     if arguments.needed != 1:

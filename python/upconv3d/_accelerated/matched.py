@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from .block import Block, Options
-from .chain import blocks_of
+from .chain import blocks_of, kind_of
 from .functions import activation_of, works_in_place
 from .recorded import in_place
 from .run import run_chain, run_chain_and_conv, run_chain_with_skip
@@ -136,8 +136,9 @@ def _follow(
             part = module.get_submodule(str(user.target))
             if not isinstance(part, PARTS) or any(not isinstance(p, nn.Module) for p in parts):
                 return nodes, parts, f"{type(part).__name__} follows"
-            # Of two that count their calls, or draw numbers, the order matters.
-            counts = isinstance(part, (*_DROPOUTS, nn.BatchNorm3d))
+            # Of two that count their calls, or draw numbers, the order matters; so may one with a forward of
+            # its own.
+            counts = isinstance(part, (*_DROPOUTS, nn.BatchNorm3d)) or kind_of(part) is None
             if counts and not _adjacent(passed, user):
                 return nodes, parts, f"{type(part).__name__} follows, after other calls"
             parts.append(part)

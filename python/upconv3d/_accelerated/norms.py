@@ -5,7 +5,7 @@ PyTorch's run one CUDA block per norm group of a sample, of which a volume has f
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,10 +35,20 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class AcceleratedNorm(Accelerated):
     """A GroupNorm or InstanceNorm3d; what ours do not compute, and on the CPU, its own forward does."""
 
-    def forward(self, input: Any) -> Any:
-        y = run_norm(self, input) if _OPTIONS in self.__dict__ else None
-        base: Any = self._upconv3d_base
-        return base.forward(self, input) if y is None else y
+    @staticmethod
+    def _upconv3d_forward(base: Any) -> Callable[..., Any]:
+        _upconv3d_base, _upconv3d_run = base, _run_or_leave
+
+        def forward(self: Any, input: Any) -> Any:
+            return _upconv3d_run(_upconv3d_base, self, input)
+
+        return forward
+
+
+def _run_or_leave(base: Any, norm: nn.Module, input: Any) -> Any:
+    """What an accelerated norm, whose own class is base, returns."""
+    y = run_norm(norm, input) if _OPTIONS in norm.__dict__ else None
+    return base.forward(norm, input) if y is None else y
 
 
 MIXINS.append(AcceleratedNorm)

@@ -59,6 +59,8 @@ _BUILTINS |= {"True", "False", "None", "ValueError", "RuntimeError", "TypeError"
 _LIST_METHODS = {"append", "extend", "insert", "pop", "reverse"}
 _CONTAINER_METHODS = {"values", "items", "keys"}
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
+# What torch.fx writes into the code of a trace as it is, and compares.
+_CONSTANTS = _SIMPLE | {complex, torch.dtype, torch.device, torch.memory_format}
 # Functions of tensors that do nothing but return one, and that torch.fx records.
 _TORCH = "cat concat stack chunk split flatten add sub mul div relu sigmoid tanh softmax transpose permute"
 _TORCH += " squeeze unsqueeze reshape norm mean sum amax abs exp sqrt pow"
@@ -301,9 +303,22 @@ class _Reader:
                 if cls is nn.Module:
                     break
                 method = cls.__dict__[name]
-                self.read(method.__func__ if isinstance(method, staticmethod) else method, cls)
+                method = method.__func__ if isinstance(method, staticmethod) else method
+                self.read(method, cls)
+                _require_defaults(method, name)
                 return
         raise UnprovableError(f"its forward calls self.{name}()")
+
+
+def _require_defaults(method: Any, name: str) -> None:
+    """Raises: UnprovableError: what a call of method leaves out is more than a constant.
+
+    A list may be what a call leaves for the next, and a function is called without its name.
+    """
+    named = method.__kwdefaults__ or {}
+    for value in (*(method.__defaults__ or ()), *named.values()):
+        if not _is_simple(value) and type(value) not in _CONSTANTS:
+            raise UnprovableError(f"{name}() has a default that is no plain number: a {type(value).__name__}")
 
 
 _ABSENT = object()  # of an attribute that is not there

@@ -55,8 +55,20 @@ def _recorded(operation: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
     return record
 
 
+# Of a tensor, what is read and not called.
+_READ = frozenset(
+    name for name in dir(Tensor) if not name.startswith("_") and not callable(getattr(Tensor, name, None))
+)
+
+
 class _Proxy(fx.Proxy):
     """A value while it is recorded. torch.fx's own records x += y as x = x + y, and other names keep x."""
+
+    def __getattr__(self, k: str) -> Any:
+        # torch.fx's own reads an attribute where it is used first, behind what changes the tensor in between.
+        if k in _READ:
+            return self.tracer.create_proxy("call_function", getattr, (self, k), {})
+        return super().__getattr__(k)
 
     def __len__(self) -> int:
         _needs_entry(self, "asks for the length of")

@@ -55,7 +55,10 @@ class _State:
         self._children = outer._modules
         self._modules = watched
         self._classes = [type(module) for module in watched]
-        self._forwards = list(map(_forward_of, self._classes))
+        # Those that accelerated Sequentials had, too.
+        bases = [getattr(type(container), "_upconv3d_base", type(container)) for container in nested]
+        self._forward_classes = [*self._classes, *bases]
+        self._forwards = list(map(_forward_of, self._forward_classes))
         self._hooks = [hooks for module in watched for hooks in _hooks_of(module)]
         self._dicts: list[dict[str, Any]] = [container._modules for container in containers]
         self._dicts += [module.__dict__ for module in watched]
@@ -76,7 +79,7 @@ class _State:
             and sum(map(len, self._dicts)) == len(values)
             and all(map(is_, self._all_values(), values))
             and list(map(type, self._modules)) == self._classes
-            and list(map(_forward_of, self._classes)) == self._forwards
+            and list(map(_forward_of, self._forward_classes)) == self._forwards
         )
 
 
@@ -173,6 +176,9 @@ class _Decided:
 
 class Remembered:
     """A chain with one block in it, and how that was last computed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # it is of these very modules: a copy has None in its place
 
     def __init__(self, containers: Sequence[nn.Module], chain: Sequence[nn.Module], at: int, block: Block):
         end = at + block.length

@@ -6,33 +6,44 @@ pickle and copy rebuild the module from its first class.
 """
 
 import abc
+import contextlib
 import functools
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from .._own_class import own_forward
 from ..functional import _dynamo_compiling, _tracing
 from .block import Block, Options
-from .chain import runs_forward_of, why_watched
+from .chain import is_called_plainly, why_watched
 from .in_graph import Path, Recipe, recipe_of, run_in_graph
 from .remembered import Remembered, is_left, left_kind, remember
 from .run import Decision, run_block, run_chain, takes
+from .super_calls import names_its_class
 
 _OPTIONS = "_upconv3d_options"
 _REMEMBERED = "_upconv3d_remembered"
 _LEFT = "_upconv3d_left"
-_made: dict[tuple[type, type], type] = {}
+# By mixin and the id of the base, which lives as long as the class made of it: that goes with the last module
+# that has it.
+_made: WeakValueDictionary[tuple[type, int], type[nn.Module]] = WeakValueDictionary()
 _making = threading.Lock()
+# What we run in one: somebody may give the class others.
+_OF_SEQUENTIAL = nn.Sequential.forward, nn.Sequential.__iter__
 
 
 class Accelerated(nn.Module):
     """The mixin before a module's own class."""
 
+    # The module's own class, and ours made of it; classes that others put on top inherit both.
     _upconv3d_base: type[nn.Module]
+    _upconv3d_made: type[nn.Module]
     # Attributes of an instance that copies and pickles do not carry.
     _upconv3d_volatile: tuple[str, ...] = ()
 
@@ -41,20 +52,26 @@ class Accelerated(nn.Module):
         if "_upconv3d_base" not in cls.__dict__:
             super().__init_subclass__(**kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    @staticmethod
+    def _upconv3d_forward(base: Any) -> Callable[..., Any]:
+        """A forward for a class made of base.
+
+        It reads no global names, for it is given those of base's (_in_the_place_of), and holds what it calls,
+        so that somebody who keeps it as a method may call it after restore(), too.
+        """
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        cls = type(self)
+        if cls is not cls._upconv3d_made:  # somebody's on top of ours, which a copy has too
+            return super().__reduce_ex__(protocol)
         # object.__getstate__ exists from Python 3.11 on.
         getter = getattr(self, "__getstate__", None)
         state = self.__dict__ if getter is None else getter()
         if isinstance(state, dict):  # a __getstate__ of its class's may return anything
-            state = {k: v for k, v in state.items() if k not in type(self)._upconv3d_volatile}
-        mixin = next(cls for cls in type(self).__mro__ if cls in MIXINS)
-        return rebuild, (mixin.__name__, self._upconv3d_base), state
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """The module as it was, for torch.jit.script, which compiles the forward of its class."""
-        plain = self._upconv3d_base.__new__(self._upconv3d_base)
-        plain.__dict__.update(self.__dict__)
-        return plain
+            state = {k: v for k, v in state.items() if k not in cls._upconv3d_volatile}
+        mixin = next(cls for cls in cls.__mro__ if cls in MIXINS)
+        return rebuild, (mixin.__name__, self._upconv3d_base, self.__dict__.get(_OPTIONS)), state
 
 
 class AcceleratedSequential(Accelerated):
@@ -65,34 +82,49 @@ class AcceleratedSequential(Accelerated):
 
     _upconv3d_volatile = (_REMEMBERED, _LEFT)
 
-    def forward(self, input: Any) -> Any:
-        base: Any = self._upconv3d_base
-        compiling = _dynamo_compiling()
-        # Where all blocks are left to PyTorch, its own forward is right whatever the modules have become
-        # since, and nothing is asked of them. (Dynamo would guard on what is kept here.)
-        if not compiling:
-            kind = self.__dict__.get(_LEFT)
-            if kind is not None and is_left(input, kind):
-                return base.forward(self, input)
-        options = self.__dict__.get(_OPTIONS)
-        # A slice has none, which nobody asked to accelerate. Hooks of all modules see each by itself.
-        if options is None or _has_any_global_hook():  # type: ignore[no-untyped-call]
-            return base.forward(self, input)
-        if compiling:
-            y = run_in_graph(self, input, options)
-            return run_chain(leaves(self), input, options) if y is None else y
-        if _tracing():
-            return run_chain(leaves(self), input, options)
-        return _run_and_remember(self, input, options)
+    @staticmethod
+    def _upconv3d_forward(base: Any) -> Callable[..., Any]:
+        _upconv3d_base, _upconv3d_run = base, _run_sequential
+
+        def forward(self: Any, input: Any) -> Any:
+            return _upconv3d_run(_upconv3d_base, self, input)
+
+        return forward
 
     def _upconv3d_recipe(self, dtype: torch.dtype) -> Recipe | None:
         """recipe_of this module's chain."""
+        if not _goes_over_children(type(self), self._upconv3d_base.forward):
+            return None
         children: list[tuple[Path, Path]] = []
         return recipe_of(_places(self, children), children, dtype)
 
     # As torch.compiler.assume_constant_result marks it, which would import Dynamo: called while Dynamo
     # traces, on the module itself, and not looked into.
     _upconv3d_recipe._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _run_sequential(base: Any, sequential: nn.Module, input: Any) -> Any:
+    """What an accelerated Sequential, whose own class is base, returns of input."""
+    compiling = _dynamo_compiling()
+    # Where all blocks are left to PyTorch, its own forward is right whatever the modules have become
+    # since, and nothing is asked of them. (Dynamo would guard on what is kept here.)
+    if not compiling:
+        kind = sequential.__dict__.get(_LEFT)
+        if kind is not None and is_left(input, kind):
+            return base.forward(sequential, input)
+    options = sequential.__dict__.get(_OPTIONS)
+    # A slice has none, which nobody asked to accelerate. Hooks of all modules see each by itself.
+    if options is None or _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return base.forward(sequential, input)
+    if compiling:
+        y = run_in_graph(sequential, input, options)
+        if y is not None:
+            return y
+    if not _goes_over_children(type(sequential), base.forward):
+        return base.forward(sequential, input)
+    if compiling or _tracing():
+        return run_chain(leaves(sequential), input, options)
+    return _run_and_remember(sequential, input, options)
 
 
 def _run_and_remember(sequential: nn.Module, input: Any, options: Options) -> Any:
@@ -123,15 +155,23 @@ def _run_and_remember(sequential: nn.Module, input: Any, options: Options) -> An
 class AcceleratedConvTranspose(Accelerated):
     """A convolution by itself, with nothing behind it that could be part of its call."""
 
-    def forward(self, input: Any, output_size: Any = None) -> Any:
-        base: Any = self._upconv3d_base
-        options = self.__dict__.get(_OPTIONS)
-        if options is None or output_size is not None or not takes(input):
-            return base.forward(self, input, output_size)
-        conv: Any = self
-        block = Block(conv, 1, "norm_act", None, None, None, None)
-        y = run_block(block, input, options)
-        return base.forward(self, input) if y is None else y
+    @staticmethod
+    def _upconv3d_forward(base: Any) -> Callable[..., Any]:
+        _upconv3d_base, _upconv3d_run = base, _run_conv
+
+        def forward(self: Any, input: Any, output_size: Any = None) -> Any:
+            return _upconv3d_run(_upconv3d_base, self, input, output_size)
+
+        return forward
+
+
+def _run_conv(base: Any, conv: Any, input: Any, output_size: Any) -> Any:
+    """What an accelerated convolution, whose own class is base, returns."""
+    options = conv.__dict__.get(_OPTIONS)
+    if options is None or output_size is not None or not takes(input):
+        return base.forward(conv, input, output_size)
+    y = run_block(Block(conv, 1, "norm_act", None, None, None, None), input, options)
+    return base.forward(conv, input) if y is None else y
 
 
 def is_sequential(module: nn.Module) -> bool:
@@ -139,12 +179,16 @@ def is_sequential(module: nn.Module) -> bool:
     return _has_sequential_forward(module) and None not in module._modules.values()
 
 
+def _goes_over_children(cls: Any, forward: Any) -> bool:
+    """Whether forward, on a module of class cls, does what a Sequential's did when this was imported."""
+    of_sequential, iterate = _OF_SEQUENTIAL
+    return forward is of_sequential and cls.__iter__ is iterate
+
+
 def _has_sequential_forward(module: nn.Module) -> bool:
-    if not isinstance(module, nn.Sequential):
+    if not isinstance(module, nn.Sequential) or "forward" in module.__dict__:
         return False
-    return isinstance(module, AcceleratedSequential) or (
-        runs_forward_of(module, nn.Sequential) and type(module).__iter__ is nn.Sequential.__iter__
-    )
+    return _goes_over_children(type(module), own_forward(module)) and is_called_plainly(type(module))
 
 
 def why_not_called(module: nn.Module) -> str | None:
@@ -202,34 +246,51 @@ def _places(
     return found
 
 
-def _copy_of(forward: Any) -> Any:
-    """The same function with attributes of its own. (One that passes its arguments on costs a frame.)"""
-    code, names = forward.__code__, forward.__globals__
-    return types.FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
+def _in_the_place_of(own: Any, forward: Any) -> Any:
+    """forward as a function that says of itself what own would.
+
+    torch.jit.script compiles own's source, and looks names up among those of the function that it was given;
+    inspect.signature and torch.fx read own too.
+    """
+    names = getattr(own, "__globals__", forward.__globals__)
+    cells = getattr(own, "__closure__", None)
+    if cells is not None:
+        names = dict(names)
+        for name, cell in zip(own.__code__.co_freevars, cells, strict=True):
+            with contextlib.suppress(ValueError):  # one that is still empty
+                names[name] = cell.cell_contents
+    code, defaults, closure = forward.__code__, forward.__defaults__, forward.__closure__
+    return functools.wraps(own)(types.FunctionType(code, names, forward.__name__, defaults, closure))
 
 
 def accelerated_class(mixin: type[Accelerated], base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of base with mixin's forward; the same one for every call."""
+    """The subclass of base with mixin's forward; the same one as long as anything has it."""
     with _making:
-        made = _made.get((mixin, base))
+        made = _made.get((mixin, id(base)))
         if made is None:
             # Its name is base's: code that asks for a class by name goes on working.
-            names = {
+            names: dict[str, Any] = {
                 "__module__": base.__module__,
                 "__qualname__": base.__qualname__,
                 "__doc__": base.__doc__,
             }
+            # torch.jit.script reads the nearest, which are not to be the mixin's.
+            annotated = (cls.__dict__.get("__annotations__") for cls in base.__mro__)  # noqa: RUF063
+            names["__annotations__"] = next((found for found in annotated if found is not None), {})
             made_now: Any = type(base.__name__, (mixin, base), names | {"_upconv3d_base": base})
-            # What inspect.signature says of it, and what torch.fx traces of it, are base's.
-            made_now.forward = functools.wraps(base.forward)(_copy_of(mixin.forward))
-            made = _made[mixin, base] = made_now
+            made_now._upconv3d_made = made_now
+            made_now.forward = _in_the_place_of(base.forward, mixin._upconv3d_forward(base))
+            made = _made[mixin, id(base)] = made_now
         return made
 
 
-def rebuild(mixin: str, base: type[nn.Module]) -> nn.Module:
-    """An empty module for pickle and copy."""
+def rebuild(mixin: str, base: type[nn.Module], options: Options | None = None) -> nn.Module:
+    """A module for pickle and copy, empty but for options, which a __getstate__ of base's may leave out."""
     cls = accelerated_class(next(found for found in MIXINS if found.__name__ == mixin), base)
-    return cls.__new__(cls)
+    module = cls.__new__(cls)
+    if options is not None:
+        module.__dict__[_OPTIONS] = options
+    return module
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -237,18 +298,25 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     object.__setattr__(module, "__class__", cls)
 
 
+# By these a class says how its modules are copied, which rebuild() does in its own way.
+_COPYING = ("__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__", "__getnewargs__", "__getnewargs_ex__")
+
+
 def why_not_swapped(module: nn.Module, mixin: type[Accelerated]) -> str | None:
     """What would be lost if module were given another class, or why it cannot be."""
     cls = type(module)
     if isinstance(module, Accelerated):
         return f"{cls.__name__} was made from an accelerated class"
-    for name in ("__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__", "__prepare_scriptable__"):
+    for name in _COPYING:
         if getattr(cls, name, None) is not getattr(nn.Module, name, None):
             return f"{cls.__name__} has a {name} of its own"
     if "forward" in module.__dict__:
         return f"{cls.__name__} had its forward replaced"
-    if cls.__call__ is not nn.Module.__call__:
+    if not is_called_plainly(cls):
         return f"{cls.__name__} has a __call__ of its own"
+    for name, method in vars(cls).items():
+        if name != "__init__" and names_its_class(method):
+            return f"{cls.__name__}.{name} calls super() of whatever class self has"
     made_by: Any = type(cls)
     if made_by.__new__ not in (type.__new__, abc.ABCMeta.__new__) or made_by.__init__ is not type.__init__:
         return f"{cls.__name__} has a metaclass, {made_by.__name__}, that takes part in making subclasses"

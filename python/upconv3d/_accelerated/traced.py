@@ -20,7 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from ..functional import _dynamo_compiling, _tracing
 from .arguments import Arguments, arguments_of, require_constants
 from .block import Block
-from .entered import Entered, as_its_base, entered, may_be_entered
+from .entered import Entered, as_a, entered, may_be_entered
 from .matched import PARTS, addition_of, chain_of, is_call_with, rewrite
 from .proof import Guards, NeedsEntryError, Proof, UnprovableError, holds, prove
 from .recorded import Recorded, RefusedError, compiled, record
@@ -66,6 +66,13 @@ class Traced:
     opened: tuple[tuple[_Path, Entered], ...]
     aliases: tuple[tuple[_Path, _Path], ...]
     unrecorded: _Path | None
+
+    def __deepcopy__(self, memo: Any) -> "Traced":
+        return self  # it knows modules by their paths alone
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Functions that were made at run time cannot be pickled: None stands in the place of a Traced.
+        return type(None), ()
 
     def called(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -114,24 +121,21 @@ class AcceleratedForward(Accelerated):
 
     _upconv3d_volatile = (_TRACED,)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        traced: Traced | None = self.__dict__.get(_TRACED)
-        if traced is not None:
-            tensors, functions = args, traced.usual
-            if kwargs or len(args) != traced.needed:
-                tensors, functions = traced.called(args, kwargs)
-            if functions is not None and not traced.is_idle(self, tensors) and traced.fits(self, tensors):
-                try:  # contextlib.suppress would cost every call
-                    return functions[self.training](self, *tensors)
-                except RefusedError:
-                    pass  # as it was written, it says what is wrong with the arguments
-        base: Any = self._upconv3d_base
-        return base.forward(self, *args, **kwargs)
+    @staticmethod
+    def _upconv3d_forward(base: Any) -> Callable[..., Any]:
+        _upconv3d_base, _upconv3d_run = base, _run_traced
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return _upconv3d_run(_upconv3d_base, self, args, kwargs)
+
+        return forward
 
     def __setstate__(self, state: Any) -> None:
         # Of copies and pickles: functions that were made at run time cannot be pickled.
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        with as_its_base(self):
+        if _OPTIONS not in self.__dict__:  # a slice, or a __setstate__ of its class's has emptied it
+            return
+        with as_a(self._upconv3d_base, self):
             try:
                 traced = trace(self).traced
             except UnprovableError as error:
@@ -146,6 +150,21 @@ class AcceleratedForward(Accelerated):
 
 
 MIXINS.append(AcceleratedForward)
+
+
+def _run_traced(base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a module whose forward was rewritten, and whose own class is base, returns."""
+    traced: Traced | None = module.__dict__.get(_TRACED)
+    if traced is not None:
+        tensors, functions = args, traced.usual
+        if kwargs or len(args) != traced.needed:
+            tensors, functions = traced.called(args, kwargs)
+        if functions is not None and not traced.is_idle(module, tensors) and traced.fits(module, tensors):
+            try:  # contextlib.suppress would cost every call
+                return functions[module.training](module, *tensors)
+            except RefusedError:
+                pass  # as it was written, it says what is wrong with the arguments
+    return base.forward(module, *args, **kwargs)
 
 
 def _path(name: str) -> _Path:

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""upconv3d.accelerate: copies of classes that say how they are copied, and classes put on top of ours."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import upconv3d
+from accelerated_models import Up as _Up
+from accelerated_models import cna, count_blocks_run
+from torch import nn
+from upconv3d._accelerated.swap import is_swapped
+
+
+def _volume():
+    return torch.randn(2, 6, 3, 4, 3, generator=torch.Generator().manual_seed(3))
+
+
+class _ByStateDict(_Up):
+    def __getstate__(self):
+        return {"values": self.state_dict()}
+
+    def __setstate__(self, state):
+        self.__init__()
+        self.load_state_dict(state["values"])
+
+
+class _InATuple(_Up):
+    def __getstate__(self):
+        return (self.__dict__,)
+
+    def __setstate__(self, state):
+        self.__dict__.update(state[0])
+
+
+class _Emptied(_InATuple):
+    """Puts back what it knows of."""
+
+    def __setstate__(self, state):
+        self.__dict__ = {name: value for name, value in state[0].items() if not name.startswith("_upconv3d")}
+
+
+class _Chain(nn.Sequential):
+    def __init__(self):
+        super().__init__(*cna())
+
+
+class _ChainByStateDict(_Chain):
+    __getstate__, __setstate__ = _ByStateDict.__getstate__, _ByStateDict.__setstate__
+
+
+class _ChainInATuple(_Chain):
+    __getstate__, __setstate__ = _InATuple.__getstate__, _InATuple.__setstate__
+
+
+COPIES = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}
+OWN_STATES = [_ByStateDict, _InATuple, _Emptied, _ChainByStateDict, _ChainInATuple]
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("make", OWN_STATES)
+def test_states_of_a_class_of_its_own(make, how, monkeypatch):
+    model = make().eval()
+    expected = model(_volume())
+    assert upconv3d.accelerate(model, precision="ieee").replaced
+    model(_volume())
+    model(_volume())  # a Sequential keeps what it found
+    twin = COPIES[how](model)
+    assert is_swapped(twin) == (make is not _Emptied)
+    calls = count_blocks_run(monkeypatch.setattr)
+    torch.testing.assert_close(twin(_volume()), expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) == is_swapped(twin)
+    upconv3d.restore(twin)
+    assert type(twin) is make and torch.equal(twin(_volume()), expected)
+
+
+def _on_top(model):
+    class Louder(type(model)):
+        def forward(self, x):
+            return super().forward(x) * 0 + 7
+
+    model.__class__ = Louder
+    return Louder
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "copy"])
+@pytest.mark.parametrize("make", [_Up, cna, _InATuple])
+def test_copies_have_the_class_that_somebody_put_on_top(make, how):
+    model = make()
+    upconv3d.accelerate(model)
+    cls = _on_top(model)
+    twin = COPIES[how](model)
+    assert type(twin) is cls and (twin(_volume()) == 7).all()
+    upconv3d.restore(twin)
+    assert (twin(_volume()) == 7).all() and not is_swapped(twin) and is_swapped(model)
+
+
+@pytest.mark.parametrize("make", [_Up, cna, lambda: nn.ConvTranspose3d(6, 8, 2), lambda: nn.GroupNorm(2, 6)])
+def test_a_forward_that_was_kept_outlives_restore(make):
+    model = make()
+    expected = model(_volume())
+    upconv3d.accelerate(model, bare=True, norms=True)
+    assert is_swapped(model)
+    kept = model.forward
+    model.forward = lambda x: kept(x) * 2
+    torch.testing.assert_close(model(_volume()), expected * 2, rtol=1e-4, atol=1e-5)
+    upconv3d.restore(model)
+    torch.testing.assert_close(model(_volume()), expected * 2)
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_classes_go_with_their_modules(restored):
+    class Own(_Up):
+        pass
+
+    model = Own()
+    report = upconv3d.accelerate(model)
+    model(_volume())
+    twin = copy.deepcopy(model)
+    assert type(twin) is type(model) is not Own
+    if restored:
+        report.restore()
+    classes = [weakref.ref(type(model)), weakref.ref(Own)]
+    del model, twin, report, Own
+    gc.collect()
+    assert [cls() for cls in classes] == [None, None]
