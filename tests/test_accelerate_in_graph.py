@@ -121,7 +121,7 @@ def test_guards_are_hardly_more_than_the_plain_models(recipes, monkeypatch):
     assert len(recipes) == 1
     monkeypatch.setattr(swap, "recipe_of", lambda *_: None)
     many = _guards(model, _volume()) - _guards(plain, _volume())
-    assert few < 60 < 200 < many
+    assert few < 70 < 200 < many
 
 
 def _exchanged(model):
