@@ -16,7 +16,7 @@ _fp32_precision = torch._C._get_fp32_precision_getter
 _set_fp32_precision = torch._C._set_fp32_precision_setter
 # Levels of PyTorch's precision: each follows the one before until it is given a value of its own.
 _GENERAL, _OF_CUDA, _OF_CONV = ("generic", "all"), ("cuda", "all"), ("cuda", "conv")
-_switching = threading.Lock()
+_switching = threading.RLock()  # a mode that looks on may call us again
 _switched = False  # whether a thread has changed it, who holds the lock
 _ONE, _NONE = (1, 1, 1), (0, 0, 0)
 _TO_NDHWC, _FROM_NDHWC = (0, 2, 3, 4, 1), (0, 4, 1, 2, 3)
@@ -85,13 +85,14 @@ def conv_precision(tensor: Tensor, precision: str) -> Iterator[None]:
         if _setting_is(precision):  # what did not was another thread's
             yield
             return
+        around = _switched
         level, before = _switch(precision)
         _switched = True
         try:
             yield
         finally:
-            _switched = False
             _set_fp32_precision(*level, before)
+            _switched = around
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, args: BlockArguments) -> Tensor:
