@@ -49,7 +49,7 @@ bool gpu_answers() {
 }
 
 /// For an allocation that PyTorch's CUDA allocator refused: throws what python/upconv3d/_out_of_memory.py
-/// makes torch.OutOfMemoryError of, by its first words.
+/// makes torch.OutOfMemoryError of, by PyTorch's words for it.
 [[noreturn]] void throw_allocation_error(const std::string& what) {
   if (!gpu_answers()) throw_torch_error(concat("allocating ", what));
   throw std::runtime_error(
