@@ -14,10 +14,10 @@ namespace upconv3d {
 inline constexpr std::int64_t kHalfBlockInputs = kBlockInputs / 2;
 
 /// Whether one half k-block holds all of a group's input channels. Three of them, for 96, are not expected to
-/// take less than two whole ones: loads bound them. Plain convolutions keep to whole blocks, by which they
-/// may read rows of hi and lo.
+/// take less than two whole ones: loads bound them. Rows of hi and lo are read by whole blocks: of three
+/// products there are no such kernels.
 inline bool fits_half_block(const Problem& problem) {
-  return problem.operation == Operation::kConvTranspose && group_inputs(problem) <= kHalfBlockInputs;
+  return group_inputs(problem) <= kHalfBlockInputs;
 }
 
 }  // namespace upconv3d

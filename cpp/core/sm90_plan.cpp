@@ -119,6 +119,14 @@ std::string sm90_shape_obstacle(const Problem& p) {
   return "";
 }
 
+/// Whether this kernel of half k-blocks, which all input channels fit into, is considered. That of a result
+/// in float32 is there for grad_x of few outputs: what it takes of a transposed convolution was not compared
+/// with cuDNN's.
+bool considers_half_blocks(const Problem& p, const ConvInstance& instance) {
+  const bool is_compared = p.operation == Operation::kConv || instance.stored_bits == 16;
+  return is_compared && fits_half_block(p);
+}
+
 /// The compiled variant of the problem's family by which the plan is compared with others, that with the
 /// least estimated time; the first listed wins a tie.
 std::optional<ConvInstance> compared_instance(const Problem& p, const Device& device,
@@ -128,7 +136,7 @@ std::optional<ConvInstance> compared_instance(const Problem& p, const Device& de
   double best_cycles = std::numeric_limits<double>::infinity();
   for (const ConvInstance& instance : instances) {
     if (!instance.compiled || instance.arch != kHopper || instance.twice ||
-        (instance.block_inputs != kBlockInputs && !fits_half_block(p)) ||
+        (instance.block_inputs != kBlockInputs && !considers_half_blocks(p, instance)) ||
         instance.operand != family.operand || instance.products != family.products ||
         instance.output != family.output || instance.stored_bits != family.stored_bits ||
         tile_count(p, instance) > kMaxSm90Tiles) {

@@ -139,11 +139,16 @@ void test_plans() {
   expect(plan.cut.share_taps && plan.in_place && plan.grad_c_pitch == 128, "the headline shape shares loads");
   expect(plan.instance.block_channels == 64 && plan.stages.size() == 2, "in tiles of 64 channels");
   expect(has_part(describe(plan), "loads shared"), "which describe says");
-  expect(plan_of([](Problem& p) { p.k = 32; }).instance.block_inputs == 64, "in whole k-blocks");
+  expect(plan.instance.block_inputs == 64, "in whole k-blocks");
+  expect(plan_of([](Problem& p) { p.k = 32; }).instance.block_inputs == 32, "of few outputs in half ones");
   const auto tf32 = [](Problem& p) { p.dtype = DType::kFloat32, p.precision = Precision::kTF32; };
+  const auto few = [&](Problem& p) { tf32(p), p.k = 32; };
+  expect(plan_of(few).instance.block_inputs == 32, "of float32 too");
   expect(plan_of(tf32).instance.stored_bits == 32 && plan_of(tf32).instance.operand == DType::kFloat16,
          "float32 is stored as it is");
   const GradXPlan ieee = plan_of([](Problem& p) { p.dtype = DType::kFloat32; });
+  const auto few_ieee = [](Problem& p) { p.dtype = DType::kFloat32, p.k = 32; };
+  expect(plan_of(few_ieee).instance.block_inputs == 64, "but hi and lo in whole ones");
   expect(ieee.split_grad_c() && ieee.stages.size() == 2 && !ieee.cut.share_taps && ieee.in_place,
          "float32's accuracy takes three products of a grad_c that comes split");
   const GradXPlan narrow = plan_of([](Problem& p) { p.dtype = DType::kFloat32, p.k = 35, p.num_groups = 1; });

@@ -151,11 +151,12 @@ void run_shapes() {
   struct Shape {
     std::int64_t n, k, positions, num_groups;
   };
-  const Shape shapes[] = {{2, 16, 60, 4},    {3, 64, 264, 8}, {1, 128, 129, 1}, {2, 30, 77, 6},
-                          {1, 7, 515, 7},    {2, 3, 1, 3},    {1, 1, 2053, 1},  {5, 40, 136, 8},
-                          {1, 260, 67, 4},   {2, 20, 515, 5}, {2, 100, 77, 20}, {300, 24, 5, 3},
-                          {2, 128, 4096, 8}, {3, 2056, 9, 1}, {2, 1031, 2, 1},  {1, 64, 20000, 64},
-                          {40, 130, 40, 2},  {2, 512, 300, 2}};
+  const Shape shapes[] = {{2, 16, 60, 4},    {3, 64, 264, 8},  {1, 128, 129, 1},  {2, 30, 77, 6},
+                          {1, 7, 515, 7},    {2, 3, 1, 3},     {1, 1, 2053, 1},   {5, 40, 136, 8},
+                          {1, 260, 67, 4},   {2, 20, 515, 5},  {2, 100, 77, 20},  {300, 24, 5, 3},
+                          {2, 128, 4096, 8}, {3, 2056, 9, 1},  {2, 1031, 2, 1},   {1, 64, 20000, 64},
+                          {40, 130, 40, 2},  {2, 512, 300, 2}, {2, 16, 20000, 4}, {1, 32, 4096, 8},
+                          {2, 48, 5003, 6}};
   int turn = 0;
   for (const Shape& s : shapes) {
     for (const Kind& kind : kKinds) {
@@ -426,6 +427,16 @@ void run_times() {
   time_case("1x128x96^3 f32 steps NCDHW to scaled f16", {1, 128, huge, 8, kF32, true, true, kPlanes});
   time_case("16x256x18^3 bf16 NDHWC", {16, 256, 18 * 18 * 18, 8, kBF16, false, false, kRows});
   time_case("16x128x35^3 bf16 NCDHW, odd rows", {16, 128, 35 * 35 * 35, 8, kBF16, false, false, kPlanes});
+  // As many values of few channels: planes of whole 16 bytes, and of single elements.
+  for (const std::int64_t k : {8, 16, 24, 32, 48, 64, 96, 128}) {
+    for (const std::int64_t more : {0, 1}) {
+      const std::int64_t positions = (1 << 24) / k / 8 * 8 + more;
+      const std::string what = "1x" + std::to_string(k) + "x" + std::to_string(positions);
+      time_case((what + " bf16 NCDHW").c_str(), {1, k, positions, k, kBF16, false, false, kPlanes});
+      time_case((what + " f32 steps NCDHW to scaled f16").c_str(),
+                {1, k, positions, k, kF32, true, true, kPlanes});
+    }
+  }
 }
 
 }  // namespace

@@ -106,6 +106,9 @@ void launch_backward_access(const GroupNormBackwardParams& params, cudaStream_t 
   if (rows) {
     whole ? launch_backward_kernel<BackwardTraits<T, A, Out, kRowVectors, kAnyTail>>(params, stream)
           : launch_backward_kernel<BackwardTraits<T, A, Out, kRowElements, kAnyTail>>(params, stream);
+  } else if (backward_shape(params).block_channels == kNarrowTileChannels) {
+    whole ? launch_backward_kernel<BackwardTraits<T, A, Out, kNarrowPlaneVectors, kAnyTail>>(params, stream)
+          : launch_backward_kernel<BackwardTraits<T, A, Out, kNarrowPlaneElements, kAnyTail>>(params, stream);
   } else {
     whole ? launch_backward_kernel<BackwardTraits<T, A, Out, kPlaneVectors, kAnyTail>>(params, stream)
           : launch_backward_kernel<BackwardTraits<T, A, Out, kPlaneElements, kAnyTail>>(params, stream);

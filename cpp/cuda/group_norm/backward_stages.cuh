@@ -4,10 +4,11 @@
 /// which cp.async fills several stages ahead, across the borders of units and phases.
 ///
 /// A thread has kRows positions of a stage and kVector channels of each. Its share of a, and
-/// of grad_y where that is NDHWC, only itself reads. A stage of grad_y NCDHW is a tile [channels, 32 words of
-/// positions], whose 16-byte chunks are permuted: chunk' = chunk ^ (channel/kVector % 8). cp.async writes
-/// eight consecutive chunks of a channel at a time; a warp reads words of eight vectors of channels at four
-/// neighbouring words. Neither conflicts.
+/// of grad_y where that is NDHWC, only itself reads. A stage of grad_y NCDHW is a tile [64 channels, 32 words
+/// of positions], or [16, 128], whose 16-byte chunks are permuted: chunk' = chunk ^ (channel/kVector % 8), or
+/// chunk ^ (channel/kVector % 4 * 2). cp.async writes eight consecutive chunks of a channel at a time; a warp
+/// reads words of eight vectors of channels at four neighbouring words, or of four at eight. Neither
+/// conflicts.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,16 @@
 
 namespace upconv3d::cuda {
 
-/// How grad_y lies: NDHWC or NCDHW, and whether it can be loaded 16 bytes at a time.
-enum class GradAccess { kRowVectors, kRowElements, kPlaneVectors, kPlaneElements };
+/// How grad_y lies: NDHWC or NCDHW, and whether it can be loaded 16 bytes at a time. Tiles of narrow planes
+/// have fewer channels.
+enum class GradAccess {
+  kRowVectors,
+  kRowElements,
+  kPlaneVectors,
+  kPlaneElements,
+  kNarrowPlaneVectors,
+  kNarrowPlaneElements
+};
 
 /// \tparam kAnyTail_ whatever activation is behind the normalization, and relu or nothing before it; else
 /// relu
@@ -32,9 +41,12 @@ struct BackwardTraits {
   using Args = BackwardArgs<T, A, Out>;
   static constexpr GradAccess kAccess = kAccess_;
   static constexpr bool kAnyTail = kAnyTail_;
+  static constexpr bool kNarrow =
+      kAccess == GradAccess::kNarrowPlaneVectors || kAccess == GradAccess::kNarrowPlaneElements;
   static constexpr bool kPlanes =
-      kAccess == GradAccess::kPlaneVectors || kAccess == GradAccess::kPlaneElements;
-  static constexpr bool kWhole = kAccess == GradAccess::kRowVectors || kAccess == GradAccess::kPlaneVectors;
+      kNarrow || kAccess == GradAccess::kPlaneVectors || kAccess == GradAccess::kPlaneElements;
+  static constexpr bool kWhole = kAccess == GradAccess::kRowVectors || kAccess == GradAccess::kPlaneVectors ||
+                                 kAccess == GradAccess::kNarrowPlaneVectors;
   static constexpr bool kSteps = std::is_same_v<A, std::uint16_t>;
   static constexpr bool kSplit = std::is_same_v<Out, SplitHalf>;
   static constexpr bool kScaled = kSplit || (std::is_same_v<T, float> && std::is_same_v<Out, __half>);
@@ -57,12 +69,13 @@ struct BackwardTraits {
   static constexpr int kStages = 5;
 
   // A tile of grad_y NCDHW.
-  static constexpr int kTileChannels = kPlaneTileChannels;
+  static constexpr int kTileChannels = kNarrow ? kNarrowTileChannels : kPlaneTileChannels;
   static constexpr int kTileWords = kGradBytes / 4 / kTileChannels;  // of a channel
   static constexpr int kWordPositions = 4 / int(sizeof(T));
   static constexpr int kTilePositions = kTileWords * kWordPositions;
   static constexpr int kTileVectors = kTileChannels / kVector;
   static constexpr int kTileSlots = kStreamThreads / kTileVectors;
+  static constexpr int kWarpVectors = kTileVectors < 8 ? kTileVectors : 8;  // that a warp reads side by side
 };
 
 /// Where a thread stands in its block: vector of channels and slot of positions.
@@ -74,10 +87,11 @@ struct Place {
   __device__ __forceinline__ explicit Place(const typename Traits::Args& args) {
     const int thread = threadIdx.x;
     if constexpr (Traits::kPlanes) {
-      constexpr int kOctets = Traits::kTileVectors / 8;  // of vectors, each another warp's
+      constexpr int kVectors = Traits::kWarpVectors, kSlots = 32 / kVectors;  // of a warp
+      constexpr int kAcross = Traits::kTileVectors / kVectors;                // warps
       const int warp = thread / 32;
-      vector = thread % 8 + warp % kOctets * 8;
-      slot = thread % 32 / 8 + warp / kOctets * 4;
+      vector = thread % kVectors + warp % kAcross * kVectors;
+      slot = thread % 32 / kVectors + warp / kAcross * kSlots;
       used = true;
     } else {
       slot = thread / args.vectors;
@@ -203,7 +217,9 @@ class StageRing {
 
   /// Word of a tile's stage where word `word` of a channel lies.
   __device__ __forceinline__ static int tile_word(int channel, int word) {
-    return channel * Traits::kTileWords + (((word / 4) ^ (channel / kVector % 8)) * 4 + word % 4);
+    constexpr int kVectors = Traits::kWarpVectors;
+    const int permutation = channel / kVector % kVectors * (8 / kVectors);
+    return channel * Traits::kTileWords + (((word / 4) ^ permutation) * 4 + word % 4);
   }
 
   /// Starts the next stage's load into slot `back`, if there is one.
@@ -313,12 +329,10 @@ class StageRing {
       constexpr int kChannelStep = kStreamThreads / kChunks;
       const int channel = threadIdx.x / kChunks, word = threadIdx.x % kChunks * 4;
       const T* const from = tile + std::int64_t{channel} * args_.positions + word * Traits::kWordPositions;
-      char* const to = stage + tile_word(channel, word) * 4;
       const int own = word * Traits::kWordPositions < left ? channels - channel : 0;
 #pragma unroll
       for (int i = 0; i < Traits::kTileChannels / kChannelStep; ++i) {
-        static_assert(kChannelStep / kVector % 8 == 0, "the permutation of chunks must not depend on i");
-        copy_async<kAccessBytes>(to + i * kChannelStep * Traits::kTileWords * 4,
+        copy_async<kAccessBytes>(stage + tile_word(channel + i * kChannelStep, word) * 4,
                                  from + std::int64_t{i * kChannelStep} * args_.positions,
                                  i * kChannelStep < own);
       }

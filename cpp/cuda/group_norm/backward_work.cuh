@@ -55,8 +55,8 @@ inline constexpr int kBackwardVector = 4;
 /// Blocks per multiprocessor: while one waits at a barrier, the other goes on.
 inline constexpr int kBackwardBlocksPerMultiprocessor = 2;
 
-/// Channels of a unit where grad_y is NCDHW.
-inline constexpr int kPlaneTileChannels = 64;
+/// Channels of a unit where grad_y is NCDHW: of a wide tile, and of a narrow one.
+inline constexpr int kPlaneTileChannels = 64, kNarrowTileChannels = 16;
 
 /// Positions between whose multiples units begin: 16 bytes of any grad_y.
 inline constexpr int kPositionGranule = 8;

@@ -76,6 +76,22 @@ void require_supported(const GroupNormBackwardParams& params) {
                                       params.sm_count, ". Set it from query_device."));
 }
 
+/// Channels of a tile of grad_y NCDHW, of rows of `channels`: narrow tiles where wide ones would be mostly
+/// empty. Threads without a channel cost what others do: of 2^24 values in 16 channels, float32 with steps,
+/// narrow tiles take 100 us instead of 241, bfloat16 63 instead of 119, planes that are no whole vectors 139
+/// and 120 instead of 455 and 386. Of 48 channels 98 instead of 118, but of 32 in bfloat16 75 instead of 72
+/// (perf/NOTES.md, "Few channels in NCDHW, trained").
+int plane_tile_channels(const GroupNormBackwardParams& params, std::int64_t channels) {
+  constexpr std::int64_t kMost = 48, kMostOfVectors16 = 24;
+  const std::int64_t size = size_of(params.dtype);
+  const bool vectors = params.positions * size % kAccessBytes == 0;
+  // Split rows over a want a block of threads to have whole rows, or whole blocks of 64 channels.
+  const std::int64_t most = params.operand == GradOperand::kSplitFloat16 ? kNarrowTileChannels
+                            : size == 2 && vectors                       ? kMostOfVectors16
+                                                                         : kMost;
+  return channels <= most ? kNarrowTileChannels : kPlaneTileChannels;
+}
+
 /// Without samples the parameters' gradients are 0, and so is the exponent.
 void clear_gradients(const GroupNormBackwardParams& params, cudaStream_t stream) {
   const std::size_t bytes = static_cast<std::size_t>(params.k * size_of(params.dtype));
@@ -99,9 +115,10 @@ BackwardShape backward_shape(const GroupNormBackwardParams& params) {
   const std::int64_t channels = std::max(params.k, params.grad_c_pitch);
   BackwardShape shape;
   if (params.grad_y_layout == Layout::kNCDHW) {
-    shape.vectors = kPlaneTileChannels / kBackwardVector;
+    const int tile_channels = plane_tile_channels(params, channels);
+    shape.vectors = tile_channels / kBackwardVector;
     shape.slots = kStreamThreads / shape.vectors;
-    shape.channel_blocks = static_cast<int>(ceil_div(channels, kPlaneTileChannels));
+    shape.channel_blocks = static_cast<int>(ceil_div(channels, tile_channels));
   } else {
     // An even number of slots: merging begins with halves.
     const BlockShape half = channel_block_shape(channels, kBackwardVector, kStreamThreads / 2);
