@@ -82,13 +82,12 @@ void require_supported(const GroupNormBackwardParams& params) {
 /// and 120 instead of 455 and 386. Of 48 channels 98 instead of 118, but of 32 in bfloat16 75 instead of 72
 /// (perf/NOTES.md, "Few channels in NCDHW, trained").
 int plane_tile_channels(const GroupNormBackwardParams& params, std::int64_t channels) {
-  constexpr std::int64_t kMost = 48, kMostOfVectors16 = 24;
+  constexpr std::int64_t kMost = 48;
   const std::int64_t size = size_of(params.dtype);
-  const bool vectors = params.positions * size % kAccessBytes == 0;
+  const bool is_16_bit_vectors = size == 2 && params.positions * size % kAccessBytes == 0;
   // Split rows over a want a block of threads to have whole rows, or whole blocks of 64 channels.
-  const std::int64_t most = params.operand == GradOperand::kSplitFloat16 ? kNarrowTileChannels
-                            : size == 2 && vectors                       ? kMostOfVectors16
-                                                                         : kMost;
+  const bool is_split = params.operand == GradOperand::kSplitFloat16;
+  const std::int64_t most = is_split || is_16_bit_vectors ? kNarrowTileChannels : kMost;
   return channels <= most ? kNarrowTileChannels : kPlaneTileChannels;
 }
 
