@@ -113,7 +113,8 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         """The block of two modules that exist. It holds these very modules, so their parameters are shared.
 
         Raises:
-            TypeError: another type of module, one with a forward of its own, or one not yet initialized.
+            TypeError: another type of module, one with a forward of its own or with forward hooks, or one not
+                yet initialized.
             ValueError: channels of the two differ, padding_mode is not "zeros", or an unknown precision.
         """
         for name, module, expected in (
@@ -211,8 +212,8 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
     def _scripted_forward(self, input: Tensor, output_size: list[int] | None) -> Tensor:
         """forward in the Python that TorchScript compiles.
 
-        Raises: RuntimeError where precision is None and input is float32 on CUDA: TorchScript cannot read
-            torch.backends.
+        Raises: ValueError (from a script torch.jit.Error) where precision is None and input is float32 on
+            CUDA: TorchScript cannot read torch.backends.
         """
         precision = self.precision
         if precision is None:
