@@ -4,6 +4,7 @@
 import copy
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -127,3 +128,34 @@ def test_classes_go_with_their_modules(restored):
     del model, twin, report, Own
     gc.collect()
     assert [cls() for cls in classes] == [None, None]
+
+
+def test_copies_leave_other_threads_alone():
+    """A copy is traced anew, for which torch.fx exchanges methods of nn.Module."""
+    model, plain = _Up(), _Up()
+    upconv3d.accelerate(model)
+    x, done, wrong = _volume(), threading.Event(), []
+    expected = plain(x)
+
+    def serve():
+        while not done.is_set():
+            try:
+                wrong.extend([] if torch.equal(plain(x), expected) else ["another value"])
+            except Exception as error:
+                wrong.append(repr(error))
+
+    def copies():
+        try:
+            for _ in range(3):
+                torch.testing.assert_close(copy.deepcopy(model)(x), pickle.loads(pickle.dumps(model))(x))
+        except Exception as error:
+            wrong.append(repr(error))
+
+    server, copying = threading.Thread(target=serve), [threading.Thread(target=copies) for _ in range(3)]
+    for thread in (server, *copying):
+        thread.start()
+    for thread in copying:
+        thread.join()
+    done.set()
+    server.join()
+    assert not wrong, f"{len(wrong)}: {sorted(set(wrong))[:3]}"

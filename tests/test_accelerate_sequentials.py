@@ -145,3 +145,13 @@ def test_graphs_run_the_forward_that_sequentials_were_given(monkeypatch):
     monkeypatch.undo()
     torch.testing.assert_close(compiled(_volume()), plain(_volume()), rtol=1e-4, atol=1e-5)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("stride", [(2,), [2]])
+def test_stride_of_one_element(stride):
+    """PyTorch's modules keep it, and its operators take it for each axis."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.ConvTranspose3d(6, 8, 2, stride=stride), nn.GroupNorm(2, 8), nn.LeakyReLU())
+    expected = model(_volume())
+    upconv3d.accelerate(model)
+    torch.testing.assert_close(model(_volume()), expected)

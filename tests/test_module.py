@@ -11,7 +11,8 @@ import torch
 import upconv3d
 from oracles import relative_error
 from torch import nn
-from upconv3d import ConvTranspose3dReLUGroupNorm
+from torch.nn.utils import prune, spectral_norm, weight_norm
+from upconv3d import ConvTranspose3dNormAct, ConvTranspose3dReLUGroupNorm
 
 KERNELBENCH = Path(__file__).parent.parent / "perf" / "kernelbench" / "level2_61.py"
 
@@ -220,3 +221,52 @@ def test_modules_pickled_before_recompute_existed():
     old.__setstate__(state)
     x = torch.randn(2, 4, 2, 2, 2)
     assert repr(old) == repr(block) and torch.equal(old(x), block(x))
+
+
+def _block(family):
+    torch.manual_seed(5)
+    numbers = {"stride": 2, "num_groups": 2, "dtype": torch.float64}
+    if family:
+        return ConvTranspose3dNormAct(4, 8, 2, order="act_norm", **numbers)
+    return ConvTranspose3dReLUGroupNorm(4, 8, 2, **numbers)
+
+
+def _through_modules(block, x):
+    norm = block.norm if isinstance(block, ConvTranspose3dNormAct) else block.group_norm
+    return norm(torch.relu(block.conv_transpose(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize("family", [False, True])
+@pytest.mark.parametrize(
+    "renew",
+    [
+        lambda conv: prune.l1_unstructured(conv, "weight", 0.5),
+        lambda conv: prune.random_unstructured(prune.identity(conv, "weight"), "bias", 2),
+        weight_norm,
+        spectral_norm,
+    ],
+    ids=["prune", "prune_bias", "weight_norm", "spectral_norm"],
+)
+def test_parameters_that_hooks_renew(renew, family):
+    """prune, weight_norm and spectral_norm of torch.nn.utils compute a weight before each forward."""
+    block, twin = _block(family), _block(family)
+    for module in (block, twin):
+        torch.manual_seed(6)
+        renew(module.conv_transpose)
+    x = torch.randn(2, 4, 3, 3, 3, dtype=torch.float64)
+    for _ in range(2):  # a graph that was kept would be gone the second time
+        for module, call in ((block, block), (twin, lambda x: _through_modules(twin, x))):
+            module.zero_grad()
+            call(x).pow(3).sum().backward()
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter -= 0.01 * parameter.grad
+    state = {name: torch.rand_like(value) for name, value in block.state_dict().items()}
+    for module in (block, twin):
+        module.load_state_dict(state)
+        module.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(block(x), _through_modules(twin, x))
+    for name, parameter in block.named_parameters():
+        torch.testing.assert_close(parameter, twin.get_parameter(name))

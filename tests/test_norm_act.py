@@ -403,6 +403,17 @@ def test_empty_batch_of_a_group_per_channel(device, affine):
         assert tensor.grad.shape == tensor.shape and not tensor.grad.any(), name
 
 
+def test_norm_bias_alone_is_trained(device):
+    """The backward of PyTorch's group_norm fails on the CPU without a gradient but norm_bias's."""
+    x, w, h = (torch.randn(sizes, device=device) for sizes in ((2, 4, 3, 3, 3), (4, 8, 2, 2, 2), (8,)))
+    h.requires_grad_()
+    y = upconv3d.conv_transpose3d_norm_act(x, w, stride=2, norm="instance", norm_bias=h, precision="ieee")
+    conv = torch.nn.functional.conv_transpose3d(x, w, stride=2)
+    expected = torch.relu(torch.nn.functional.instance_norm(conv, bias=h))
+    (grad,) = torch.autograd.grad(y.sum(), h)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), h)[0])
+
+
 def test_nothing_after_the_convolution():
     """y is the convolution then, and no copy of it is made."""
     call = make_call(norm=None, activation=None, return_conv=True)

@@ -169,10 +169,12 @@ def _normalize(value: Tensor, t: Tensors, s: Settings, instance: bool) -> Tensor
         value = value.contiguous()
         # group_norm is up to 4 times as quick as instance_norm, but its backward takes sums of products less
         # their expectation, which costs accuracy where a mean is large; instance_norm's subtracts it first.
-        # It takes no empty batch that has a norm weight, nor sizes that only data says.
+        # It takes no empty batch that has a norm weight, nor sizes that only data says. The backward of
+        # group_norm fails where norm_bias alone, without a norm_weight, has a gradient.
+        of_bias = t.norm_weight is None and t.norm_bias is not None and t.norm_bias.requires_grad
         if (
             not _is_tracing()
-            and value.requires_grad
+            and (value.requires_grad or of_bias)
             and s.num_groups == value.shape[1]
             and surely(value.numel() > 0)
         ):

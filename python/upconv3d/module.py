@@ -6,11 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ._own_class import own_forward
 from .functional import IntOrTriple, conv_transpose3d_relu_group_norm, integer
 
 _PRECISIONS = (None, "ieee", "tf32")
+
+# Hooks by which torch.nn.utils computes a parameter anew before each forward of its module.
+_RENEWING = (prune.BasePruningMethod, SpectralNorm, WeightNorm)
 
 
 def _check_precision(precision: str | None) -> None:
@@ -24,7 +30,14 @@ def _parameter(module: nn.Module, name: str) -> Any:
     Parametrizations and pruning keep what they compute outside of _parameters.
     """
     parameters = module._parameters
-    return parameters[name] if name in parameters else getattr(module, name)
+    if name in parameters:
+        return parameters[name]
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, _RENEWING):
+            renewed = hook._tensor_name if isinstance(hook, prune.BasePruningMethod) else hook.name
+            if renewed == name:
+                hook(module, ())
+    return getattr(module, name)
 
 
 class ConvTranspose3dReLUGroupNorm(nn.Module):
@@ -33,7 +46,8 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
     The submodules `conv_transpose` (nn.ConvTranspose3d) and `group_norm` (nn.GroupNorm) hold the
     parameters and the numbers, so state dict keys are conv_transpose.weight|bias and group_norm.weight|bias,
     and the same seed gives the initial values of the two modules made in that order. Their own forward does
-    not run: forward hooks on them are not called. Hooks on this module are.
+    not run: forward hooks on them are not called, but for those by which prune, weight_norm and spectral_norm
+    of torch.nn.utils renew a parameter. Hooks on this module are.
 
     num_groups is the fourth positional argument, before stride, where nn.ConvTranspose3d has stride: pass
     what follows kernel_size by name.

@@ -131,7 +131,8 @@ class ConvTranspose3dNormAct(nn.Module):
     The submodules `conv_transpose` (nn.ConvTranspose3d), `norm` (nn.GroupNorm, nn.InstanceNorm3d or None) and
     `activation` (a torch.nn module or None) hold the parameters and the numbers, so state dict keys are
     conv_transpose.*, norm.* and activation.*. Their own forward does not run: forward hooks on them are not
-    called. Hooks on this module are.
+    called, but for those by which prune, weight_norm and spectral_norm of torch.nn.utils renew a parameter.
+    Hooks on this module are.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation: as in

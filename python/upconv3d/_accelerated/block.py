@@ -151,6 +151,7 @@ def way_of(block: Block, x: Tensor, weight: Tensor | None) -> Way:
     stride: Any = conv.stride
     if not isinstance(stride, tuple):  # a number that somebody set, which PyTorch takes too
         return Way.PLANNED
+    stride = stride * 3 if len(stride) == 1 else stride
     values: Any = about_values(x, weight, stride, conv.groups)
     # A program that torch.export makes of sizes that are not known is for small and large ones.
     if isinstance(values, torch.SymInt) or values > SMALL_BLOCK_VALUES:

@@ -108,6 +108,7 @@ class _Tracer(fx.Tracer):
         self.opened: dict[str, Entered] = {}
         self.codes, self.all_codes = {id(module): proof.codes}, dict(proof.codes)
         self.assumed = {id(module): proof.assumed}
+        self.thread = threading.get_ident()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -122,7 +123,17 @@ class _Tracer(fx.Tracer):
             raise UnprovableError("its forward makes a tensor that a trace would keep")
         return super().create_arg(a)
 
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        # torch.fx exchanges methods of nn.Module while it traces: the modules of other threads are to see
+        # nothing of it.
+        if threading.get_ident() != self.thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
     def call_module(self, m: nn.Module, *args: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            forward, arguments, options = args
+            return forward(*arguments, **options)
         # What such a call does beside forward would be recorded, and then done by the recorded call again.
         owner = next(cls for cls in type(m).__mro__ if "__call__" in cls.__dict__)
         if owner is not nn.Module and not isinstance(m, fx.GraphModule):
@@ -183,7 +194,8 @@ class _NothingMade(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_reading = threading.Lock()
+# One trace at a time: torch.fx puts back what it exchanged as if no other had exchanged it meanwhile.
+_tracing = threading.Lock()
 
 
 @contextmanager
@@ -196,25 +208,24 @@ def _reads_seen_by(look: Callable[[nn.Module, str, types.FrameType], Any]) -> It
     """
     thread = threading.get_ident()
 
-    with _reading:
-        before: Any = nn.Module.__dict__.get("__getattribute__")
-        found = before or object.__getattribute__
+    before: Any = nn.Module.__dict__.get("__getattribute__")
+    found = before or object.__getattribute__
 
-        def read(module: nn.Module, name: str) -> Any:
-            if threading.get_ident() == thread:
-                other = look(module, name, sys._getframe(1))
-                if other is not None:
-                    return other
-            return found(module, name)
+    def read(module: nn.Module, name: str) -> Any:
+        if threading.get_ident() == thread:
+            other = look(module, name, sys._getframe(1))
+            if other is not None:
+                return other
+        return found(module, name)
 
-        try:
-            nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
-            yield
-        finally:
-            if before is not None:
-                nn.Module.__getattribute__ = before  # type: ignore[method-assign]
-            elif "__getattribute__" in nn.Module.__dict__:
-                del nn.Module.__getattribute__
+    try:
+        nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+        yield
+    finally:
+        if before is not None:
+            nn.Module.__getattribute__ = before  # type: ignore[method-assign]
+        elif "__getattribute__" in nn.Module.__dict__:
+            del nn.Module.__getattribute__
 
 
 @dataclass
@@ -270,7 +281,7 @@ def record(
     tracer = _Tracer(module, proof, to_enter)
     inner = [module, *(module.get_submodule(path) for path in to_enter)]
     try:
-        with in_mode(inner, training), _reads_seen_by(tracer.look), _NothingMade():
+        with _tracing, in_mode(inner, training), _reads_seen_by(tracer.look), _NothingMade():
             graph = tracer.trace(module, concrete_args=constants or None)
     except UnprovableError:
         raise
