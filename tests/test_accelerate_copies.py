@@ -13,6 +13,8 @@ import upconv3d
 from accelerated_models import Up as _Up
 from accelerated_models import cna, count_blocks_run
 from torch import nn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from upconv3d._accelerated import recorded
 from upconv3d._accelerated.swap import is_swapped
 
 
@@ -159,3 +161,21 @@ def test_copies_leave_other_threads_alone():
     done.set()
     server.join()
     assert not wrong, f"{len(wrong)}: {sorted(set(wrong))[:3]}"
+
+
+def test_other_threads_do_not_trace(monkeypatch):
+    """What torch.compile made of a model refuses to run where torch.fx says that it traces."""
+    look, told = recorded._Tracer.look, []
+
+    def asked(tracer, *arguments):
+        if not told and hasattr(tracer, "root"):  # which torch.fx sets first
+            thread = threading.Thread(target=lambda: told.append(bool(is_fx_symbolic_tracing())))
+            thread.start()
+            thread.join()
+            told.append(bool(is_fx_symbolic_tracing()))
+        return look(tracer, *arguments)
+
+    monkeypatch.setattr(recorded._Tracer, "look", asked)
+    upconv3d.accelerate(_Up())
+    assert told == [False, True]
+    assert not is_fx_symbolic_tracing()

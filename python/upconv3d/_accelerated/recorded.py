@@ -88,6 +88,16 @@ for _operation in (
     setattr(_Proxy, f"__{_operation}__", _recorded(_operation))
 
 
+class _InThread:
+    """True in the thread that made it."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self._thread
+
+
 class _Tracer(fx.Tracer):
     """Records calls of submodules; looks into Sequentials that end with a transposed convolution.
 
@@ -108,7 +118,7 @@ class _Tracer(fx.Tracer):
         self.opened: dict[str, Entered] = {}
         self.codes, self.all_codes = {id(module): proof.codes}, dict(proof.codes)
         self.assumed = {id(module): proof.assumed}
-        self.thread = threading.get_ident()
+        self._is_here = _InThread()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -123,15 +133,26 @@ class _Tracer(fx.Tracer):
             raise UnprovableError("its forward makes a tensor that a trace would keep")
         return super().create_arg(a)
 
+    # torch.fx says that it traces, and exchanges methods of nn.Module, in all threads. Others are to see
+    # nothing of it: what they call runs, and what torch.compile made of it, which refuses to be traced, too.
+
+    @property
+    def root(self) -> nn.Module:
+        return self._root
+
+    @root.setter
+    def root(self, module: nn.Module) -> None:  # which trace() sets as soon as it has said so
+        flags: Any = fx._symbolic_trace
+        flags._is_fx_tracing_flag = self._is_here
+        self._root = module
+
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        # torch.fx exchanges methods of nn.Module while it traces: the modules of other threads are to see
-        # nothing of it.
-        if threading.get_ident() != self.thread:
+        if not self._is_here:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def call_module(self, m: nn.Module, *args: Any) -> Any:
-        if threading.get_ident() != self.thread:
+        if not self._is_here:
             forward, arguments, options = args
             return forward(*arguments, **options)
         # What such a call does beside forward would be recorded, and then done by the recorded call again.
