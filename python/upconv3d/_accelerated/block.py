@@ -75,6 +75,13 @@ class Block(NamedTuple):
 _MOST_VALUES_OF_GROUP = 2**16
 
 
+def three(number: Any) -> Any:
+    """A number per axis, of what a convolution keeps: one may stand for all, by itself or in a tuple."""
+    if isinstance(number, int):
+        return (number,) * 3
+    return number * 3 if len(number) == 1 else number
+
+
 class Way(Enum):
     """How a block is computed.
 
@@ -151,7 +158,7 @@ def way_of(block: Block, x: Tensor, weight: Tensor | None) -> Way:
     stride: Any = conv.stride
     if not isinstance(stride, tuple):  # a number that somebody set, which PyTorch takes too
         return Way.PLANNED
-    stride = stride * 3 if len(stride) == 1 else stride
+    stride = three(stride)
     values: Any = about_values(x, weight, stride, conv.groups)
     # A program that torch.export makes of sizes that are not known is for small and large ones.
     if isinstance(values, torch.SymInt) or values > SMALL_BLOCK_VALUES:

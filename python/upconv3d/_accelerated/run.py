@@ -28,7 +28,7 @@ from ..functional import (
 )
 from ..module import _parameter
 from ..norm_act import checked_arguments, conv_transpose3d_norm_act
-from .block import Block, Options, Way, way_of
+from .block import Block, Options, Way, three, way_of
 from .call import call_of, evaluated
 from .chain import find_block, kind_of
 
@@ -98,16 +98,12 @@ def _same_dtype(x: Tensor, *tensors: Any) -> bool:
     return True
 
 
-def _three(number: Any) -> Any:
-    return (number,) * 3 if isinstance(number, int) else number
-
-
 def _returns_values(conv: Any, x: Tensor) -> bool:
     """Whether the convolution's result has values. Where it has none, PyTorch makes it or says why."""
     padding, kernel = conv.padding, conv.kernel_size
     if type(padding) is tuple and 2 * max(padding) < min(kernel):
         return True  # on any input
-    axes = zip(*map(_three, (conv.stride, padding, conv.output_padding, conv.dilation, kernel)), strict=False)
+    axes = zip(*map(three, (conv.stride, padding, conv.output_padding, conv.dilation, kernel)), strict=False)
     for axis, (stride, before, after, dilation, taps) in enumerate(axes):
         extent = (x.size(axis + 2) - 1) * stride - 2 * before + dilation * (taps - 1) + after
         if surely(extent < 0):
