@@ -10,6 +10,8 @@ from oracles import relative_error
 from tails import ACTIVATIONS, Call, gradients, make_call, outputs
 from test_returned_conv import SIZES, check_each_gradient, check_like_eager, laid_out
 from test_select_plan import facts, plan_of
+from upconv3d import _tail_call
+from upconv3d._plan_questions import SMALL_BLOCK_VALUES
 
 CASES = {
     "relu": {},
@@ -294,6 +296,38 @@ def test_explained():
     # The convolution is kept there, whose plan is the library's, whatever convolves.
     assert stages("gelu") == ("cuda_library", backward)
     assert stages("none")[1] == ("aten::convolution_backward",)  # without a bias
+
+
+def test_small_blocks_are_pytorchs(cuda, monkeypatch):
+    """Where steps wait for the host: not of more values, in a graph, or of a precision that is asked for."""
+    for case in CASES:
+        for low in (None, torch.bfloat16):
+            call = bare("library", **CASES[case], device=cuda, dtype=torch.float32, precision=None)
+            if low is not None and "skip" in call.tensors:
+                call = replace(call, tensors=call.tensors | {"skip": call.tensors["skip"].to(low)})
+            found = []
+            for limit in (SMALL_BLOCK_VALUES, 0):
+                monkeypatch.setattr(_tail_call, "SMALL_BLOCK_VALUES", limit)
+                leaves = call.leaves()
+                with torch.autocast("cuda", dtype=low, enabled=low is not None):
+                    results = outputs(leaves.ours())
+                names = [type(result.grad_fn).__name__ for result in results]
+                assert any("NormAct" in name for name in names) is (limit == 0), (case, limit, names)
+                torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+                found.append([*results, *(tensor.grad for tensor in leaves.tensors.values())])
+            for a, b in zip(*found, strict=True):
+                assert (a.dtype, a.shape) == (b.dtype, b.shape)
+                assert relative_error(a, b) <= (2e-3 if low is None else 5e-2), case
+    monkeypatch.setattr(_tail_call, "SMALL_BLOCK_VALUES", SMALL_BLOCK_VALUES)
+    leaves = bare("library", device=cuda, dtype=torch.float32, precision="ieee").leaves()
+    assert "NormAct" in type(leaves.ours().grad_fn).__name__
+    leaves = bare("library", device=cuda, dtype=torch.bfloat16).leaves()
+    assert "NormAct" not in type(leaves.ours().grad_fn).__name__
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        captured = leaves.ours()
+    assert "NormAct" in type(captured.grad_fn).__name__
+    with torch.no_grad():
+        assert leaves.ours().grad_fn is None
 
 
 def test_in_an_accelerated_model(cuda):

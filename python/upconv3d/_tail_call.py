@@ -13,6 +13,7 @@ from ._autograd import AUTOCAST_KEYS
 from ._facts import is_concrete
 from ._geometry import surely
 from ._out_of_memory import raise_out_of_memory
+from ._plan_questions import SMALL_BLOCK_VALUES, about_values
 from ._recorded_casts import cast_leaves, casts_leaves
 from ._tail import autocast_result_dtype, composite, is_apart, keeps_operand, settings_of_kept
 from ._tail_arguments import refuse_broken_rule, runs_kernels
@@ -139,6 +140,23 @@ def keeps_nothing(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
     return (bare or is_apart(tensors, settings)) and not keeps_operand(tensors, settings)
 
 
+def is_recorded_by_pytorch(tensors: tuple[Any, ...], settings: tuple[Any, ...], precise: bool) -> bool:
+    """Whether autograd is to record PyTorch's own calls: where keeps_nothing, and of small blocks without a
+    norm, whose steps wait for the host, which ours take 1.3 to 1.8 times as long (perf/NOTES.md, "Small
+    blocks without a norm, trained").
+
+    precise: as in composite(), by which float32's convolution is a node in Python, too.
+    """
+    if keeps_nothing(tensors, settings):
+        return True
+    input = tensors[0]
+    if settings[5] > 0 or (precise and input.dtype is torch.float32):
+        return False
+    if _tracing() or torch.cuda.is_current_stream_capturing():  # a trace cannot compare sizes
+        return False
+    return about_values(input, tensors[1], settings[0], settings[3]) <= SMALL_BLOCK_VALUES
+
+
 def _casts_parameters(tensors: tuple[Any, ...], low: torch.dtype) -> bool:
     """Whether the operator can cast all that is to be cast to `low` but the input."""
     for tensor in tensors[1:6]:
@@ -155,7 +173,8 @@ def cuda_call(
     recording: bool,
     spares_host: bool,
 ) -> CudaCall:
-    """What is decided about a call that has a backward of ours, if autograd records it (see keeps_nothing).
+    """What is decided about a call that has a backward of ours, if autograd records it (see
+    is_recorded_by_pytorch).
 
     low: what autocast casts to; None without it. spares_host: as of tail_number.
     """
@@ -196,7 +215,7 @@ def _run_cuda(
     # Nobody but autograd knows what to do with operators that are not PyTorch's: transforms of torch.func and
     # forward-mode AD get PyTorch's.
     plain = not _transforms_active() and forward_ad._current_level < 0
-    plain = plain and not (recording and keeps_nothing(tensors, settings))
+    plain = plain and not (recording and is_recorded_by_pytorch(tensors, settings, precise))
     if plain and (is_overridden(tensors) or (recording and _tracing())):
         pair = public_tail(tensors, settings)
     elif plain:

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from .._autocast import autocast_dtype
 from .._tail_arguments import runs_kernels
-from .._tail_call import CudaCall, cuda_call, keeps_nothing, run_checked, run_decided
+from .._tail_call import CudaCall, cuda_call, is_recorded_by_pytorch, run_checked, run_decided
 from ..functional import (
     _autocast_enabled,
     _torch_conv_precision,
@@ -145,7 +145,8 @@ class _Decided:
         self._call: CudaCall | None = None
         if self.settings is not None and runs_kernels(x):
             tensors = (x, *self._tensors, None)
-            if not (self._recording and keeps_nothing(tensors, self.settings)):
+            by_pytorch = self._recording and is_recorded_by_pytorch(tensors, self.settings, self._precise)
+            if not by_pytorch:
                 decided = (self._norm, self._recording, self._spares_host)
                 self._call = cuda_call(tensors, self.settings, self._kind[4], *decided)
 
