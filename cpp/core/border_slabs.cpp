@@ -312,8 +312,7 @@ SharedLoads shared_loads(const Problem& problem, const Slab& slab) {
   };
   const std::int64_t row = slab.extent[2], plane = slab.extent[1] * row;
   const bool nothing_behind_planes = problem.operation == Operation::kConvTranspose && slab.step == kOnes &&
-                                     problem.padding[1] == 0 && slab.extent[1] == problem.out()[1] &&
-                                     slab.taps[1] == problem.kernel[1];
+                                     problem.padding[1] == 0 && slab.extent[1] == problem.out()[1];
   if (fits(1, row) && (tiles_end_with_planes(slab) || nothing_behind_planes)) return {1, slab.taps[1], row};
   if (fits(0, plane)) return {0, slab.taps[0], plane};
   return {};

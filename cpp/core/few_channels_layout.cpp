@@ -28,6 +28,7 @@ constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max();
 // What an H200 has, and what the estimate counts with: the tiles of a block must not depend on the device.
 constexpr std::int64_t kMultiprocessors = 132;
 constexpr std::int64_t kSharedPerBlock = 227 * 1024;
+static_assert(kSharedPerBlock <= kChunkBytes << kFewOffsetBits, "steps tell every place of a box that fits");
 // Of blocks whose outputs are staged: every device from 8.0 on has that, and two such fit into an H200's
 // multiprocessor, one writing while the other multiplies.
 constexpr std::int64_t kStagedPerBlock = 99 * 1024;
@@ -344,7 +345,6 @@ bool set_best_tile(const Problem& p, const Extent3& halo, const TileChoice& choi
         if (positions > most || positions < choice.least) continue;
         set_tile(p, halo, {depth, height, width}, layout);
         if (layout.shared_bytes > choice.shared) continue;
-        if (layout.box_positions() * layout.pitch >= (1 << kFewOffsetBits)) continue;
         set_estimate(p, layout);
         const double ms = layout.output_ms + (layout.staged ? 0 : layout.moments_ms);
         if (ms >= best_ms) continue;

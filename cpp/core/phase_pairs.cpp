@@ -27,7 +27,7 @@ std::optional<PhasePair> paired(const Slab& first, const Slab& second, int axis)
   // The first may have a plane more; of rows both have the same, or one's positions were not the other's.
   Extent3 extent = second.extent;
   if (axis == 0) extent[0] = first.extent[0];
-  if (extent != first.extent || second.extent[0] > first.extent[0]) return std::nullopt;
+  if (extent != first.extent) return std::nullopt;
   const std::optional<Slab> reads = united_windows(first, second);
   if (!reads) return std::nullopt;
   PhasePair pair{*reads, {first, second}};

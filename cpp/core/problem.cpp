@@ -98,8 +98,7 @@ void validate_output(const Problem& p) {
   const std::int64_t x_elements = saturating_product(n, p.c, p.in[0], p.in[1], p.in[2]);
   const std::int64_t w_elements = saturating_product(p.c, p.k, p.kernel[0], p.kernel[1], p.kernel[2]);
   const std::int64_t y_elements = saturating_product(n, p.k, out[0], out[1], out[2]);
-  const std::int64_t positions = saturating_product(out[0], out[1], out[2]);
-  if (std::max({x_elements, w_elements, y_elements, positions}) > kMaxElements) {
+  if (std::max({x_elements, w_elements, y_elements}) > kMaxElements) {
     throw RuleViolation(concat("upconv3d: input, weight and output may have at most 2^59 elements each; got ",
                                describe(p), ". Split the batch or the volume."));
   }

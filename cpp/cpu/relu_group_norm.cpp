@@ -325,10 +325,7 @@ class ReluGroupNorm {
       const Moments total = merge_tiles(unit, group);
       const double rstd = 1.0 / std::sqrt(total.m2 / total.count + p_.eps);
       const A rounded = static_cast<A>(total.mean);
-      const double rest = total.mean - static_cast<double>(rounded);
-      // An infinite mean makes the group NaN through v - mean, as in PyTorch; inf - inf would hide that in
-      // shift.
-      const double lost = std::isfinite(rest) ? rest : 0.0;
+      const double lost = total.mean - static_cast<double>(rounded);
       for (std::int64_t i = group * cut_.group_channels; i < (group + 1) * cut_.group_channels; ++i) {
         const double factor = rstd * static_cast<double>(scale[i]);
         mean[i] = rounded;
