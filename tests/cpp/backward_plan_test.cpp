@@ -39,6 +39,11 @@ void test_training_plans() {
   many.n = std::int64_t{1} << 25;
   expect(!select_training_plan(many, hopper(), all_compiled()).keeps_activation,
          "2^32 samples times channels are not counted");
+  many.in = {2, 2, 2};
+  expect(!select_training_plan(many, hopper(), all_compiled()).keeps_activation, "of one tile, either");
+  many.n = 1, many.in = {1, 49152, 32768}, many.kernel = {1, 1, 1};
+  expect(!select_training_plan(many, hopper(), all_compiled()).keeps_activation,
+         "nor more than 2^30 positions of a sample");
 }
 
 void test_backward_plans() {
@@ -96,6 +101,7 @@ void test_library_training() {
   bare.tail.activation = Activation::kNone;
   expect(library_backward_plan(bare, {true, true, false, false, false}).stages.size() == 1,
          "without an activation and a bias the library is all");
+  expect(library_backward_plan(bare, kAll).stages.front() == "activation_backward", "which sums the bias");
   expect(keeps(returned), "relu's result of the returned convolution, which may change, is what is read");
   returned.tail.order = Order::kNormAct;
   expect(keeps(returned), "the returned convolution is what the backward reads");
@@ -126,6 +132,11 @@ void test_library() {
   expect_library(headline(), "UPCONV3D_PLAN", forced);
   const BackwardPlan none = select_backward_plan(headline(), hopper(), kAll, {}, {});
   expect(none.library, "nothing compiled");
+  Problem padded = headline();
+  padded.k = 20, padded.num_groups = 4;
+  const BackwardPlan half = select_backward_plan(padded, hopper(), kAll, all_compiled(), {});
+  expect(half.library && !half.grad_x && half.grad_c_pitch == 24,
+         "not one gradient of the two, and rows of whole units: " + describe(half));
 }
 
 }  // namespace

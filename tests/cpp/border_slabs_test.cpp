@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
 /// core/border_slabs.hpp: every position lies in one slab with the taps that reach it, and loads that are
-/// shared bring what each tap reads.
+/// shared bring what each tap reads. core/slab_launches.hpp: who launches which.
 
 #include <algorithm>
 #include <cstdint>
@@ -13,6 +13,7 @@
 
 #include "core/border_slabs.hpp"
 #include "core/problem.hpp"
+#include "core/slab_launches.hpp"
 #include "core/text.hpp"
 #include "core_cases.hpp"
 #include "shared_loads_check.hpp"
@@ -184,6 +185,11 @@ void test_border_slabs() {
     p.kernel = {2, 2, 2};
     p.padding = {2, 3, 1};
     test_border_slabs_of(p, axes);
+    p.in = {1, 2, 1};  // fewer outputs than the stride has phases
+    p.kernel = {2, 3, 1};
+    p.stride = {4, 5, 3};
+    p.padding = {0, 3, 0};
+    test_border_slabs_of(p, axes);
   }
 }
 
@@ -261,6 +267,24 @@ void test_phases() {
          "kernel 1, stride 2: seven phases without a tap");
 }
 
+/// Shares of slabs among launches: all of them, in order, no launch with more than it takes.
+void test_slab_launches() {
+  for (std::size_t count = 1; count <= static_cast<std::size_t>(kMaxPhases); ++count) {
+    std::vector<Slab> slabs(count);
+    for (std::size_t i = 0; i < count; ++i) slabs[i].origin[0] = static_cast<std::int64_t>(i);
+    const int launches = slab_launches(count);
+    std::size_t next = 0;
+    for (int launch = 0; launch < launches; ++launch) {
+      const std::vector<Slab> share = slabs_of_launch(slabs, launch, launches);
+      expect(slabs_before(slabs, launch, launches).size() == next, "slabs before a launch");
+      expect(!share.empty() && share.size() <= static_cast<std::size_t>(kMaxSlabs), "slabs of a launch");
+      for (const Slab& slab : share)
+        expect(slab.origin[0] == static_cast<std::int64_t>(next++), "their order");
+    }
+    expect(next == count, "all slabs are some launch's");
+  }
+}
+
 }  // namespace
 }  // namespace upconv3d
 
@@ -272,6 +296,7 @@ int main() {
     upconv3d::test_distant_taps();
     upconv3d::test_tap_sharing();
     upconv3d::test_shared_cuts();
+    upconv3d::test_slab_launches();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());
   }

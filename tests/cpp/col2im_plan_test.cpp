@@ -228,6 +228,25 @@ void test_columns() {
          "the tile of which the fewest are needed");
 }
 
+/// What the kernels count in 32 bits, with what lies beyond it.
+void test_counts() {
+  const auto runs = [](const Problem& p) { return col2im_obstacle(p, hopper()).empty(); };
+  Problem p = headline(DType::kFloat32, Layout::kNDHWC);
+  p.n = 1, p.k = 1, p.num_groups = 1, p.kernel = {1, 1, 1}, p.c = 1;
+  constexpr std::int64_t kEnd = std::int64_t{1} << 31;
+  p.in = {1, 1, kEnd / 16};
+  expect(runs(p), "few enough");
+  p.k = 16;
+  expect(!runs(p), "2^31 columns");
+  p.in[2] -= 32;
+  expect(!runs(p), "and 512 fewer, which a block's last values go beyond");
+  p.in[2] -= 64;
+  expect(runs(p), "1536 fewer");
+  p = headline(), p.in = {1, 1, 1}, p.kernel = {1, 1, 2};
+  p.stride[2] = 1 << 20, p.dilation[2] = (1 << 20) - 1;
+  expect(!runs(p), "taps of one phase 2^40 outputs apart");
+}
+
 }  // namespace
 }  // namespace upconv3d
 
@@ -238,6 +257,7 @@ int main() {
     upconv3d::test_finishing();
     upconv3d::test_kinds_timed_later();
     upconv3d::test_columns();
+    upconv3d::test_counts();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());
   }

@@ -192,6 +192,8 @@ void test_one_voxel() {
          "a channel per output and tap");
   latent.k = std::int64_t{1} << 28;
   expect(!product_of_one_voxel(latent), "more channels than 31 bits count");
+  latent.k = 128, latent.n = 1, latent.c = std::int64_t{1} << 20;
+  expect(!product_of_one_voxel(latent), "more weights than 31 bits count");
 }
 
 void test_rules() {
@@ -203,6 +205,7 @@ void test_rules() {
     };
   };
   make_problem(arguments());
+  with([](Arguments& a) { a.output_padding = {0, 1, 0}, a.dilation = {1, 2, 1}; })();  // of a dilation, too
   expect_violation<RuleViolation>(with([](Arguments& a) { a.input = tensor({4, 3, 3}); }),
                                   "input.shape=[4, 3, 3]", "rank");
   expect_violation<RuleViolation>(with([](Arguments& a) { a.input = tensor({2, 5, 3, 3, 3}); }),
@@ -214,6 +217,13 @@ void test_rules() {
   expect_violation<RuleViolation>(with([](Arguments& a) { a.groups = 3; }), "groups=3, C=4", "groups");
   expect_violation<RuleViolation>(with([](Arguments& a) { a.stride = {1, 0, 1}; }), "stride=(1, 0, 1)",
                                   "stride 0");
+  expect_violation<RuleViolation>(with([](Arguments& a) { a.stride = {1, 1, std::int64_t{1} << 30}; }),
+                                  "less than 2^30", "stride 2^30");
+  expect_violation<RuleViolation>(with([](Arguments& a) {
+                                    a.weight.sizes[1] = (std::int64_t{1} << 62) + 3;
+                                    a.groups = 4;
+                                  }),
+                                  "groups is out of range", "a product that wraps to 12 channels");
   expect_violation<RuleViolation>(with([](Arguments& a) { a.dilation = {1, 1, -1}; }), "dilation",
                                   "dilation");
   expect_violation<RuleViolation>(with([](Arguments& a) { a.padding = {-1, 0, 0}; }), "padding", "padding");
@@ -262,6 +272,19 @@ void test_formats() {
          "[N,C,1,1,1] contiguous stays contiguous");
   expect(!suggests_channels_last_3d({0, 4, 3, 3, 3}, {108, 1, 36, 12, 4}),
          "an empty tensor suggests nothing");
+  expect(!suggests_channels_last_3d({4, 1, 1, 1, 1}, {1, 1, 1, 1, 1}), "nor one whose formats are the same");
+  expect(!suggests_channels_last_3d({2, 4, 3, 3, 3}, {27, 0, 9, 3, 1}), "nor one that is expanded");
+  a = arguments();
+  a.input.data_ptr_mod16 = 4, a.input.strides[4] = 2;
+  expect(make_problem(a).x_aligned, "what is copied first is aligned then");
+  // The added axis of one sample has the stride of unsqueeze, which has a say in such a format.
+  a = arguments();
+  a.input = tensor({4, 1, 1, 1}), a.input.strides = {1, 4, 4, 4};
+  expect(make_problem(a).y_layout == Layout::kNDHWC, "one voxel in channels_last_3d, unbatched");
+  a.input = tensor({2, 1, 3, 3, 3}), a.weight = tensor({1, 6, 3, 3, 3});
+  expect(make_problem(a).x_layout == Layout::kNCDHW, "one channel lies in both orders");
+  a.weight.strides = dense_strides(a.weight.sizes, Layout::kNDHWC);
+  expect(make_problem(a).x_layout == Layout::kNDHWC, "and counts for that of y");
 }
 
 void test_sm90_selection() {

@@ -61,6 +61,10 @@ void test_tiling_of(const Problem& p) {
   expect(t.lanes_c * t.lanes_q * t.lanes_z == kDirectThreads, what + ": lanes");
   expect(t.channel_blocks * t.lanes_c * t.vector >= p.k, what + ": channels");
   expect(p.k % t.vector == 0, what + ": whole vectors");
+  expect(!t.depthwise || t.shared_bytes % 16 == 0, what + ": weights in whole loads");
+  Problem unaligned = p;
+  unaligned.x_aligned = false;
+  expect(!t.depthwise || direct_tiling(unaligned).vector == 1, what + ": pairs of aligned inputs alone");
   expect(!t.depthwise || t.lanes_c <= kMaxDepthwiseLanes,
          what + ": a block's threads cover a row of weights");
   expect(t.vector == 1 || t.depthwise || (p.k / p.groups) % t.vector == 0, what + ": vectors of one group");
@@ -79,6 +83,12 @@ void test_tiling() {
         }
       }
     }
+    // The kernels of a channel per group were compiled for the same number of either, without dilation.
+    Problem others = mednext(64, 8, 3, layout);
+    others.dilation = {1, 1, 2};
+    expect(!direct_tiling(others).depthwise, "not dilated");
+    others = mednext(64, 8, 3, layout), others.k = others.num_groups = 128;
+    expect(!direct_tiling(others).depthwise, "not of two outputs per input");
     test_tiling_of(few_channels(layout));
     // Hardly any positions beside the channels, so that threads are left over for these.
     for (const Extent3& in : {Extent3{1, 9, 1}, Extent3{1, 9, 2}, Extent3{2, 9, 1}, Extent3{2, 2, 2}}) {

@@ -98,7 +98,12 @@ void test_tiles(const Problem& p) {
            describe(p) + ": tiles cover an axis");
   }
   expect(volume(layout.tile) <= layout.rows() && kFewWarps % layout.row_warps == 0, "rows of a tile");
-  expect(few_shared_bytes(layout).total() == layout.shared_bytes, "shared memory");
+  const FewSharedBytes bytes = few_shared_bytes(layout);
+  expect(bytes.total() == layout.shared_bytes, "shared memory");
+  expect(layout.shared_bytes <= (layout.staged ? 99 : 227) * 1024, describe(p) + ": a block has that much");
+  // Two places each.
+  expect(bytes.steps >= 8 * (static_cast<std::int64_t>(layout.steps.size()) + kFewStepsAhead),
+         describe(p) + ": steps, and those that are read ahead");
   expect(layout.pitch % 2 == 1 && layout.pitch > layout.chunks, "positions in different banks, and zeros");
 }
 
@@ -212,6 +217,11 @@ void test_obstacles() {
   refuses(up_block(512, 64, {9, 10, 11}), "steps");
   refuses(up_block(128, 32, {9, 10, 11}), "shared memory");
   refuses(up_block(32, 16, {1000, 1000, 1000}), "32-bit");
+  q = up_block(1, 8, {8, 8, 8}), q.n = 1 << 18;
+  refuses(q, "32-bit");
+  refuses(with(up_block(1, 8, {9, 10, 11}), {1, 1, 128}, {1, 1, 1}, {0, 0, 0}), "");
+  refuses(with(up_block(1, 8, {9, 10, 11}), {1, 3, 43}, {1, 1, 1}, {0, 0, 0}), "129 taps");
+  refuses(up_block(1, 65536, {2, 2, 2}), "more than 65535");
   // Products of these would wrap.
   constexpr std::int64_t kStride = 1 << 22, kDilation = 1 << 28, kApart = 1 << 14;
   const Problem voxel = up_block(16, 8, {1, 1, 1});

@@ -81,6 +81,7 @@ void test_walks() {
       }
     }
   }
+  test_walk(9, 18, 2, 0, 1, 0);  // the box ends 17 before the last output, of which a corner tells 16
 }
 
 void test_choices() {
@@ -114,7 +115,25 @@ void test_choices() {
     p = headline(), p.n = n;
     const GradWPlan any = plan_of(p);
     expect(any.splits >= 1 && any.splits <= any.k_blocks, concat("splits of ", n, " samples"));
+    expect(any.k_blocks <= 1024 * any.splits, concat("chains of ", n, " samples"));
   }
+}
+
+/// What any of the plans among which one is chosen has to keep to.
+void test_candidates() {
+  Problem p = headline();
+  p.stride = {1, 2, 1}, p.padding = {1, 1, 1};
+  std::vector<GradWPlan> candidates = grad_w_candidates(p, hopper(), compiled_grad_w());
+  bool moves_strided = candidates.empty();
+  for (const GradWPlan& plan : candidates) moves_strided = moves_strided || plan.moves_x[1];
+  expect(!moves_strided, "taps of an axis with a stride move grad_c");
+  // Positions of x along the height and of grad_c along the depth are 17 and 31 times those of either.
+  p = headline();
+  p.n = 1, p.in = {1, 31, 1 << 22}, p.kernel = {17, 1, 1}, p.padding = {0, 15, 0};
+  candidates = grad_w_candidates(p, hopper(), compiled_grad_w());
+  bool counts = !candidates.empty();
+  for (const GradWPlan& plan : candidates) counts = counts && volume(plan.positions) < std::int64_t{1} << 31;
+  expect(counts, "positions that 32 bits count");
 }
 
 void test_obstacles() {
@@ -133,6 +152,10 @@ void test_obstacles() {
   refused(p, "im2col");
   p = headline(), p.stride[2] = 9;
   refused(p, "stride 9");
+  p = headline(), p.kernel[0] = 33, p.padding[0] = 16;
+  refused(p, "33 taps along axis 0");
+  p = headline(), p.kernel[2] = 18, p.stride[2] = 2;
+  expect(plan_of(p).obstacle.empty(), "a corner within a stride of the least one");
   Device ampere = hopper();
   ampere.compute_capability = 80;
   expect(has_part(plan_of(headline(), ampere).obstacle, "9.0"), "Ampere");
@@ -146,6 +169,7 @@ int main() {
   try {
     upconv3d::test_walks();
     upconv3d::test_choices();
+    upconv3d::test_candidates();
     upconv3d::test_obstacles();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());

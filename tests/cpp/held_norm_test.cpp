@@ -56,6 +56,7 @@ void test_tiles_of(const Problem& p, int capability) {
   expect(t.loads * t.row_lanes >= t.rows, what + ": loads");
   expect((p.k / p.num_groups) % t.slot_lanes == 0 && lanes % t.slot_lanes == 0, what + ": slots");
   expect(t.shared_bytes() <= held_shared_limit(capability), what + ": shared memory");
+  expect(t.tiles == 1 || t.tiles * (p.num_groups / t.slabs) <= 1024, what + ": partial moments");
   expect(waits_well(t, p.n * t.slabs, t.threads, capability), what + ": blocks that wait run at once");
 }
 
@@ -92,8 +93,15 @@ bool test_planes_of(Problem p, int capability) {
          what + ": threads");
   const std::int64_t offset = p.positions() % lanes == 0 ? 0 : lanes - 1;
   expect(t.loads * t.team_threads * lanes >= offset + t.tile_values, what + ": loads");
-  expect(t.channels >= std::min(p.k / p.num_groups, (t.tile_values - 1) / p.positions() + 1),
-         what + ": channels");
+  bool has_channels = true;
+  for (std::int64_t begin = 0; begin < values; begin += t.tile_values) {
+    const std::int64_t last = std::min(begin + t.tile_values, values) - 1;
+    has_channels = has_channels && t.channels > last / p.positions() - begin / p.positions();
+  }
+  expect(has_channels, what + ": channels");
+  expect(t.table_bytes >= 4 * t.teams * HeldPlanes::kTableRows * t.channels &&
+             t.slots_bytes >= 4 * t.threads() / 32 && t.held_bytes == t.loads * t.threads() * 16,
+         what + ": parts of shared memory");
   expect(t.shared_bytes() <= held_shared_limit(capability), what + ": shared memory");
   expect(waits_well(t, p.n * p.num_groups, t.threads(), capability), what + ": blocks that wait run at once");
   return true;

@@ -61,6 +61,15 @@ void test_choice() {
              copied.stages.front() == "channels_last_copies" &&
              copied.stages.back() == "activation_group_norm_held",
          "NCDHW, 30 us, without copies 35, the SM90 plan 57: " + copied.reason);
+  const Plan as_it_lies = plan_of([&](Problem& p) { wide(p), returned(p); });
+  expect(as_it_lies.conv_layout == Layout::kNCDHW, "a convolution that is returned lies as y does");
+  Problem kept = long_and_narrow();
+  wide(kept);
+  Device library = hopper();
+  library.forced_plan = "library";
+  expect(select_plan(kept, library, all_compiled()).conv_layout == Layout::kNDHWC &&
+             select_training_plan(kept, library, all_compiled()).conv_layout == Layout::kNCDHW,
+         "as does one that is kept");
   expect(plan.instead_of_sm90 && copied.instead_of_sm90, "bits that have to repeat");
   const Plan apart = plan_of([&](Problem& p) {
     wide(p);

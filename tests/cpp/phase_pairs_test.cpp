@@ -85,6 +85,10 @@ void test_phase_pairs() {
   test_pairs(strided(64, {5, 8, 9}, {1, 3, 3}, {1, 2, 2}, {0, 1, 1}, none), 0, 0);
   test_pairs(strided(64, {5, 8, 9}, {3, 4, 3}, {1, 2, 2}, {1, 1, 1}, none), 0, 0);
   test_pairs(strided(64, {5, 8, 9}, {1, 2, 2}, twos, none, none), 0, 0);
+  // Windows that lie one input apart, and taps three.
+  Problem dilated = strided(64, {8, 9, 10}, twos, twos, none, none);
+  dilated.dilation = threes;
+  test_pairs(dilated, 0, 0);
 }
 
 /// k3 s2 p1: the first phase has one tap along the depth, the second two, of which one is beside the first's.

@@ -23,6 +23,9 @@ void test_sm80_selection() {
   expect(bf16.activation_in_y && !bf16.pack_x && bf16.split_axes == 3, "headline on Ampere");
   expect(bf16.tiles == slab_tiles(border_slabs(headline(), 3), bf16.instance->block_positions),
          "a partial moment per tile");
+  Problem unaligned = headline();
+  unaligned.x_aligned = false;
+  expect(select_plan(unaligned, ampere, all_compiled()).pack_x, "x that begins amid 16 bytes is copied");
   Problem p = headline(DType::kFloat32, Layout::kNCDHW);
   const Plan ieee = select_plan(p, ampere, all_compiled());
   expect(ieee.instance->products == 3 && ieee.pack_x && !ieee.activation_in_y, "float32 on Ampere");

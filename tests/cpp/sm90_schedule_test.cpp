@@ -15,6 +15,9 @@
 
 #include "core/border_slabs.hpp"
 #include "core/channels.hpp"
+#include "core/cut.hpp"
+#include "core/im2col_limits.hpp"
+#include "core/phase_pairs.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 #include "core/ring_shape.hpp"
@@ -124,6 +127,18 @@ void test_linear() {
   }
 }
 
+/// Rows of NCDHW are stored in place where every slab's planes begin with 16 bytes.
+void test_in_place() {
+  Problem p = cube(1, 64, 64, 8, 3, 1);
+  p.x_layout = p.y_layout = Layout::kNCDHW;
+  expect(stores_in_place(p, {}) && stores_in_place(p, {1, false}), "planes of 64 values");
+  expect(!stores_in_place(p, {2, false}), "rows apart");
+  p.in = {8, 3, 3};
+  expect(stores_in_place(p, {}) && !stores_in_place(p, {1, false}), "planes of 9 values");
+  p.in = {7, 3, 3};
+  expect(!stores_in_place(p, {}), "samples of 63 values");
+}
+
 /// The rings of every variant, whatever the rows that a load of x has beyond a tile: in the memory that there
 /// is, on 1024 bytes, as many units as the kernel has barriers for, and enough for a consumer that holds one
 /// of each while it waits for the next.
@@ -176,6 +191,21 @@ void test_pairs() {
   expect(!chosen(few).cut.pair_phases, "a few tiles are not worth it");
 }
 
+/// What no launch takes is not chosen, however quick it is expected to be.
+void test_possible_cuts() {
+  Problem p = cube(8, 256, 512, 16, 5, 2);
+  p.stride = {2, 2, 2};
+  expect(border_slabs(p, 3).size() > std::size_t{kMaxSlabs} &&
+             plan_slabs(p, chosen(p).cut).size() <= std::size_t{kMaxSlabs},
+         "32 slabs");
+  // Either of two phases reads by 31 taps, both of them by 32.
+  p = cube(4, 128, 64, 24, 1, 0);
+  p.in[0] = 80, p.stride[0] = 2, p.kernel[0] = 62, p.padding[0] = 31;
+  expect(within_im2col(p, border_slabs(p, 0)) && !within_im2col(p, reads_of_pairs(pair_phases(p))) &&
+             !chosen(p).cut.pair_phases,
+         "pairs beyond the limits of im2col");
+}
+
 /// What was not compared keeps the variant that it began with.
 void test_uncompared_families() {
   Problem exact = cube(2, 128, 192, 40, 3, 1);
@@ -201,8 +231,10 @@ int main() {
     upconv3d::test_choice_is_the_least();
     upconv3d::test_many_tiles_are_averaged();
     upconv3d::test_linear();
+    upconv3d::test_in_place();
     upconv3d::test_rings();
     upconv3d::test_pairs();
+    upconv3d::test_possible_cuts();
     upconv3d::test_uncompared_families();
   } catch (const std::exception& error) {
     upconv3d::expect(false, error.what());

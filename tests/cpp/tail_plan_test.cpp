@@ -164,6 +164,29 @@ void test_stages_of_the_library_plan() {
   expect(select_plan(p, device, all_compiled()).stages.size() == 1, "nothing follows the convolution");
 }
 
+/// A convolution that is returned is not activated where it lies, and lies as y does.
+void test_returned_convolutions() {
+  for (const bool norm : {true, false}) {
+    for (const char* forced : {"library", "col2im"}) {
+      Device device = hopper();
+      device.forced_plan = forced;
+      Problem p = with_tail(headline(DType::kBFloat16, Layout::kNCDHW), Order::kNormAct, Activation::kSilu);
+      p.n = 1, p.in = {6, 6, 6}, p.tail.norm = norm;
+      const Plan alone = select_plan(p, device, all_compiled());
+      expect(alone.conv_layout != p.y_layout || alone.activation_in_y, "in y: " + describe(alone));
+      p.tail.returns_conv = true;
+      const Plan plan = select_plan(p, device, all_compiled());
+      expect(!plan.activation_in_y && plan.conv_layout == p.y_layout, "returned: " + describe(plan));
+    }
+  }
+  Problem ragged = with_tail(headline(), Order::kNormAct, Activation::kRelu);
+  ragged.k = 20, ragged.num_groups = 4, ragged.tail.returns_conv = true;
+  Device device = hopper();
+  device.forced_plan = "sm90";
+  expect_violation<RuleViolation>([&] { select_plan(ragged, device, all_compiled()); },
+                                  "no multiple of 16 bytes", "rows that are padded");
+}
+
 /// Whose convolution a skip before a norm is added to, and whether by a launch of its own.
 void test_skips() {
   const auto has_stage = [](const Plan& plan, const std::string& stage) {
@@ -179,6 +202,11 @@ void test_skips() {
   expect(training.own_convolution && training.adds_skip_first && training.keeps_sum && !training.keeps_conv,
          "the sum is kept: " + describe(training));
   expect(has_stage(training, "add"), "by a launch");
+  expect(!training.activation_in_y, "nor is the activation written over it");
+  Problem returned = large;
+  returned.tail.returns_conv = true;
+  const Plan both = select_training_plan(returned, hopper(), all_compiled());
+  expect(both.adds_skip_first && both.keeps_sum && !both.activation_in_y, "beside a returned convolution");
   Problem small = large;
   small.n = 1, small.in = {6, 6, 6};
   const Plan held = select_plan(small, hopper(), all_compiled());
@@ -291,11 +319,17 @@ void test_rules_of_slopes_and_skip() {
   expect(make_problem(a).tail.has_skip, "a skip like the result");
   a.skip->sizes = {1, 8, 1, 2, 2};
   expect_rule(a, "skip must have the sizes");
+  a.input.sizes.erase(a.input.sizes.begin()), a.input.strides.erase(a.input.strides.begin());
+  a.skip = a.input;
+  expect(make_problem(a).tail.has_skip, "an unbatched skip of an unbatched call");
+  a = small_call();
   a.skip = a.input;
   a.skip->dtype = "bfloat16";
   expect_rule(a, "skip.dtype=bfloat16");
   a = small_call();
   a.tail.norm = false;
+  a.input.sizes = {1, 8, 1, 1, 1}, a.weight.sizes[1] = 1;
+  expect(make_problem(a).positions() == 1, "one value, which nothing normalizes");
   a.norm_bias = vector;
   expect_rule(a, "norm=None");
 }
@@ -309,6 +343,7 @@ int main() {
     upconv3d::test_where_tails_run();
     upconv3d::test_channels_of_what_is_stored_in_place();
     upconv3d::test_stages_of_the_library_plan();
+    upconv3d::test_returned_convolutions();
     upconv3d::test_skips();
     upconv3d::test_without_norm();
     upconv3d::test_rules_of_slopes_and_skip();

@@ -285,6 +285,24 @@ void check_large_mean() {
   }
 }
 
+/// A sum that lies amid two values of 16 bit becomes that whose last bit is 0.
+void check_ties() {
+  for (DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (Layout layout : {Layout::kNCDHW, Layout::kNDHWC}) {
+      const Case t = {1, 2, 1, 1, dtype, layout, layout, true};
+      Data data = {Bytes(4), Bytes(4), Bytes(4), Bytes(4)};
+      const double half = dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
+      for (std::size_t k : {0, 1}) {
+        write(data.c, k, dtype, k == 0 ? 0.0 : 2.0);  // normalized to -1 and 1
+        write(data.bias, k, dtype, 0.0);
+        write(data.gamma, k, dtype, 1.0);
+        write(data.beta, k, dtype, half);
+      }
+      expect(read(run(t, data, 0.0, serial), 1, dtype) == 1.0, text(t) + ": ties to even");
+    }
+  }
+}
+
 void check_special_values() {
   for_each_kind([](DType dtype, Layout c, Layout y) {
     const double infinity = std::numeric_limits<double>::infinity();
@@ -295,7 +313,10 @@ void check_special_values() {
 }
 
 void check_empty_and_wrong() {
-  for_each_kind([](DType dtype, Layout c, Layout y) { check({0, 8, 60, 4, dtype, c, y, true}, 10); });
+  for_each_kind([](DType dtype, Layout c, Layout y) {
+    check({0, 8, 60, 4, dtype, c, y, true}, 10);
+    check({2, 8, 0, 4, dtype, c, y, true}, 10);
+  });
   ReluGroupNormParams params;
   params.k = 6;
   params.num_groups = 4;
@@ -306,6 +327,16 @@ void check_empty_and_wrong() {
     thrown = true;
   }
   expect(thrown, "num_groups that does not divide the channels is refused");
+  float value = 0.0f;
+  params.num_groups = 2, params.n = params.positions = 1;
+  params.c = params.y = &value, params.y_layout = Layout::kNDHWC;
+  thrown = false;
+  try {
+    relu_group_norm(params, serial);
+  } catch (const std::invalid_argument&) {
+    thrown = true;
+  }
+  expect(thrown, "layouts are not exchanged in place");
 }
 
 }  // namespace
@@ -313,6 +344,7 @@ void check_empty_and_wrong() {
 int main() {
   check_shapes();
   check_large_mean();
+  check_ties();
   check_special_values();
   check_empty_and_wrong();
   if (failures == 0) std::puts("relu_group_norm: all checks passed");

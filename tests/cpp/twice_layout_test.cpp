@@ -14,7 +14,6 @@
 #include "core/index_math.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
-#include "core/slab_launches.hpp"
 #include "core/text.hpp"
 #include "core/twice_layout.hpp"
 #include "core/twice_transposed.hpp"
@@ -169,24 +168,6 @@ void expect_stored_in_three(const Plan& plan, const std::string& what) {
          what + ": " + describe(plan));
 }
 
-/// Shares of slabs among launches: all of them, in order, no launch with more than it takes.
-void test_slab_launches() {
-  for (std::size_t count = 1; count <= static_cast<std::size_t>(kMaxPhases); ++count) {
-    std::vector<Slab> slabs(count);
-    for (std::size_t i = 0; i < count; ++i) slabs[i].origin[0] = static_cast<std::int64_t>(i);
-    const int launches = slab_launches(count);
-    std::size_t next = 0;
-    for (int launch = 0; launch < launches; ++launch) {
-      const std::vector<Slab> share = slabs_of_launch(slabs, launch, launches);
-      expect(slabs_before(slabs, launch, launches).size() == next, "slabs before a launch");
-      expect(!share.empty() && share.size() <= static_cast<std::size_t>(kMaxSlabs), "slabs of a launch");
-      for (const Slab& slab : share)
-        expect(slab.origin[0] == static_cast<std::int64_t>(next++), "their order");
-    }
-    expect(next == count, "all slabs are some launch's");
-  }
-}
-
 /// y NCDHW of many phases and few channels: computed twice as NDHWC beside y, then transposed.
 void test_transposed() {
   Problem p = kernel_is_stride();
@@ -269,6 +250,21 @@ void test_many_phases() {
       expect(twice_layout(p).classes.empty(), "8 taps of 512 channels do not stay in shared memory");
     }
   }
+}
+
+/// What a launch has no parameters for has no classes.
+void test_limits() {
+  Problem p = kernel_is_stride();
+  p.c = 1024, p.k = 320, p.num_groups = 1, p.in = {9, 8, 10}, p.kernel = p.stride = {4, 4, 4};
+  expect(twice_layout(p).classes.empty(), "320 sets, of which a block holds one warpgroup's rows each");
+  p.k = 256;
+  expect(twice_sets(twice_layout(p)) == kMaxTwiceSets, "256 sets");
+  p.c = 32, p.k = 192, p.kernel = {4, 5, 4}, p.stride = {3, 4, 3}, p.padding = {2, 2, 2};
+  expect(twice_layout(p).classes.empty(), "55 classes");
+  p.k = 64, p.kernel = {4, 4, 3}, p.stride = {4, 4, 2}, p.padding = {0, 0, 0};
+  expect(p.out()[2] % 2 == 1 && twice_layout(p).classes.empty(), "32 views, in rows that are not folded");
+  p.c = 8, p.k = 64, p.in = {3, 8, 64}, p.kernel = {33, 1, 1}, p.stride = {1, 1, 1};
+  expect(twice_layout(p).classes.empty(), "33 taps");
 }
 
 /// k-blocks of 32 input channels: as many again fit into a block's shared memory.
@@ -427,7 +423,7 @@ void test_twice() {
   expect(twice_reads_w_in_place(twice_layout(p)), "from w as it lies");
   test_stacked();
   test_many_phases();
-  test_slab_launches();
+  test_limits();
   test_transposed();
   test_half_blocks();
   test_piles();
