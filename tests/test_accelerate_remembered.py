@@ -6,6 +6,7 @@ import gc
 import pickle
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -131,6 +132,42 @@ def test_a_changed_model_computes_what_the_plain_one_does(name, left):
             torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
 
 
+class _Changing(nn.Conv3d):
+    """Changes the model that it stands in at its next call."""
+
+    change = None
+
+    def forward(self, x):
+        if self.change is not None:
+            self.change()
+            self.change = None
+        return super().forward(x)
+
+
+# What a Sequential calls is decided before its first child runs.
+_OF_CONTAINERS = {"another activation", "another norm", "no norm", "another last layer", "one layer more"}
+_OF_CONTAINERS |= {"a hook on the Sequential inside"}
+
+
+@pytest.mark.parametrize("called", [0, 2])
+@pytest.mark.parametrize("name", sorted(CHANGES.keys() - _OF_CONTAINERS - {"double", "channels last"}))
+def test_a_child_that_changes_those_behind_it(name, called, left):
+    """Each is called as it is when its turn comes."""
+    plain, model = _made()
+    for one in (plain, model):
+        one[0].__class__ = _Changing
+        for _ in range(called):
+            one(_volume())
+        one[0].change = partial(CHANGES[name], one)
+    with torch.no_grad():
+        for _ in range(2):
+            results = []
+            for one in (plain, model):
+                torch.manual_seed(1)
+                results.append(one(_volume()))
+            torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("cls", [nn.Dropout, nn.InstanceNorm3d, nn.LeakyReLU])
 def test_a_class_that_is_given_another_forward_runs_it(cls, left, monkeypatch):
     plain, model = _made()
@@ -201,7 +238,8 @@ def test_an_unchanged_model_is_searched_and_decided_about_once(left, searches):
     decided += ["run_block"]
     assert searches == decided
     _leaky(model).negative_slope = 0.3
-    model(x)
+    for _ in range(2):  # what stands before the block has run when that is seen
+        model(x)
     assert searches == [*decided, "find_block", "run_block"]
 
 

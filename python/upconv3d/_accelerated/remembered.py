@@ -175,6 +175,11 @@ class _Decided:
         return run_decided(tensors, settings, self._norm, self._precise, call)
 
 
+def _is_no_more(container: nn.Module) -> bool:
+    """The chain of a container is to be looked at anew."""
+    return False
+
+
 class Remembered:
     """A chain with one block in it, and how that was last computed."""
 
@@ -185,17 +190,24 @@ class Remembered:
         end = at + block.length
         self._block = block
         self._before, self._modules, self._after = chain[:at], chain[at:end], chain[end:]
-        # Whether the chain of a Sequential is still this one.
-        self.holds: Callable[[nn.Module], bool] = _State(containers, self._modules).holds
+        # Whether the block of a Sequential is still this one.
+        self._is_same: Callable[[nn.Module], bool] = _State(containers, self._modules).holds
+        # Whether to begin with this chain. Of a block that others run before, that is asked when they have.
+        self.holds = _State(containers, ()).holds if at > 0 else self._is_same
         self._decided: _Decided | None = None
 
-    def run(self, x: Any, options: Options) -> tuple[Any, bool]:
-        """What run_chain returns of the whole chain, and whether the block was left to PyTorch.
+    def run(self, sequential: nn.Module, x: Any, options: Options) -> tuple[Any, bool]:
+        """What run_chain returns of sequential's chain, and whether the block was left to PyTorch.
 
         options: always the same.
         """
-        for module in self._before:
-            x = module(x)
+        if self._before:
+            for module in self._before:
+                x = module(x)
+            # In this very call, too, one may have changed what comes behind it.
+            if not self._is_same(sequential):
+                self.holds = _is_no_more
+                return run_chain([*self._modules, *self._after], x, options), False
         decided = self._decided  # once: another thread may decide about other calls
         if decided is None or not decided.is_for(x):
             x, decided = self._run_and_decide(x, options)

@@ -132,13 +132,13 @@ def _run_and_remember(sequential: nn.Module, input: Any, options: Options) -> An
     attributes = sequential.__dict__
     remembered: Remembered | None = attributes.get(_REMEMBERED)
     if remembered is not None and remembered.holds(sequential):
-        y, left = remembered.run(input, options)
+        y, left = remembered.run(sequential, input, options)
     else:
         containers: list[nn.Module] = [sequential]
         chain = leaves(sequential, containers)
         remembered = attributes[_REMEMBERED] = remember(containers, chain)
         if remembered is not None:
-            y, left = remembered.run(input, options)
+            y, left = remembered.run(sequential, input, options)
         else:
             told: list[Decision] = []
             y = run_chain(chain, input, options, told)
