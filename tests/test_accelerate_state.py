@@ -12,6 +12,7 @@ import upconv3d
 from accelerated_models import Up as _Up
 from accelerated_models import count_blocks_run
 from torch import nn
+from upconv3d._accelerated import run
 
 
 def _volume():
@@ -321,6 +322,47 @@ def test_numpys_integers_in_a_convolution(monkeypatch):
     calls = count_blocks_run(monkeypatch.setattr)
     _same(plain, model, _volume())
     assert finding.replaced and len(calls) == 1
+
+
+_TAKEN = [True, 1, "float32", "float64", "int64", "bool", torch.tensor(0.5)]  # names of NumPy's
+_NUMBERED = {
+    "negative_slope": lambda: nn.Sequential(nn.ConvTranspose3d(6, 8, 2), nn.GroupNorm(2, 8), nn.LeakyReLU()),
+    "alpha": lambda: nn.Sequential(nn.ConvTranspose3d(6, 8, 2), nn.ELU(), nn.InstanceNorm3d(8)),
+    "eps": lambda: nn.Sequential(nn.ConvTranspose3d(6, 8, 2), nn.GroupNorm(2, 8), nn.SiLU()),
+    "eps of the block": lambda: nn.Sequential(nn.ConvTranspose3d(6, 8, 2), nn.ReLU(), nn.GroupNorm(2, 8)),
+}
+
+
+def _result_or_error(model):
+    try:
+        return model(_volume())
+    except TypeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("precision", [None, "ieee"])
+@pytest.mark.parametrize("value", [*_TAKEN, "none"], ids=str)
+@pytest.mark.parametrize("name", _NUMBERED)
+def test_numbers_that_pytorchs_modules_take(name, value, precision, monkeypatch):
+    """A bool, say, which the family's function refuses; what PyTorch refuses, PyTorch says."""
+    monkeypatch.setattr(run, "_checked", set())
+    if isinstance(value, str):
+        value = None if value == "none" else getattr(pytest.importorskip("numpy"), value)(1)
+    plain = _NUMBERED[name]()
+    model = copy.deepcopy(plain)
+    upconv3d.accelerate(model, precision=precision)
+    attribute = name.split()[0]
+    # What was checked of 1.0 is known of what equals it.
+    for number in (value, 1.0, value):
+        for each in (plain, model):
+            setattr(next(module for module in each if hasattr(module, attribute)), attribute, number)
+        expected = _result_or_error(plain)
+        for _ in range(2):
+            y = _result_or_error(model)
+            if isinstance(expected, str):
+                assert y == expected
+            else:
+                torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
 
 
 class _OfSize(_Up):

@@ -103,16 +103,20 @@ def is_of_known_class(module: nn.Module) -> bool:
     return type(module) in _KINDS
 
 
+def is_plain_number(value: Any) -> bool:
+    """Whether value is one of Python's numbers, which our calls take; PyTorch's modules take further ones."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _activation_of(module: nn.Module, kind: str | None) -> tuple[str, Any] | None:
     """Name and parameter of an activation module of that kind, or None where it is none of ours."""
     if kind is None or kind not in _ACTIVATIONS:
         return None
     if kind == "prelu":
         return kind, module
-    if kind == "leaky_relu":
-        return kind, module.negative_slope
-    if kind == "elu":
-        return kind, module.alpha
+    if kind == "leaky_relu" or kind == "elu":
+        number = module.negative_slope if kind == "leaky_relu" else module.alpha
+        return (kind, number) if is_plain_number(number) else None
     if kind == "gelu":
         return {"none": ("gelu", None), "tanh": ("gelu_tanh", None)}.get(str(module.approximate))
     return kind, None

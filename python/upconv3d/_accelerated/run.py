@@ -30,7 +30,7 @@ from ..module import _parameter
 from ..norm_act import checked_arguments, conv_transpose3d_norm_act
 from .block import Block, Options, Way, three, way_of
 from .call import call_of, evaluated
-from .chain import find_block, kind_of
+from .chain import find_block, is_plain_number, kind_of
 
 # Where a batch norm is folded. On a CPU little is gained, and PyTorch's calls keep its last bit.
 FOLDING_DEVICES = frozenset({"cuda"})
@@ -129,16 +129,14 @@ def admits(block: Block, x: Tensor) -> bool:
     vectors: Any = (None, None)
     if norm is not None and norm != "batch":
         vectors = (_parameter(normalizer, "weight"), _parameter(normalizer, "bias"))
-        if not -math.inf < normalizer.eps < math.inf:
+        if not is_plain_number(normalizer.eps) or not -math.inf < normalizer.eps < math.inf:
             return False
     slopes = None
     if activation == "prelu":
         slopes = _parameter(parameter, "weight")
         if slopes.dim() != 1 or slopes.size(0) not in (1, conv.out_channels):
             return False
-    elif parameter is not None and not (
-        isinstance(parameter, (int, float)) and -math.inf < parameter < math.inf
-    ):
+    elif parameter is not None and not -math.inf < parameter < math.inf:
         return False
     same = _same_dtype(x, weight, bias, *vectors, slopes)
     return same or torch.is_autocast_enabled(x.device.type)
