@@ -242,19 +242,51 @@ def test_slices_are_not_accelerated():
     [(False, "was made from an accelerated class"), (True, "has a forward of its own")],
 )
 def test_modules_with_yet_another_class_run_their_own_forward(bare, reason):
-    """A parametrization makes a subclass of the accelerated one."""
     model = nn.ConvTranspose3d(6, 8, 2) if bare else _Up()
-    if not bare:
-        model.scale = nn.Parameter(torch.ones(1))
     plain = copy.deepcopy(model)
     report = upconv3d.accelerate(model, bare=bare)
     assert report.replaced
-    nn.utils.parametrize.register_parametrization(model, "weight" if bare else "scale", nn.Identity())
+    model.__class__ = type("OnTop", (type(model),), {})
     assert torch.equal(model(_volume()), plain(_volume()))
     report.restore()
     assert not is_swapped(model) and torch.equal(model(_volume()), plain(_volume()))
     (finding,) = upconv3d.accelerate(model, bare=bare).findings
     assert not finding.replaced and finding.evaluation.endswith(reason)
+
+
+class _ScaledUp(_Up):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+class _Halved(nn.Module):
+    def forward(self, tensor):
+        return tensor / 2
+
+
+@pytest.mark.parametrize("name", ["weight", "scale"])
+def test_parametrizations_put_on_accelerated_modules(name):
+    """They make a subclass of the accelerated class, which copies share."""
+    model = nn.ConvTranspose3d(6, 8, 2) if name == "weight" else _ScaledUp()
+    cls, plain = type(model), copy.deepcopy(model)
+    report = upconv3d.accelerate(model, bare=True)
+    for each in (model, plain):
+        nn.utils.parametrize.register_parametrization(each, name, _Halved())
+    twin, other = copy.deepcopy(model), copy.deepcopy(model)
+    upconv3d.restore(twin)
+    assert not is_swapped(twin) and is_swapped(model) and is_swapped(other)
+    report.restore()
+    for each in (model, twin):
+        assert type(each).__bases__ == type(plain).__bases__ == (cls,)
+        assert torch.equal(each(_volume()), plain(_volume()))
+        nn.utils.parametrize.register_parametrization(each, name, _Halved())
+        nn.utils.parametrize.remove_parametrizations(each, name)
+        assert type(each) is cls and torch.equal(getattr(each, name), getattr(plain, name) / 2)
+    nn.utils.parametrize.remove_parametrizations(other, name)
+    torch.testing.assert_close(other(_volume()), plain(_volume()), rtol=1e-4, atol=1e-5)
+    upconv3d.restore(other)
+    assert type(other) is cls
 
 
 class _Optional(nn.Sequential):

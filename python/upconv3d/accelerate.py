@@ -334,9 +334,9 @@ def _require_arguments(sample: Any) -> None:
 def restore(model: nn.Module) -> None:
     """Undoes accelerate() in every module of a model: a copy, one that was loaded, a slice, a part.
 
-    Modules that none was accelerated in stay as they are. Those that were given yet another class since, as
-    parametrizations do, keep that and run the forward that they had. Parts that another model shares are
-    restored there too.
+    Modules that none was accelerated in stay as they are, and those that were parametrized since stay that.
+    Those that were given yet another class keep it and run the forward that they had. Parts that another
+    model shares are restored there too.
 
     Raises: TypeError: model is no nn.Module.
     """

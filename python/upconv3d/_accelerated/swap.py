@@ -34,6 +34,7 @@ _LEFT = "_upconv3d_left"
 # that has it.
 _made: WeakValueDictionary[tuple[type, int], type[nn.Module]] = WeakValueDictionary()
 _making = threading.Lock()
+_OF_EACH_CLASS = ("__dict__", "__weakref__")  # which type() makes anew
 # What we run in one: somebody may give the class others.
 _OF_SEQUENTIAL = nn.Sequential.forward, nn.Sequential.__iter__
 
@@ -339,10 +340,21 @@ def is_swapped(module: nn.Module) -> bool:
     return isinstance(module, Accelerated) and _OPTIONS in module.__dict__
 
 
+def _is_parametrized(module: nn.Module, made: type[nn.Module]) -> bool:
+    """Whether module has the class that torch.nn.utils.parametrize puts on top of made."""
+    cls = type(module)
+    return (
+        cls.__bases__ == (made,)
+        and cls.__name__ == f"Parametrized{made.__name__}"
+        and isinstance(module._modules.get("parametrizations"), nn.ModuleDict)
+    )
+
+
 def unswap(module: nn.Module) -> None:
     """The module as it was before swap(); nothing where it was not swapped.
 
-    One that has yet another class since, as of a parametrization, keeps that, and runs its own forward.
+    One that was parametrized since stays that. One that has yet another class keeps it, and runs its own
+    forward.
     """
     if isinstance(module, Accelerated):
         cls: Any = type(module)
@@ -350,6 +362,10 @@ def unswap(module: nn.Module) -> None:
             module.__dict__.pop(name, None)
         if "_upconv3d_base" in cls.__dict__:
             set_class(module, cls._upconv3d_base)
+        elif _is_parametrized(module, cls._upconv3d_made):
+            # A class of its own, for copies that are still accelerated have this one.
+            own = {name: value for name, value in vars(cls).items() if name not in _OF_EACH_CLASS}
+            set_class(module, type(cls.__name__, (cls._upconv3d_base,), own))
 
 
 MIXINS: list[type[Accelerated]] = [AcceleratedSequential, AcceleratedConvTranspose]
