@@ -132,6 +132,24 @@ def test_classes_go_with_their_modules(restored):
     assert [cls() for cls in classes] == [None, None]
 
 
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("child", ["up", "norm"])
+def test_copies_of_a_part_that_knows_its_model(child, how, monkeypatch, recwarn):
+    """As a hook does that is a method of the model. The model's copy is complete before the part's is."""
+    model = _Up()
+    model.get_submodule(child).whole = [model]
+    upconv3d.accelerate(model, precision="ieee")
+    twin = COPIES[how](model.get_submodule(child)).whole[0]
+    again = copy.deepcopy(twin)
+    assert is_swapped(twin)
+    calls = count_blocks_run(monkeypatch.setattr)
+    for each in (twin, again):
+        torch.testing.assert_close(each(_volume()), model(_volume()))
+    assert len(calls) == 4 and not [each for each in recwarn if "upconv3d" in str(each.message)]
+    upconv3d.restore(twin)
+    assert twin.__dict__.keys() == _Up().__dict__.keys()
+
+
 def test_copies_leave_other_threads_alone():
     """A copy is traced anew, for which torch.fx exchanges methods of nn.Module."""
     model, plain = _Up(), _Up()

@@ -8,6 +8,7 @@ one is entered (entered.py). The module runs what was written only where it is a
 and for arguments as they were then (arguments.py), and its own forward otherwise.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from .recorded import Recorded, RefusedError, compiled, record
 from .swap import _OPTIONS, MIXINS, Accelerated
 
 _TRACED = "_upconv3d_traced"
+_UNTRACED = "_upconv3d_untraced"  # of a copy, whose first call is to trace it
+_late = threading.Lock()  # of such calls: a trace gives its module another class meanwhile
 _Path = tuple[str, ...]
 
 
@@ -119,7 +122,7 @@ class Traced:
 class AcceleratedForward(Accelerated):
     """A module whose forward was rewritten."""
 
-    _upconv3d_volatile = (_TRACED,)
+    _upconv3d_volatile = (_TRACED, _UNTRACED)
 
     @staticmethod
     def _upconv3d_forward(base: Any) -> Callable[..., Any]:
@@ -135,18 +138,33 @@ class AcceleratedForward(Accelerated):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if _OPTIONS not in self.__dict__:  # a slice, or a __setstate__ of its class's has emptied it
             return
-        with as_a(self._upconv3d_base, self):
-            try:
-                traced = trace(self).traced
-            except UnprovableError as error:
-                warnings.warn(
-                    f"upconv3d: a copy of an accelerated {type(self).__name__} needs the source of its "
-                    f"forward as it was; got {error}. It runs its own forward. Remedy: "
-                    f"upconv3d.restore(copy), then upconv3d.accelerate(copy).",
-                    stacklevel=2,
-                )
-                return
-        self.__dict__[_TRACED] = traced
+        if _is_complete(self):
+            _trace_copy(self)
+        else:
+            self.__dict__[_UNTRACED] = True
+
+
+def _is_complete(module: nn.Module) -> bool:
+    """Whether all in it have their states. Where one refers to module and was the first to be copied, it gets
+    its own after module."""
+    children = module.__dict__.get("_modules")
+    return children is not None and all(child is None or _is_complete(child) for child in children.values())
+
+
+def _trace_copy(module: Any) -> None:
+    """Traces a copy of an accelerated module, or warns."""
+    with as_a(module._upconv3d_base, module):
+        try:
+            traced = trace(module).traced
+        except UnprovableError as error:
+            warnings.warn(
+                f"upconv3d: a copy of an accelerated {type(module).__name__} needs the source of its "
+                f"forward as it was; got {error}. It runs its own forward. Remedy: "
+                f"upconv3d.restore(copy), then upconv3d.accelerate(copy).",
+                stacklevel=3,
+            )
+            return
+    module.__dict__[_TRACED] = traced
 
 
 MIXINS.append(AcceleratedForward)
@@ -155,6 +173,11 @@ MIXINS.append(AcceleratedForward)
 def _run_traced(base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a module whose forward was rewritten, and whose own class is base, returns."""
     traced: Traced | None = module.__dict__.get(_TRACED)
+    if traced is None and _UNTRACED in module.__dict__ and not _dynamo_compiling() and not _tracing():
+        with _late:
+            if module.__dict__.pop(_UNTRACED, False):
+                _trace_copy(module)
+        traced = module.__dict__.get(_TRACED)
     if traced is not None:
         tensors, functions = args, traced.usual
         if kwargs or len(args) != traced.needed:
