@@ -13,6 +13,7 @@ import upconv3d
 from accelerated_models import Up as _Up
 from accelerated_models import cna, count_blocks_run
 from torch import nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from upconv3d._accelerated import recorded
 from upconv3d._accelerated.swap import is_swapped
@@ -181,19 +182,25 @@ def test_copies_leave_other_threads_alone():
     assert not wrong, f"{len(wrong)}: {sorted(set(wrong))[:3]}"
 
 
-def test_other_threads_do_not_trace(monkeypatch):
+@pytest.mark.parametrize("place", ["begins", "looks"])
+def test_other_threads_do_not_trace(place, monkeypatch):
     """What torch.compile made of a model refuses to run where torch.fx says that it traces."""
-    look, told = recorded._Tracer.look, []
+    look, begin = recorded._Tracer.look, _LazyGraphModule.force_recompile
+    told = []
 
-    def asked(tracer, *arguments):
-        if not told and hasattr(tracer, "root"):  # which torch.fx sets first
+    def ask():
+        if not told:
             thread = threading.Thread(target=lambda: told.append(bool(is_fx_symbolic_tracing())))
             thread.start()
             thread.join()
             told.append(bool(is_fx_symbolic_tracing()))
-        return look(tracer, *arguments)
 
-    monkeypatch.setattr(recorded._Tracer, "look", asked)
+    if place == "looks":
+        monkeypatch.setattr(
+            recorded._Tracer, "look", lambda self, *a: (hasattr(self, "root") and ask(), look(self, *a))[1]
+        )
+    else:  # what torch.fx calls first
+        monkeypatch.setattr(_LazyGraphModule, "force_recompile", lambda *a: (ask(), begin(*a))[1])
     upconv3d.accelerate(_Up())
     assert told == [False, True]
     assert not is_fx_symbolic_tracing()

@@ -98,6 +98,26 @@ class _InThread:
         return threading.get_ident() == self._thread
 
 
+def _with_own_names(function: Any) -> Any:
+    """function, which assigns to copies of its module's names."""
+    names, code = dict(function.__globals__), function.__code__
+    own = types.FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+@contextmanager
+def _tells_this_thread() -> Iterator[None]:
+    """torch.fx says meanwhile that it traces, but to other threads."""
+    flags: Any = fx._symbolic_trace
+    before = flags._is_fx_tracing_flag
+    flags._is_fx_tracing_flag = _InThread()
+    try:
+        yield
+    finally:
+        flags._is_fx_tracing_flag = before
+
+
 class _Tracer(fx.Tracer):
     """Records calls of submodules; looks into Sequentials that end with a transposed convolution.
 
@@ -135,16 +155,7 @@ class _Tracer(fx.Tracer):
 
     # torch.fx says that it traces, and exchanges methods of nn.Module, in all threads. Others are to see
     # nothing of it: what they call runs, and what torch.compile made of it, which refuses to be traced, too.
-
-    @property
-    def root(self) -> nn.Module:
-        return self._root
-
-    @root.setter
-    def root(self, module: nn.Module) -> None:  # which trace() sets as soon as it has said so
-        flags: Any = fx._symbolic_trace
-        flags._is_fx_tracing_flag = self._is_here
-        self._root = module
+    trace = _with_own_names(fx.Tracer.trace)  # it says so by a name of its own; see _tells_this_thread
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if not self._is_here:
@@ -302,7 +313,13 @@ def record(
     tracer = _Tracer(module, proof, to_enter)
     inner = [module, *(module.get_submodule(path) for path in to_enter)]
     try:
-        with _tracing, in_mode(inner, training), _reads_seen_by(tracer.look), _NothingMade():
+        with (
+            _tracing,
+            in_mode(inner, training),
+            _reads_seen_by(tracer.look),
+            _tells_this_thread(),
+            _NothingMade(),
+        ):
             graph = tracer.trace(module, concrete_args=constants or None)
     except UnprovableError:
         raise
