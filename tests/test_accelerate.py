@@ -426,6 +426,18 @@ def test_report_is_data_and_sample_gives_sizes():
     assert "1 of 2" in str(report) and not model[0][0]._forward_pre_hooks
 
 
+def test_a_sample_without_data():
+    """As a large model is made, whose sizes are known and whose device is not."""
+    with torch.device("meta"):
+        model = nn.Sequential(cna(), nn.LazyConvTranspose3d(4, 2), nn.GELU())
+        report = upconv3d.accelerate(model)
+        assert "has no parameters before its first call" in report.findings[1].evaluation
+        report.restore()
+        (first, last) = upconv3d.accelerate(model, sample=(torch.empty(2, 6, 4, 3, 4),)).findings
+    assert first.replaced and last.replaced and first.plan is last.plan is None
+    assert first.input_size == (2, 6, 4, 3, 4) and last.input_size == (2, 8, 8, 6, 8)
+
+
 def test_refused():
     model = cna()
     upconv3d.accelerate(model)

@@ -49,8 +49,8 @@ class Finding:
         container: name of the module whose forward runs the block; None where there is none.
         input_size: of its input in the sample call; None without one, or if it was not called.
         plan: the plan that the block would run on that input in eval mode, as explain_norm_act names it, or
-            "small: PyTorch's calls"; None without an input_size, and where its modules would run themselves
-            (with a BatchNorm3d, elsewhere than on CUDA).
+            "small: PyTorch's calls"; None without an input_size, on the meta device, and where its modules
+            would run themselves (with a BatchNorm3d, elsewhere than on CUDA).
     """
 
     name: str
@@ -252,6 +252,8 @@ def _plan(block: Block | str, meta: Tensor | None, options: Options) -> str | No
         return None
     conv = block.conv
     device = next((parameter.device for parameter in conv.parameters()), meta.device)
+    if device.type == "meta":
+        return None
     x = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=device)
     if not takes(x) or not admits(block, x):
         return None

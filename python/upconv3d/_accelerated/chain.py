@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..functional import _dynamo_compiling
 from .block import Block
@@ -45,6 +46,8 @@ def why_watched(module: nn.Module) -> str | None:
         or module._backward_hooks
         or module._backward_pre_hooks
     ):
+        if isinstance(module, LazyModuleMixin):
+            return f"{type(module).__name__} has no parameters before its first call, after which it is found"
         return f"{type(module).__name__} has hooks (spectral_norm, weight_norm and prune add them too)"
     if module.__dict__.get("_compiled_call_impl") is not None:
         return f"{type(module).__name__} was compiled by itself"
