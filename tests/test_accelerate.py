@@ -325,6 +325,13 @@ class _CalledWithSizeInPlace(UpTransition):
         return self.bn1(self.up_conv(x, [8, 6, 8]))
 
 
+class _AddedInPlace(UpTransition):
+    def forward(self, x):
+        y = self.up_conv(x)
+        y += 1
+        return self.bn1(y)
+
+
 LEFT_ALONE = {
     "hooks": (_hooked, "hooks"),
     "spectral_norm": (_spectral, "hooks"),
@@ -346,6 +353,7 @@ LEFT_ALONE = {
         "groups=2",
     ),
     "skip": (SegResDecoder, "add"),
+    "in place": (_AddedInPlace, "iadd follows"),
     "data": (ValueSwitched, "cannot trace"),
     "hidden state": (Scaled, "self.state, a dict"),
     "keyword": (_CalledByKeyword, "is called by keyword (input=)"),

@@ -128,7 +128,8 @@ def _follow(
     nodes, parts = [conv], [module.get_submodule(str(conv.target))]
     passed = [conv, value]
     while True:
-        name = getattr(user.target, "__name__", str(user.target))
+        called = user.args[0] if user.target is in_place else user.target
+        name = getattr(called, "__name__", str(called))
         why = f"{name} follows" if user.op != "output" else "forward returns it"
         if user.args[:1] != (value,):
             return nodes, parts, why
