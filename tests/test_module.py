@@ -90,6 +90,40 @@ def test_from_modules_refuses():
         ConvTranspose3dReLUGroupNorm.from_modules(conv, norm)
 
 
+class _DoubledConv(nn.ConvTranspose3d):
+    def forward(self, input, output_size=None):
+        return 2 * super().forward(input, output_size)
+
+
+class _WideNorm(nn.GroupNorm):
+    def forward(self, input):
+        return super().forward(input.double()).to(input.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "match"),
+    [
+        ("conv_transpose", _DoubledConv(4, 8, 3), "_DoubledConv whose forward is not that of"),
+        ("conv_transpose", nn.Conv3d(4, 8, 3), r"must be a torch\.nn\.ConvTranspose3d; got Conv3d"),
+        ("group_norm", _WideNorm(2, 8), "_WideNorm whose forward is not that of"),
+        ("group_norm", nn.Identity(), r"must be a torch\.nn\.GroupNorm; got Identity"),
+    ],
+)
+def test_modules_that_were_exchanged_are_asked_at_each_call(name, other, match):
+    """What the block would not run is refused when it is put there later, too."""
+    block = ConvTranspose3dReLUGroupNorm(4, 8, 3, 2)
+    x = torch.randn(1, 4, 2, 2, 2)
+    block(x)
+    own = getattr(block, name)
+    setattr(block, name, other)
+    with pytest.raises(TypeError, match=f"{name} .*{match}.* Remedy: "):
+        block(x)
+    # A subclass with its base's forward, as parametrizations and fully_shard make them, is taken.
+    same = type("Same", (type(own),), {})
+    setattr(block, name, same(4, 8, 3) if name == "conv_transpose" else same(2, 8))
+    assert block(x).shape == (1, 8, 4, 4, 4)
+
+
 def test_constructor_refuses():
     with pytest.raises(ValueError, match="precision"):
         ConvTranspose3dReLUGroupNorm(4, 8, 3, 2, precision="fp16")

@@ -280,14 +280,25 @@ class _Fives(nn.GroupNorm):
         return torch.full_like(input, 5)
 
 
-@pytest.mark.parametrize("name", ["activation", "norm"])
+class _Threes(nn.ConvTranspose3d):
+    def forward(self, input, output_size=None):
+        return torch.full_like(super().forward(input, output_size), 3)
+
+
+@pytest.mark.parametrize("name", ["activation", "norm", "conv_transpose"])
 def test_exchanged_modules_with_forwards_of_their_own(name):
     """What the block would not run is refused when it is put there later, too."""
     block = ConvTranspose3dNormAct(4, 6, 3, num_groups=2)
     x = torch.randn(2, 4, 3, 3, 3)
     block(x)
-    setattr(block, name, _Sevens() if name == "activation" else _Fives(2, 6))
+    others = {"activation": _Sevens(), "norm": _Fives(2, 6), "conv_transpose": _Threes(4, 6, 3)}
+    setattr(block, name, others[name])
     with pytest.raises(TypeError, match=f"{name} is a .* whose forward is not that of torch.nn"):
         block(x)
-    setattr(block, name, nn.SiLU() if name == "activation" else nn.InstanceNorm3d(6))
+    known = {
+        "activation": nn.SiLU(),
+        "norm": nn.InstanceNorm3d(6),
+        "conv_transpose": nn.ConvTranspose3d(4, 6, 3),
+    }
+    setattr(block, name, known[name])
     assert block(x).shape == (2, 6, 5, 5, 5)

@@ -40,6 +40,25 @@ def _parameter(module: nn.Module, name: str) -> Any:
     return getattr(module, name)
 
 
+def _require_kinds(conv_transpose: Any, group_norm: Any) -> None:
+    """Raises TypeError for a module of another kind, or one with a forward of its own."""
+    for name, module, expected in (
+        ("conv_transpose", conv_transpose, nn.ConvTranspose3d),
+        ("group_norm", group_norm, nn.GroupNorm),
+    ):
+        if not isinstance(module, expected):
+            raise TypeError(
+                f"upconv3d: {name} must be a torch.nn.{expected.__name__}; got {type(module).__name__}. "
+                f"Remedy: one of that type; for other norms ConvTranspose3dNormAct or PyTorch's modules."
+            )
+        if own_forward(module) is not expected.forward:
+            raise TypeError(
+                f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
+                f"torch.nn.{expected.__name__}, and the block would not run it. Remedy: PyTorch's own "
+                f"modules, one after the other."
+            )
+
+
 class ConvTranspose3dReLUGroupNorm(nn.Module):
     """group_norm(relu(conv_transpose3d(x))) with the parameters of the two PyTorch modules.
 
@@ -131,21 +150,7 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
                 yet initialized.
             ValueError: channels of the two differ, padding_mode is not "zeros", or an unknown precision.
         """
-        for name, module, expected in (
-            ("conv_transpose", conv_transpose, nn.ConvTranspose3d),
-            ("group_norm", group_norm, nn.GroupNorm),
-        ):
-            if not isinstance(module, expected):
-                raise TypeError(
-                    f"upconv3d: {name} must be a torch.nn.{expected.__name__}; got {type(module).__name__}. "
-                    f"Remedy: one of that type; for other norms ConvTranspose3dNormAct or PyTorch's modules."
-                )
-            if own_forward(module) is not expected.forward:
-                raise TypeError(
-                    f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
-                    f"torch.nn.{expected.__name__}, and the block would not run it. Remedy: PyTorch's own "
-                    f"modules, one after the other."
-                )
+        _require_kinds(conv_transpose, group_norm)
         for name, module in (("conv_transpose", conv_transpose), ("group_norm", group_norm)):
             if module._forward_pre_hooks or module._forward_hooks:
                 if name == "conv_transpose" and is_lazy(conv_transpose.weight):
@@ -188,12 +193,16 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         Args:
             output_size: chooses output_padding among what the stride allows, as in nn.ConvTranspose3d.
 
-        Raises: as conv_transpose3d_relu_group_norm; ValueError where output_size cannot be had.
+        Raises: as conv_transpose3d_relu_group_norm; ValueError where output_size cannot be had; TypeError
+            where a module inside was exchanged for one of another kind, or with a forward of its own.
         """
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             modules: Any = self._modules
             conv: nn.ConvTranspose3d = modules["conv_transpose"]
             norm: nn.GroupNorm = modules["group_norm"]
+            # Asked at each call, for modules may be exchanged.
+            if type(conv) is not nn.ConvTranspose3d or type(norm) is not nn.GroupNorm:
+                _require_kinds(conv, norm)
             output_padding: Any = conv.output_padding
             if output_size is not None:
                 output_padding = conv._output_padding(

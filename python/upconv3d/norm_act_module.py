@@ -254,10 +254,14 @@ class ConvTranspose3dNormAct(nn.Module):
             output_size: chooses output_padding among what the stride allows, as in nn.ConvTranspose3d.
             skip: as in conv_transpose3d_norm_act.
 
-        Raises: as conv_transpose3d_norm_act; ValueError where output_size cannot be had.
+        Raises: as conv_transpose3d_norm_act; ValueError where output_size cannot be had; TypeError where a
+            module inside was exchanged for one of another kind, or with a forward of its own.
         """
         modules: Any = self._modules
         conv, norm, activation = modules["conv_transpose"], modules["norm"], modules["activation"]
+        # Asked at each call, for modules may be exchanged; so are the other two below.
+        if type(conv) is not nn.ConvTranspose3d:
+            _base_of("conv_transpose", conv, (nn.ConvTranspose3d,))
         output_padding = conv.output_padding
         if output_size is not None:
             output_padding = conv._output_padding(
@@ -266,7 +270,6 @@ class ConvTranspose3dNormAct(nn.Module):
         vectors, num_groups, eps = (None, None), None, 1e-5
         kind = None
         if norm is not None:
-            # Asked at each call, for modules may be exchanged.
             kind, num_groups = ("group", norm.num_groups) if _is_group(norm) else ("instance", None)
             vectors, eps = (_parameter(norm, "weight"), _parameter(norm, "bias")), norm.eps
         return run_module(
