@@ -18,7 +18,7 @@ from test_values import DTYPES, shape_block
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # TorchScript is deprecated, and used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")
@@ -240,6 +240,40 @@ def test_checkpoint(device, use_reentrant, low):
     # recorded.
     other_plan = {"rtol": 1e-3, "atol": 3e-4} if use_reentrant and device.type == "cuda" else {}
     torch.testing.assert_close(*gradients, **other_plan)
+
+
+@pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
+@pytest.mark.parametrize(
+    ("kept", "arguments"),
+    [
+        ("aten.convolution", {"norm": None}),
+        ("aten.convolution", {"norm": "instance", "order": "act_norm"}),
+        ("aten.native_group_norm", {"num_groups": 2}),
+        ("aten.add", {"num_groups": 2, "order": "act_norm"}),
+        ("", {"num_groups": 2, "order": "act_norm"}),
+    ],
+)
+def test_selective_checkpoint(device, kept, arguments, skip):
+    """What a policy keeps of a call's operators stays as they returned it."""
+    block = shape_block("kernelbench-small", dtype=torch.float64, device=device).requires_grad()
+    tensors = (block.input, block.weight)
+
+    def call(x, w):
+        named = dict(arguments)
+        if skip:
+            named["skip"] = torch.nn.functional.conv_transpose3d(x, w).detach().sin()
+        return upconv3d.conv_transpose3d_norm_act(x, w, **named)
+
+    def policy(_, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if kept in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts():
+        return create_selective_checkpoint_contexts(policy)
+
+    y = checkpoint(call, *tensors, use_reentrant=False, context_fn=contexts)
+    found = torch.autograd.grad(y.sin().sum(), tensors)
+    expected = torch.autograd.grad(call(*tensors).sin().sum(), tensors)
+    torch.testing.assert_close(found, expected)
 
 
 def test_autocast_takes_the_short_way_into_autograd(device):

@@ -90,6 +90,12 @@ def _is_tracing() -> bool:
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
+def _may_overwrite() -> bool:
+    """Whether results of operators may be changed in place: not those that a mode sees, which may keep them,
+    as a selective checkpoint does."""
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() == 0
+
+
 def _formats_are_known() -> bool:
     """Whether tensors can be asked for their memory format, and be given one: not while torch.jit.trace or a
     transform of torch.func runs."""
@@ -217,17 +223,19 @@ def composite(
             x, t.weight, t.bias, s.stride, s.padding, s.output_padding, s.groups, s.dilation
         )
     value = c
+    overwrites = _may_overwrite()
     if t.skip is not None:
         summand = batched(t.skip)
         if not _is_tracing() and summand.shape != c.shape:
             refuse_skip(t.skip, c.shape if t.input.dim() == 5 else c.shape[1:])
         value = c + summand
     if s.activation_first():
-        value = _activate(value, s, t.slopes, in_place=t.skip is not None or not s.return_conv)
+        is_own = t.skip is not None or not s.return_conv
+        value = _activate(value, s, t.slopes, in_place=is_own and overwrites)
     if s.num_groups > 0:
         value = _normalize(value, t, s, instance)
     if not s.activation_first():
-        value = _activate(value, s, t.slopes, in_place=True)
+        value = _activate(value, s, t.slopes, in_place=overwrites)
     conv = c if s.return_conv else None
     if value.device.type in ("cpu", "meta") and _formats_are_known():
         memory_format = memory_format_of(x, t.weight)
