@@ -85,7 +85,7 @@ ERRORS = {
     "eps-vector": ({"eps": _vector(1)}, TypeError, ["eps must be a number", "Tensor"]),
     "eps-differentiated": ({"eps": torch.ones((), requires_grad=True)}, TypeError, ["eps must be a number"]),
     "eps-fraction": ({"eps": Fraction(1, 3)}, TypeError, ["eps must be a number", "Fraction"]),
-    "eps-huge": ({"eps": 10**400}, ValueError, ["eps must be a finite number"]),
+    "eps-huge": ({"eps": 10**400}, ValueError, ["eps must be a finite number", "Remedy: "]),
     "parameter-huge": ({"activation": "elu", "activation_param": 10**400}, ValueError, ["must be finite"]),
     "precision": ({"precision": "fp16"}, ValueError, ["precision", "fp16"]),
     "one-value": (

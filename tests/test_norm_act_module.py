@@ -126,6 +126,11 @@ def test_constructor_refuses():
         ):
             with pytest.raises(refusal, match=match):
                 ConvTranspose3dNormAct(**good, activation=activation, activation_param=given)
+    for given in ("x", torch.ones(8)):
+        with pytest.raises(
+            TypeError, match=r"'prelu' must be a number.* Remedy: .*from_modules for one per channel"
+        ):
+            ConvTranspose3dNormAct(**good, activation="prelu", activation_param=given)
 
 
 def test_from_modules_refuses():

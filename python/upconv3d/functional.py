@@ -235,7 +235,10 @@ def check_kinds(input: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias:
             f"({type(eps).__name__}). Remedy: leave it out for PyTorch's default, 1e-5."
         )
     if not is_finite(eps):
-        raise ValueError(f"upconv3d: eps must be a finite number (activation units squared); got eps={eps}.")
+        raise ValueError(
+            f"upconv3d: eps must be a finite number (activation units squared); got eps={eps}. Remedy: leave "
+            f"it out for PyTorch's default, 1e-5."
+        )
 
 
 def is_recorded(*tensors: Tensor | None) -> bool:

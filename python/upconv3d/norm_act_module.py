@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ._own_class import own_forward
-from .functional import IntOrTriple, integer
+from .functional import IntOrTriple, integer, is_number
 from .module import _check_precision, _parameter
 from .norm_act import require_known, require_number, run_module
 
@@ -34,6 +34,11 @@ def _module_of(activation: str | None, parameter: float | None, kind: dict[str, 
         )
     if parameter is not None and activation != "prelu":
         require_number(activation, parameter)
+    elif parameter is not None and not is_number(parameter):
+        raise TypeError(
+            f"upconv3d: activation_param of 'prelu' must be a number, with which its one slope begins; got "
+            f"{type(parameter).__name__}. Remedy: leave it out for 0.25; from_modules for one per channel."
+        )
     makers: dict[str | None, Callable[[], nn.Module | None]] = {
         "relu": nn.ReLU,
         "leaky_relu": lambda: nn.LeakyReLU(*given),
