@@ -12,6 +12,7 @@ from test_values import OPINFO_COUNT, SHAPES, opinfo_block, shape_block
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from upconv3d import _autograd, _convolution
+from upconv3d.functional import triple
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -408,3 +409,39 @@ def test_convolution_backward_has_the_precision_that_was_asked_for(asked, settin
     assert torch.backends.cudnn.conv.fp32_precision == before
     torch.testing.assert_close(found[0], torch.conv3d(grad_c, weight), rtol=1e-4, atol=1e-5)
     assert found[2] is None
+
+
+def test_of_nothing_relu_lets_nothing_through(device):
+    """Where the convolution is 0, as PyTorch has it; once more differentiable, too."""
+    block = shape_block("padding", device=device, dtype=torch.float64)
+    block = replace(block, weight=torch.zeros_like(block.weight), bias=None)
+    for kept in (False, True):
+        leaves = block.requires_grad()
+        (gradient,) = torch.autograd.grad(leaves.ours().sin().sum(), leaves.weight, create_graph=kept)
+        assert not gradient.any()
+
+
+def _by_name(block):
+    (x, weight, bias, *numbers), kwargs = block.arguments()
+    stride, padding, output_padding, groups, dilation = numbers
+    lists = [triple(value, "") for value in (stride, padding, output_padding)]
+    convolution = (x, weight, bias, *lists, groups, triple(dilation, ""))
+    *others, precision = kwargs.values()
+    return torch.ops.upconv3d.conv_transpose3d_relu_group_norm(*convolution, *others, precision or "ieee")
+
+
+@pytest.mark.parametrize("wanted", ["norm_weight", "norm_bias"])
+def test_one_vector_of_the_operator(device, wanted):
+    block = shape_block("padding", device=device)
+    vectors = {name: getattr(block, name).clone() for name in ("norm_weight", "norm_bias")}
+    vectors[wanted].requires_grad_()
+    leaves = replace(block, **vectors)
+    (gradient,) = torch.autograd.grad(_by_name(leaves).sin().sum(), vectors[wanted])
+    (expected,) = torch.autograd.grad(leaves.eager().sin().sum(), vectors[wanted])
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_operator_under_autocast_on_the_cpu():
+    block = shape_block("padding", device="cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _by_name(block).dtype is block.eager().dtype is torch.bfloat16

@@ -43,6 +43,7 @@ def test_memory_format_rule_is_pytorchs():
         [1, 1, 1, 1, 1],
         [4, 1, 1, 1, 1],
         [1, 8, 4, 1, 4],
+        [0, 4, 3, 3, 3],
     ):
         for memory_format in (torch.contiguous_format, torch.channels_last_3d):
             tensor = torch.empty(sizes).contiguous(memory_format=memory_format)

@@ -304,3 +304,16 @@ def test_parameters_that_hooks_renew(renew, family):
         torch.testing.assert_close(block(x), _through_modules(twin, x))
     for name, parameter in block.named_parameters():
         torch.testing.assert_close(parameter, twin.get_parameter(name))
+
+
+def test_from_modules_keeps_the_mode_and_passes_options_on():
+    conv, norm = torch.nn.ConvTranspose3d(4, 8, 2).eval(), torch.nn.GroupNorm(2, 8).eval()
+    assert not ConvTranspose3dReLUGroupNorm.from_modules(conv, norm).training
+    x, kept = torch.randn(1, 4, 2, 2, 2), []
+    for recompute in (False, True):
+        block = ConvTranspose3dReLUGroupNorm.from_modules(conv, norm, recompute=recompute)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t), lambda t: t):
+            block(x)
+        kept.append(len(saved))
+    assert kept[1] == kept[0] - 1  # the convolution

@@ -307,3 +307,29 @@ def test_exchanged_modules_with_forwards_of_their_own(name):
     }
     setattr(block, name, known[name])
     assert block(x).shape == (2, 6, 5, 5, 5)
+
+
+def test_what_from_modules_and_the_constructor_pass_on():
+    assert not ConvTranspose3dNormAct.from_modules(nn.ConvTranspose3d(4, 8, 2).eval()).training
+    norm = ConvTranspose3dNormAct(4, 8, 2, norm="instance", affine=False, eps=1e-3).norm
+    assert norm.eps == 1e-3 and norm.weight is None
+
+
+def test_calls_that_differ_in_what_a_module_remembers():
+    """Numbers that were checked before, of other tensors."""
+    x, skip = torch.randn(2, 4, 3, 3, 3), torch.randn(2, 8, 4, 4, 4)
+    bare = ConvTranspose3dNormAct(4, 8, 2, norm=None, activation=None, return_conv=True)
+    for summand in (None, skip, None):
+        y, conv = bare(x, skip=summand)
+        torch.testing.assert_close(y, conv if summand is None else conv + summand)
+    for channels in (8, 6):
+        block = ConvTranspose3dNormAct(4, channels, 2, norm="instance", activation="silu")
+        for _ in range(2):
+            expected = nn.functional.silu(block.norm(block.conv_transpose(x)))
+            torch.testing.assert_close(block(x), expected, rtol=1e-4, atol=1e-4)
+    pointwise = ConvTranspose3dNormAct(4, 8, 1, norm="instance")
+    pointwise(x)
+    with pytest.raises(ValueError, match="more than one value"):
+        pointwise(x[:1, :, :1, :1, :1])
+    with pytest.raises(NotImplementedError, match=r"input\.dtype=torch\.int64"):
+        pointwise(x.long())

@@ -104,7 +104,9 @@ def test_gradient_of_the_convolution_alone(device):
     call = _call("instance-conv", device=device, dtype=torch.float64)
     for run in (_by_name, type(call).ours):
         leaves = call.leaves()
-        (grad,) = torch.autograd.grad(run(leaves)[1].square().sum(), leaves.tensors["weight"])
+        wanted = [leaves.tensors[name] for name in ("weight", "norm_weight")]
+        grad, none = torch.autograd.grad(run(leaves)[1].square().sum(), wanted, allow_unused=True)
+        assert none is None
         leaves = call.leaves()
         (expected,) = torch.autograd.grad(leaves.eager()[1].square().sum(), leaves.tensors["weight"])
         torch.testing.assert_close(grad, expected)
@@ -486,3 +488,8 @@ def test_parameters_changed_before_the_backward(kernels):
     found = torch.autograd.grad(y.float().square().sum(), leaves)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_results_are_tensors_of_their_own(device):
+    y, conv = OP(*_call("nothing", device=device).operator_arguments())
+    assert torch.equal(y, conv) and y.data_ptr() != conv.data_ptr()

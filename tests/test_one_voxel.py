@@ -32,7 +32,9 @@ PRODUCTS = {
 }
 OTHERS = {
     "outputs_without_a_tap": ((2, 16, 8, 1, 2), {"stride": 4, "output_padding": 2}),
+    "output_padding_beyond_padding": ((2, 16, 8, 1, 4), {"stride": 3, "padding": 1, "output_padding": 2}),
     "dilation": ((2, 16, 8, 1, 3), {"dilation": 2}),
+    "dilation_and_padding": ((2, 16, 8, 1, (3, 4, 4)), {"dilation": (2, 1, 1), "padding": (2, 0, 0)}),
     "conv_groups": ((2, 16, 8, 1, 4), {"groups": 2}),
     "two_voxels": ((2, 16, 8, (1, 1, 2), 4), {}),
 }
