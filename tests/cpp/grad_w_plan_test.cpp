@@ -115,14 +115,16 @@ void test_choices() {
     p = headline(), p.n = n;
     const GradWPlan any = plan_of(p);
     expect(any.splits >= 1 && any.splits <= any.k_blocks, concat("splits of ", n, " samples"));
-    expect(any.k_blocks <= 1024 * any.splits, concat("chains of ", n, " samples"));
   }
+  p = headline(), p.n = 4, p.c = p.k = 1024;
+  const GradWPlan many_tiles = plan_of(p);
+  expect(many_tiles.k_blocks > 1024 && many_tiles.k_blocks <= 1024 * many_tiles.splits, "chains of k-blocks");
 }
 
 /// What any of the plans among which one is chosen has to keep to.
 void test_candidates() {
   Problem p = headline();
-  p.stride = {1, 2, 1}, p.padding = {1, 1, 1};
+  p.in[1] = 4, p.stride = {1, 2, 1}, p.padding = {1, 1, 1};
   std::vector<GradWPlan> candidates = grad_w_candidates(p, hopper(), compiled_grad_w());
   bool moves_strided = candidates.empty();
   for (const GradWPlan& plan : candidates) moves_strided = moves_strided || plan.moves_x[1];
