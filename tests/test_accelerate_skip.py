@@ -171,7 +171,7 @@ def test_segresnet_ds_by_stand_ins(kernels, calls):
 LEFT = {
     "batch norm": (lambda: skips.Alone(nn.BatchNorm3d(8)), "no group or instance norm follows the sum"),
     "number": (skips.Number, "add follows"),
-    "onto the skip": (skips.OntoSkip, "in_place follows"),
+    "onto the skip": (skips.OntoSkip, "iadd follows"),
     "between": (skips.Between, "add follows"),
     "read twice": (skips.ReadTwice, "used 2 times"),
     "activation first": (skips.ActivationFirst, "no group or instance norm follows the sum"),

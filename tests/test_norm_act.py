@@ -404,12 +404,13 @@ def test_empty_batch_of_a_group_per_channel(device, affine):
 
 
 def test_norm_bias_alone_is_trained(device):
-    """The backward of PyTorch's group_norm fails on the CPU without a gradient but norm_bias's."""
+    """Backwards of PyTorch's norms fail without a gradient but norm_bias's: group_norm's on the CPU,
+    instance_norm's on CUDA."""
     x, w, h = (torch.randn(sizes, device=device) for sizes in ((2, 4, 3, 3, 3), (4, 8, 2, 2, 2), (8,)))
     h.requires_grad_()
     y = upconv3d.conv_transpose3d_norm_act(x, w, stride=2, norm="instance", norm_bias=h, precision="ieee")
-    conv = torch.nn.functional.conv_transpose3d(x, w, stride=2)
-    expected = torch.relu(torch.nn.functional.instance_norm(conv, bias=h))
+    conv = torch.nn.functional.conv_transpose3d(x.double(), w.double(), stride=2)
+    expected = torch.relu(torch.nn.functional.instance_norm(conv) + h.view(1, -1, 1, 1, 1))
     (grad,) = torch.autograd.grad(y.sum(), h)
     torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), h)[0])
 
