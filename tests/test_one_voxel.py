@@ -171,7 +171,8 @@ def test_plan(shape, dtype, cuda):
     assert plan.algorithm == "cuda_library" and "one voxel per sample" in plan.reason, plan
 
 
-@pytest.mark.parametrize("shape", OTHERS)
+# "dilation_and_padding" is a product where idle taps are left out, as the plan does.
+@pytest.mark.parametrize("shape", sorted(OTHERS.keys() - {"dilation_and_padding"}))
 def test_plan_of_others(shape, cuda):
     assert "one voxel per sample" not in _block(shape, "NCDHW", device=cuda, num_groups=2).plan().reason
 

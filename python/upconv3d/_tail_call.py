@@ -152,9 +152,10 @@ def is_recorded_by_pytorch(tensors: tuple[Any, ...], settings: tuple[Any, ...], 
     input = tensors[0]
     if settings[5] > 0 or (precise and input.dtype is torch.float32):
         return False
-    if _tracing() or torch.cuda.is_current_stream_capturing():  # a trace cannot compare sizes
+    if _tracing():  # whose sizes cannot be compared
         return False
-    return about_values(input, tensors[1], settings[0], settings[3]) <= SMALL_BLOCK_VALUES
+    is_small = about_values(input, tensors[1], settings[0], settings[3]) <= SMALL_BLOCK_VALUES
+    return is_small and not torch.cuda.is_current_stream_capturing()
 
 
 def _casts_parameters(tensors: tuple[Any, ...], low: torch.dtype) -> bool:
