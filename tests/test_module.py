@@ -85,6 +85,12 @@ def test_from_modules_refuses():
         ConvTranspose3dReLUGroupNorm.from_modules(conv, nn.GroupNorm(2, 6))
     with pytest.raises(ValueError, match="precision"):
         ConvTranspose3dReLUGroupNorm.from_modules(conv, norm, precision="fp16")
+    for each in (conv, norm):
+        for hook in (each.register_forward_hook, each.register_forward_pre_hook):
+            handle = hook(lambda *_: None)
+            with pytest.raises(TypeError, match="hooks"):
+                ConvTranspose3dReLUGroupNorm.from_modules(conv, norm)
+            handle.remove()
     conv.padding_mode = "reflect"
     with pytest.raises(ValueError, match=r"padding_mode='reflect'\. Remedy: "):
         ConvTranspose3dReLUGroupNorm.from_modules(conv, norm)

@@ -312,3 +312,42 @@ def test_plans_are_explained_under_transforms():
 
     grad(explained)(x)
     assert plans == [upconv3d.explain(x, w, num_groups=2).algorithm]
+
+
+BATCHED = {  # along which dimension grad_y, input and weight are
+    "both": (0, 0, None),
+    "gradients": (1, None, None),
+    "inputs": (None, 2, None),
+    "weights": (0, None, 0),
+}
+MASKS = {"input": [True] + 4 * [False], "weight": [False, True] + 3 * [False], "all": 5 * [True]}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kept", [False, True], ids=["", "kept"])
+@pytest.mark.parametrize("dims", BATCHED)
+@pytest.mark.parametrize("n", [2, None], ids=["batch", "unbatched"])
+def test_vmap_of_the_backward_operator(device, n, dims, kept, mask):
+    """By its name; what a forward kept was of one input and weight."""
+    ops = torch.ops.upconv3d
+    block = make_block(n, 4, 6, (2, 3, 2), 3, num_groups=2, device=device, dtype=torch.float64)
+    numbers = ([1, 1, 1], [0, 0, 0], [0, 0, 0], 1, [1, 1, 1], 2)
+    forward = (block.input, block.weight, block.bias, *numbers, block.norm_weight, block.norm_bias)
+    y, saved = ops.conv_transpose3d_relu_group_norm_for_training(*forward, block.eps, "ieee")
+    kept = kept and dims == "gradients"
+
+    def backward(grad_y, x, w):
+        vectors = (*numbers, block.norm_weight, block.eps, "ieee", MASKS[mask], saved if kept else None)
+        return ops.conv_transpose3d_relu_group_norm_backward(grad_y, x, w, block.bias, *vectors)
+
+    tensors, in_dims = [torch.randn_like(y), block.input, block.weight], BATCHED[dims]
+    for index, dim in enumerate(in_dims):
+        if dim is not None:
+            tensors[index] = _slices(tensors[index]).movedim(0, dim)
+    found = vmap(backward, in_dims=in_dims)(*tensors)
+    slices = [
+        backward(*(t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims, strict=True)))
+        for i in range(SLICES)
+    ]
+    for ours, *each in zip(found, *slices, strict=True):
+        torch.testing.assert_close(ours, torch.stack(each), rtol=1e-8, atol=1e-10)
