@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from oracles import check_gradients_like_eager, check_like_eager, make_block
+from tails import make_call, outputs
 from test_values import shape_block
+from upconv3d import _tail_call
 
 
 def _dense_strides(sizes, memory_format):
@@ -29,6 +31,25 @@ def test_channels_last_in_channels_last_out(device, n, x_last, w_last, dtype):
     # PyTorch drops the format where its CPU convolution does (float64, small float32); it never adds it.
     if not (x_last or w_last) or y_eager.is_contiguous(memory_format=torch.channels_last_3d):
         assert y.stride() == y_eager.stride()
+
+
+@pytest.mark.parametrize("cudnn", [True, False])
+@pytest.mark.parametrize("small", [0, 2**22])
+@pytest.mark.parametrize("norm", ["group", "instance", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("which", [(), ("input",), ("weight",), ("input", "weight")], ids=str)
+def test_channels_last_through_the_family(device, which, dtype, norm, small, cudnn, monkeypatch):
+    """Whoever computes it, with gradients recorded and without; small: blocks that are PyTorch's calls."""
+    monkeypatch.setattr(_tail_call, "SMALL_BLOCK_VALUES", small)
+    options = {"norm": norm, "device": device, "dtype": dtype}
+    call = make_call(**options, return_conv=True).channels_last(*which)
+    expected = torch.channels_last_3d if which else torch.contiguous_format
+    groups = {"bias": False, "groups": 2}
+    with torch.backends.cudnn.flags(enabled=cudnn, allow_tf32=False):
+        for one in (call, make_call(**options, activation="gelu", **groups).channels_last(*which)):
+            for recorded in (one, one.leaves()):
+                for y in outputs(recorded.ours()):
+                    assert y.stride() == _dense_strides(y.shape, expected), type(y.grad_fn).__name__
 
 
 def test_memory_format_rule_is_pytorchs():

@@ -104,6 +104,14 @@ def _formats_are_known() -> bool:
     return not (_is_tracing() or torch._C._are_functorch_transforms_active())
 
 
+def _may_lose_format(value: Tensor, s: Settings) -> bool:
+    """Whether PyTorch's operators may return `value` in another memory format than the result is to have: the
+    CPU's convolutions do, and CUDA's norms. (In a graph the caller sees to that on CUDA.)"""
+    if value.device.type != "cuda":
+        return value.device.type in ("cpu", "meta")
+    return not torch.compiler.is_dynamo_compiling() and (s.num_groups > 0 or not torch.backends.cudnn.enabled)
+
+
 def _laid_out(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
     """tensor.contiguous(memory_format=memory_format) of [N, K, Z, P, Q]; in a graph, which may hold a vmap
     that has no such operator, by axes in another order."""
@@ -237,7 +245,7 @@ def composite(
     if not s.activation_first():
         value = _activate(value, s, t.slopes, in_place=overwrites)
     conv = c if s.return_conv else None
-    if value.device.type in ("cpu", "meta") and _formats_are_known():
+    if _may_lose_format(value, s) and _formats_are_known():
         memory_format = memory_format_of(x, t.weight)
         value = _laid_out(value, memory_format)
         conv = None if conv is None else _laid_out(conv, memory_format)
