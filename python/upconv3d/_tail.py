@@ -106,10 +106,13 @@ def _formats_are_known() -> bool:
 
 def _may_lose_format(value: Tensor, s: Settings) -> bool:
     """Whether PyTorch's operators may return `value` in another memory format than the result is to have: the
-    CPU's convolutions do, and CUDA's norms. (In a graph the caller sees to that on CUDA.)"""
+    CPU's convolutions do, CUDA's norms, and its convolutions in float64 or without cuDNN. (In a graph the
+    caller sees to that on CUDA.)"""
     if value.device.type != "cuda":
         return value.device.type in ("cpu", "meta")
-    return not torch.compiler.is_dynamo_compiling() and (s.num_groups > 0 or not torch.backends.cudnn.enabled)
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return s.num_groups > 0 or value.dtype is torch.float64 or not torch.backends.cudnn.enabled
 
 
 def _laid_out(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
