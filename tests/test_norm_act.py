@@ -415,6 +415,14 @@ def test_norm_bias_alone_is_trained(device):
     torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), h)[0])
 
 
+def test_one_slope_without_an_axis(device):
+    """F.prelu takes it, too."""
+    call = make_call(activation="prelu", one_slope=True, device=device)
+    whole = call.ours()
+    call.tensors["slopes"] = call.tensors["slopes"].reshape(())
+    assert torch.equal(call.ours(), whole)
+
+
 def test_nothing_after_the_convolution():
     """y is the convolution then, and no copy of it is made."""
     call = make_call(norm=None, activation=None, return_conv=True)

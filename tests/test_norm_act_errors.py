@@ -115,6 +115,28 @@ def test_bad_arguments(device, name):
     assert exception is not TypeError or "Remedy: " in str(raised.value)
 
 
+def test_a_vector_of_another_dtype_is_refused_where_pytorch_takes_it():
+    """Its group_norm takes float32 vectors beside 16 bit on the CPU, and not on CUDA."""
+    x, weight, gamma = torch.randn(2, 4, 3, 3, 3), torch.randn(4, 6, 1, 1, 1), torch.randn(6)
+    x, weight = x.bfloat16(), weight.bfloat16()
+    torch.group_norm(torch.nn.functional.conv_transpose3d(x, weight), 2, gamma, gamma)
+    for vectors in ({"norm_weight": gamma}, {"norm_bias": gamma}, {"norm_weight": gamma, "norm_bias": gamma}):
+        with pytest.raises(RuntimeError, match=r"must have the dtype of input; .*float32\. Pass "):
+            upconv3d.conv_transpose3d_norm_act(x, weight, num_groups=2, **vectors)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"order": "act"}, {"norm": "layer"}, {"activation": "swish"}],
+    ids=lambda names: next(iter(names)),
+)
+def test_unknown_names_are_not_explained(wrong):
+    call = make_call()
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"{name} must be one of"):
+        upconv3d.explain_norm_act(call.tensors["input"], call.tensors["weight"], **(call.keywords() | wrong))
+
+
 @pytest.mark.parametrize("kind", ["autocast", "promoting skip"])
 def test_what_is_wrong_beside_dtypes_that_are_right(kind, monkeypatch):
     """A rule of ours is named where it is broken, and an allocation that fails is said to have."""
