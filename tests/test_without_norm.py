@@ -12,6 +12,7 @@ from test_returned_conv import SIZES, check_each_gradient, check_like_eager, lai
 from test_select_plan import facts, plan_of
 from upconv3d import _tail_call
 from upconv3d._plan_questions import SMALL_BLOCK_VALUES
+from upconv3d._tail_call import is_recorded_by_pytorch
 
 CASES = {
     "relu": {},
@@ -296,6 +297,35 @@ def test_explained():
     # The convolution is kept there, whose plan is the library's, whatever convolves.
     assert stages("gelu") == ("cuda_library", backward)
     assert stages("none")[1] == ("aten::convolution_backward",)  # without a bias
+
+
+def test_which_blocks_are_pytorchs(monkeypatch):
+    """The rule by itself, of which the tensors' sizes and dtypes are all it takes."""
+    capturing = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    monkeypatch.setattr(_tail_call, "SMALL_BLOCK_VALUES", SMALL_BLOCK_VALUES)
+    monkeypatch.delenv("UPCONV3D_PLAN", raising=False)
+
+    def is_theirs(extent=(8, 16, 16), dtype=torch.bfloat16, num_groups=0, precise=False, **changed):
+        x = torch.empty(2, 8, *extent, dtype=dtype, device="meta")
+        w = torch.empty(8, 128, 2, 2, 2, dtype=dtype, device="meta")
+        numbers = ((2, 2, 2), (0, 0, 0), (0, 0, 0), 1, (1, 1, 1), num_groups, 1e-5, "tf32")
+        tensors = (x, w, None, None, None, None, changed.get("skip"))
+        return is_recorded_by_pytorch(tensors, (*numbers, "norm_act", "relu", 0.0, False), precise)
+
+    assert is_theirs()  # 2 * 128 * 16 * 32 * 32 values, the most
+    assert not is_theirs(extent=(8, 16, 17))
+    assert not is_theirs(num_groups=2)
+    assert is_theirs(precise=True) and is_theirs(dtype=torch.float32)
+    assert not is_theirs(dtype=torch.float32, precise=True)
+    large = {"extent": (8, 16, 17), "num_groups": 2}
+    assert is_theirs(**large, skip=torch.inference_mode()(torch.zeros)(1)), "which autograd cannot keep"
+    assert is_theirs(extent=(8, 16, 17), dtype=torch.float64), "which no kernel of ours trains"
+    monkeypatch.setenv("UPCONV3D_PLAN", "library")
+    assert not is_theirs()
+    monkeypatch.setenv("UPCONV3D_PLAN", "")
+    capturing.append(True)
+    assert not is_theirs()
 
 
 def test_small_blocks_are_pytorchs(cuda, monkeypatch):

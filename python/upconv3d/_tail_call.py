@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call of the family whose arguments are checked: by upconv3d's kernels, or by PyTorch's operators."""
 
+import os
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -142,8 +143,8 @@ def keeps_nothing(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
 
 def is_recorded_by_pytorch(tensors: tuple[Any, ...], settings: tuple[Any, ...], precise: bool) -> bool:
     """Whether autograd is to record PyTorch's own calls: where keeps_nothing, and of small blocks without a
-    norm, whose steps wait for the host, which ours take 1.3 to 1.8 times as long (perf/NOTES.md, "Small
-    blocks without a norm, trained").
+    norm, whose steps wait for the host, which ours took 1.5 to 1.8 times as long (perf/NOTES.md, "Small
+    blocks without a norm, trained"), unless UPCONV3D_PLAN asks for a plan of ours.
 
     precise: as in composite(), by which float32's convolution is a node in Python, too.
     """
@@ -155,7 +156,7 @@ def is_recorded_by_pytorch(tensors: tuple[Any, ...], settings: tuple[Any, ...], 
     if _tracing():  # whose sizes cannot be compared
         return False
     is_small = about_values(input, tensors[1], settings[0], settings[3]) <= SMALL_BLOCK_VALUES
-    return is_small and not torch.cuda.is_current_stream_capturing()
+    return is_small and not (os.environ.get("UPCONV3D_PLAN") or torch.cuda.is_current_stream_capturing())
 
 
 def _casts_parameters(tensors: tuple[Any, ...], low: torch.dtype) -> bool:
