@@ -91,7 +91,7 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, char* sha
   using Epilogue = ReluEpilogue<Traits>;
   ControlStorage<Traits>& control = *shared.control;
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
-  auto rings = make_operand_rings<Traits, W_IN_PLACE>(params, shared);
+  auto rings = make_operand_rings<Traits, W_IN_PLACE>(params, shared, warpgroup);
   Tensor acc =
       partition_fragment_C(typename Traits::TiledMma{},
                            Shape<Int<Traits::BLK_K>, Int<Traits::BLK_POS>>{});  // ((2,2,WG_POS/8),1,1)
@@ -100,7 +100,7 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, char* sha
   RingCursor staged{warpgroup, 0};
   for (;;) {
     control.tiles.wait_full(slot);
-    TileNote<Traits> const note = control.tile[slot.slot];
+    TileNote<Traits> const note = uniform_note(control.tile[slot.slot]);
     __syncwarp();
     if (threadIdx.x % 32 == 0) control.tiles.arrive_empty(slot.slot);
     slot.advance(kTileSlots);

@@ -89,7 +89,7 @@ class GroupNormWorker {
     boxes_per_sample_ = cutlass::FastDivmod(boxes);
     boxes_ = boxes * first_of_tiles();
     all_items_ =
-        boxes_ + params.tiles_per_sample.divisor * kItemsPerTile * (params.samples - first_of_tiles());
+        boxes_ + params.order_per_sample.divisor * kItemsPerTile * (params.samples - first_of_tiles());
     // Of a tile per block each keeps its own.
     if (Traits::KEEPS_TILE && params.first_kept == 0 && params.order_size <= int(gridDim.x)) all_items_ = 0;
   }
@@ -109,9 +109,8 @@ class GroupNormWorker {
       bool const has_kept = asks && is_final(control_.last_tile.n);
       // Once the last tile is handed out, others wait for what this warp merges.
       bool const takes = !has_kept && (!FINALIZES || finalizer_.done() || !finalizer_.hurries());
-      while (takes && loading < Traits::ITEM_BUFFERS && take()) {
-        start(items, buffers);
-        ++loading;
+      for (Item item; takes && loading < Traits::ITEM_BUFFERS && take(item); ++loading) {
+        start(item, items, buffers);
       }
       bool const idle = !has_kept && loading == 0;
       if (!idle) finish(items, buffers, has_kept ? kept : nullptr);
@@ -144,10 +143,9 @@ class GroupNormWorker {
   CUTLASS_DEVICE void run_ready(char* buffers, int most) {
     Item items[Traits::ITEM_BUFFERS];
     for (int loading = 0;;) {
-      while (loading < Traits::ITEM_BUFFERS && most > 0 && take(most)) {
-        start(items, buffers);
+      for (Item item; loading < Traits::ITEM_BUFFERS && most > 0 && take(item, most); --most) {
+        start(item, items, buffers);
         ++loading;
-        --most;
       }
       if (loading == 0) return;
       finish(items, buffers, nullptr);
@@ -172,9 +170,8 @@ class GroupNormWorker {
     return Traits::KEEPS_TILE ? params_.first_kept : params_.samples;
   }
 
-  /// Has the item held brought to the next buffer.
-  CUTLASS_DEVICE void start(Item (&items)[Traits::ITEM_BUFFERS], char* buffers) {
-    Item const item = take_held();
+  /// Has the item brought to the next buffer.
+  CUTLASS_DEVICE void start(Item const& item, Item (&items)[Traits::ITEM_BUFFERS], char* buffers) {
     set(items, load_.slot, item);
     load_item(item, load_.slot, buffers);
     load_.advance(Traits::ITEM_BUFFERS);
@@ -216,68 +213,76 @@ class GroupNormWorker {
     return item;
   }
 
-  /// Whether the item held can be normalized now. Items are handed out one by one, in the order of the
+  /// Takes the item held, if it can be normalized now. Items are handed out one by one, in the order of the
   /// samples.
   ///
-  /// \param most items that it may leave out because they are kept, each of which costs asking for another
-  CUTLASS_DEVICE bool take(int most = INT_MAX) {
+  /// \param most items that it may leave out because they are kept, or places of the launch order without a
+  ///             tile, each of which costs asking for another
+  CUTLASS_DEVICE bool take(Item& item, int most = INT_MAX) {
     if (!asked_) ask();
     asked_ = true;
     for (; !done_ && most > 0; --most) {
-      held_ = __shfl_sync(0xffffffffu, ticket_, 0);
-      if (!sample_ready(held_)) return false;
-      if (!is_kept(held_)) return true;
+      int const held = __shfl_sync(0xffffffffu, ticket_, 0);
+      if (!sample_ready(held)) return false;
       ask();
+      item = item_of(held);
+      if (!is_left_out(item)) return true;
     }
     return false;
   }
-  /// The sample of item `held`, and its place among the sample's: the latest first, which of a sample that
-  /// does not fit L2 are what is left there.
-  CUTLASS_DEVICE int place_of(int held, int& sample) const {
-    int place;
+  CUTLASS_DEVICE int sample_of(int held) const {
     if (Traits::QUANTIZED || held >= boxes_) {
-      int of_sample;
-      sample = params_.tiles_per_sample.divmod(of_sample, (held - boxes_) / kItemsPerTile);
-      sample += first_of_tiles();
-      place = (params_.tiles_per_sample.divisor - of_sample) * kItemsPerTile;
-      return place - 1 - (held - boxes_) % kItemsPerTile;
+      return params_.order_per_sample.div((held - boxes_) / kItemsPerTile) + first_of_tiles();
     }
-    sample = boxes_per_sample_.divmod(place, held);
-    return boxes_per_sample_.divisor - 1 - place;
+    return boxes_per_sample_.div(held);
   }
-  /// Whether the item belongs to a tile that the block which computed it normalizes. Its sample is final.
-  CUTLASS_DEVICE bool is_kept(int held) const {
+  /// Item `held` of all: of a sample the latest first, which of one that does not fit L2 are what is left
+  /// there.
+  CUTLASS_DEVICE Item item_of(int held) const {
+    Item item;
+    int index, k_tile;
+    if (Traits::QUANTIZED || held >= boxes_) {
+      int const share = kItemsPerTile - 1 - (held - boxes_) % kItemsPerTile;
+      item.sample = params_.order_per_sample.divmod(index, (held - boxes_) / kItemsPerTile);
+      item.sample += first_of_tiles();
+      TileCoord const tile = tile_at(item.sample, params_.order_per_sample.divisor - 1 - index);
+      item.slab = tile.slab;
+      item.channel = tile.channel;
+      item.position = tile.position + share * Traits::ITEM_POS;
+    } else {
+      item.sample = boxes_per_sample_.divmod(index, held);
+      item.slab = 0;
+      item.position =
+          params_.k_tiles.divmod(k_tile, boxes_per_sample_.divisor - 1 - index) * Traits::ITEM_POS;
+      item.channel = tile_channel(params_, k_tile);
+    }
+    return item;
+  }
+  /// The tile that has place `local` of a sample in the launch order.
+  CUTLASS_DEVICE TileCoord tile_at(int sample, int local) const {
+    if (params_.window_tiles > 0) return tile_of_windows(params_, sample, local);
+    // Lanes search the slabs side by side: their parameters lie in constant memory, where one after the
+    // other would cost more than normalizing does.
+    int const lane = slab_lane<Traits>();
+    bool const begins = lane < params_.tile_slabs && local >= control_.first_tile[lane];
+    int const slab = __popc(__ballot_sync(0xffffffffu, begins)) - 1;
+    int k_tile;
+    int const pos_tile = params_.k_tiles.divmod(k_tile, local - control_.first_tile[slab]);
+    return {sample, slab, tile_channel(params_, k_tile), pos_tile * Traits::BLK_POS};
+  }
+  /// Whether the item belongs to no tile, or to one that the block which computed it normalizes. Its sample
+  /// is final.
+  CUTLASS_DEVICE bool is_left_out(Item const& item) const {
+    if (item.sample < first_of_tiles()) return false;
+    int const tile_position = item.position / Traits::BLK_POS * Traits::BLK_POS;
+    if (params_.window_tiles > 0 && tile_position >= params_.slabs[item.slab].positions) return true;
     if constexpr (!Traits::KEEPS_TILE) return false;
-    if (held < boxes_) return false;
-    int sample;
-    int const place = place_of(held, sample);
-    if (sample < params_.first_kept) return false;
-    int const tile = sample * params_.tiles_per_sample.divisor + place / kItemsPerTile;
+    if (item.sample < params_.first_kept) return false;
+    int const tile = index_of_tile(params_, {item.sample, item.slab, item.channel, item.position});
     bool found = false;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kKeptOfLane; ++i) found = found || kept_tiles_[i] == tile + 1;
     return __any_sync(0xffffffffu, found);
-  }
-  /// The item held, which is thereby taken.
-  CUTLASS_DEVICE Item take_held() {
-    Item item;
-    int k_tile;
-    int const index = place_of(held_, item.sample);
-    ask();
-    if (item.sample >= first_of_tiles()) {
-      // Lanes search the slabs side by side: their parameters lie in constant memory, where one after the
-      // other would cost more than normalizing does.
-      int const tile = index / kItemsPerTile, lane = slab_lane<Traits>();
-      bool const begins = lane < params_.tile_slabs && tile >= control_.first_tile[lane];
-      item.slab = __popc(__ballot_sync(0xffffffffu, begins)) - 1;
-      int const pos_tile = params_.k_tiles.divmod(k_tile, tile - control_.first_tile[item.slab]);
-      item.position = pos_tile * Traits::BLK_POS + index % kItemsPerTile * Traits::ITEM_POS;
-    } else {
-      item.slab = 0;
-      item.position = params_.k_tiles.divmod(k_tile, index) * Traits::ITEM_POS;
-    }
-    item.channel = tile_channel(params_, k_tile);
-    return item;
   }
 
   /// Asks for an item, which is here when it is needed.
@@ -291,8 +296,7 @@ class GroupNormWorker {
       done_ = true;
       return false;
     }
-    int sample;
-    place_of(item, sample);
+    int const sample = sample_of(item);
     if (sample < ready_samples_) return true;
     if (!is_final(sample)) return false;
     // What the counter says was written, TMA may now read too.
@@ -471,7 +475,6 @@ class GroupNormWorker {
   int boxes_;                             // items that are no shares of tiles, of all blocks
   int all_items_;                         // of all samples and blocks
   int ticket_ = 0;                        // lane 0: the item handed out last, perhaps on its way
-  int held_ = 0;                          // the same, for all lanes
   int kept_tiles_[kKeptOfLane];           // a lane's of params.kept, those of ready_samples_ among them
   int ready_samples_ = 0;                 // known to be in the table
   ChannelMapSm90<Stored> maps_[kVector];  // of the channels that items last used

@@ -120,8 +120,9 @@ struct ConvTransposeTraitsSm90 {
 
   /// Whether the loading thread tells the block's other warps all of a tile; else every warp finds a tile by
   /// its place. Told tiles gain 1 % where there are exponents to load. Elsewhere they lost 1 to 2 %, in a
-  /// form in which the compiler did not see that they are the same for a whole warp and guarded each k-block.
-  static constexpr bool TELLS_TILES = QUANTIZED;
+  /// form in which the compiler did not see that they are the same for a whole warp and guarded each k-block:
+  /// as it still does in pairs.
+  static constexpr bool TELLS_TILES = QUANTIZED && !PAIRED;
 
   /// Normalization items: as many positions as an eighth of what is staged has, and its channels.
   static constexpr int ITEMS_PER_TILE = 8 * STAGE_ROUNDS;

@@ -179,9 +179,9 @@ class OperandRings {
     using namespace cute;
     constexpr int kUnit = 16;  // descriptors count in 16 bytes
     Tensor w = make_tensor(w_.data() + w_slot * (Traits::W_BYTES / kUnit), w_.layout());
-    Tensor x =
-        make_tensor(x_.data() + (x_slot * (rings_.x_unit_bytes / kUnit) + row * (Traits::ROW_BYTES / kUnit)),
-                    x_.layout());
+    Tensor x = make_tensor(
+        x_.data() + (x_slot * (unsigned(rings_.x_unit_bytes) / kUnit) + row * (Traits::ROW_BYTES / kUnit)),
+        x_.layout());
     CUTLASS_PRAGMA_UNROLL
     for (int kb = 0; kb < size<2>(w); ++kb) {
       cute::gemm(mma_, w(_, _, kb), x(_, _, kb), acc);
@@ -242,15 +242,17 @@ class OperandRings {
   RingCursor x_at_, w_at_;
 };
 
+/// \param warpgroup known as the same for a whole warp, as threadIdx.x is not: descriptors are then found in
+///                  uniform registers (see uniform_shared)
 template <class Traits, bool W_IN_PLACE>
-CUTLASS_DEVICE auto make_operand_rings(KernelParams<Traits> const& params,
-                                       SharedMemory<Traits> const& shared) {
+CUTLASS_DEVICE auto make_operand_rings(KernelParams<Traits> const& params, SharedMemory<Traits> const& shared,
+                                       int warpgroup) {
   using namespace cute;
   using Operand = typename Traits::Operand;
   using TiledMma = typename Traits::template TiledMmaOf<W_IN_PLACE>;
   using SmemLayoutW =
       std::conditional_t<W_IN_PLACE, typename Traits::SmemLayoutWInPlace, typename Traits::SmemLayoutW>;
-  auto thread_mma = TiledMma{}.get_thread_slice(threadIdx.x - 128);
+  auto thread_mma = TiledMma{}.get_thread_slice(128 * warpgroup);
   Tensor sW =
       make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.w)), SmemLayoutW{});  // (BLK_K,BLK_C)
   Tensor sX = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.x)),

@@ -64,16 +64,11 @@ CUTLASS_DEVICE int index_of_tile(KernelParams<Traits> const& params, TileCoord c
   return coord.n * params.tiles_per_sample.divisor + of_sample;
 }
 
-/// Which tile has place `place` of the launch order: sample by sample, so that a sample can be normalized
-/// while the next is computed. Within one, slabs with the costliest first, so that the end of the launch is
-/// even; or windows of neighbouring position tiles of all slabs, so that phases find x in L2, the last few of
-/// the launch taken as one, so that its end is even too. Slabs of fewer tiles than the longest leave places
-/// empty: their position lies beyond the slab.
+/// Which tile has place `local` of sample n in an order of windows: of neighbouring position tiles of all
+/// slabs, so that phases find x in L2, the last few of the launch taken as one, so that its end is even too.
+/// Slabs of fewer tiles than the longest leave places empty: their position lies beyond the slab.
 template <class Traits>
-CUTLASS_DEVICE TileCoord tile_of_launch(KernelParams<Traits> const& params, int place) {
-  int local;
-  int const n = params.order_per_sample.divmod(local, place);
-  if (params.window_tiles == 0) return tile_of_sample(params, n, local);
+CUTLASS_DEVICE TileCoord tile_of_windows(KernelParams<Traits> const& params, int n, int local) {
   TileCoord coord;
   coord.n = n;
   int k_tile;
@@ -89,6 +84,16 @@ CUTLASS_DEVICE TileCoord tile_of_launch(KernelParams<Traits> const& params, int 
   coord.channel = tile_channel(params, k_tile);
   coord.position = pos_tile * Traits::BLK_POS;
   return coord;
+}
+
+/// Which tile has place `place` of the launch order: sample by sample, so that a sample can be normalized
+/// while the next is computed. Within one, slabs with the costliest first, so that the end of the launch is
+/// even; or windows.
+template <class Traits>
+CUTLASS_DEVICE TileCoord tile_of_launch(KernelParams<Traits> const& params, int place) {
+  int local;
+  int const n = params.order_per_sample.divmod(local, place);
+  return params.window_tiles == 0 ? tile_of_sample(params, n, local) : tile_of_windows(params, n, local);
 }
 
 /// Whether a block may keep the tile if it is its last one: items of the sample are shares of tiles.
@@ -146,6 +151,25 @@ CUTLASS_DEVICE TileNote<Traits> note_end() {
   } else {
     return -1;
   }
+}
+
+/// A note that the compiler knows to be the same for a whole warp. Else it takes the loops over k-blocks for
+/// such that lanes may part in, guards each one, and moves every descriptor by itself: with three products 5
+/// to 8 % of a block (perf/NOTES.md, "Descriptors in uniform registers").
+CUTLASS_DEVICE int uniform_note(int place) {
+  return __shfl_sync(0xffffffffu, place, 0);
+}
+CUTLASS_DEVICE TileWork uniform_note(TileWork const& work) {
+  TileWork same;
+  same.n = uniform_note(work.n);
+  same.slab = uniform_note(work.slab);
+  same.channel = uniform_note(work.channel);
+  same.position = uniform_note(work.position);
+  same.positions = uniform_note(work.positions);
+  same.x_loads = uniform_note(work.x_loads);
+  same.shared_taps = uniform_note(work.shared_taps);
+  same.shared_rows = uniform_note(work.shared_rows);
+  return same;
 }
 
 /// The tile of a note that is not the end.
