@@ -115,7 +115,7 @@ CUTLASS_DEVICE void multiply_tiles(KernelParams<Traits> const& params, char* sha
     bool takes_moments;
     auto const look_up = [&] {
       terms = Epilogue::load_terms(params, tile.n, channel);
-      takes_moments = consumers_take_moments(params, slab, note, valid);
+      takes_moments = consumers_take_moments(params, slab, tile.place, valid);
     };
     if constexpr (Traits::PAIRED) rings.pass(slab.first_load, tile.shared_taps);
     if constexpr (Traits::PRODUCTS == 1) {

@@ -79,12 +79,12 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
     if (threadIdx.x % 32 == 0) control.tiles.arrive_empty(slot.slot);
     slot.advance(kTileSlots);
     if (is_end(note)) break;
-    TileCoord const coord = noted_tile(params, note);
-    KernelSlab<Traits> const& slab = params.slabs[slab_of_warpgroup(params, coord.slab, warpgroup)];
-    keeps = keeps_tile(params, control, coord, slot);
+    TileWork const tile = noted_tile(params, note);
+    KernelSlab<Traits> const& slab = params.slabs[slab_of_warpgroup(params, tile.slab, warpgroup)];
+    keeps = keeps_tile(params, control, tile, slot);
     if (keeps) {
       if (threadIdx.x % 32 == 0) {
-        if (warpgroup == 0) params.kept[blockIdx.x] = 1 + index_of_tile(params, coord);
+        if (warpgroup == 0) params.kept[blockIdx.x] = 1 + index_of_tile(params, tile);
         control.handed_item[warpgroup] = worker.held_item();
       }
       __syncwarp();
@@ -94,14 +94,14 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
       if (round > 0 && !control.staging.is_full(staged)) arrive_stored<0>(pending);
       control.staging.wait_full(staged);
       __syncwarp();
-      HalfTile const half = Drain<Traits>::half_tile(params, coord, warpgroup, round);
+      HalfTile const half = Drain<Traits>::half_tile(params, tile, warpgroup, round);
       if (half.valid > 0) {
         if constexpr (Traits::QUANTIZED) {
           Drain<Traits>::write_steps(params, half, steps);
           Drain<Traits>::write_moment_of(params, half);
         }
         if (!keeps) Drain<Traits>::store(params, half, staging);
-        if (consumers_take_moments(params, slab, note, half.valid)) {
+        if (consumers_take_moments(params, slab, tile.place, half.valid)) {
           Drain<Traits>::write_row_moments(params, half, control.row[warpgroup]);
         } else if (!params.linear) {
           Drain<Traits>::moments(params, half, staging, steps);
@@ -119,7 +119,7 @@ CUTLASS_DEVICE void drain_tiles(KernelParams<Traits> const& params, SharedMemory
       };
       if (items == 0) release();
       arrive_stored<1>(pending);
-      if (!params.linear) pending = params.arrivals + coord.n;
+      if (!params.linear) pending = params.arrivals + tile.n;
       if (items > 0) {
         arrive_stored<0>(pending);
         worker.run_ready(memory, items);

@@ -119,10 +119,9 @@ struct ConvTransposeTraitsSm90 {
   static_assert(!PAIRED || pairs_phases(BLK_K, BLK_POS, BLK_C, PRODUCTS, 8 * int(sizeof(Stored))));
 
   /// Whether the loading thread tells the block's other warps all of a tile; else every warp finds a tile by
-  /// its place. Told tiles gain 1 % where there are exponents to load. Elsewhere they lost 1 to 2 %, in a
-  /// form in which the compiler did not see that they are the same for a whole warp and guarded each k-block:
-  /// as it still does in pairs.
-  static constexpr bool TELLS_TILES = QUANTIZED && !PAIRED;
+  /// its place, which takes up to 1 % longer. Told of pairs, the compiler does not see that loops over
+  /// k-blocks are the same for a whole warp (see uniform_note); three products were not tried.
+  static constexpr bool TELLS_TILES = TAKES_ROW_MOMENTS && !PAIRED;
 
   /// Normalization items: as many positions as an eighth of what is staged has, and its channels.
   static constexpr int ITEMS_PER_TILE = 8 * STAGE_ROUNDS;
@@ -172,6 +171,7 @@ struct TileCoord {
 
 /// A tile, and what it takes to multiply it.
 struct alignas(16) TileWork : TileCoord {
+  int place;        // in launch order
   int positions;    // from the first one to the slab's end
   int x_loads;      // loads of x
   int shared_taps;  // that each serves

@@ -109,25 +109,22 @@ inline constexpr int kLeastLatePositions = 64;
 /// Whether the consumers take a half tile's moments, as they stage it; else its drain warp does, from what is
 /// staged: of a whole one in the time of 11 k-blocks, which nothing hides behind the last tiles.
 ///
+/// \param place of the tile in launch order
 /// \param valid positions inside the slab
 template <class Traits>
 CUTLASS_DEVICE bool consumers_take_moments(KernelParams<Traits> const& params, KernelSlab<Traits> const& slab,
-                                           TileNote<Traits> const& note, int valid) {
+                                           int place, int valid) {
   if (!Traits::TAKES_ROW_MOMENTS) return false;
-  bool const whole = valid >= Traits::STAGED_POS;
-  if constexpr (Traits::TELLS_TILES) {
-    return slab.row_moments && whole;
-  } else {
-    return (slab.row_moments && whole) ||
-           (note >= params.first_late && valid >= min(kLeastLatePositions, Traits::STAGED_POS));
-  }
+  bool const late = !Traits::QUANTIZED && place >= params.first_late;
+  return (slab.row_moments && valid >= Traits::STAGED_POS) ||
+         (late && valid >= min(kLeastLatePositions, Traits::STAGED_POS));
 }
 
-/// What it takes to multiply the tile at `coord`.
+/// What it takes to multiply the tile at `coord`, which has place `place` of the launch order.
 template <class Traits>
-CUTLASS_DEVICE TileWork tile_work(KernelParams<Traits> const& params, TileCoord const& coord) {
+CUTLASS_DEVICE TileWork tile_work(KernelParams<Traits> const& params, TileCoord const& coord, int place) {
   KernelSlab<Traits> const& slab = params.slabs[coord.slab];
-  return {coord, slab.positions - coord.position, slab.x_loads, slab.shared_taps, slab.shared_rows};
+  return {coord, place, slab.positions - coord.position, slab.x_loads, slab.shared_taps, slab.shared_rows};
 }
 
 /// The loading thread's note of the tile at `coord`, which has place `place` of the launch order.
@@ -135,7 +132,7 @@ template <class Traits>
 CUTLASS_DEVICE TileNote<Traits> note_tile(KernelParams<Traits> const& params, TileCoord const& coord,
                                           int place) {
   if constexpr (Traits::TELLS_TILES) {
-    return tile_work(params, coord);
+    return tile_work(params, coord, place);
   } else {
     return place;
   }
@@ -165,6 +162,7 @@ CUTLASS_DEVICE TileWork uniform_note(TileWork const& work) {
   same.slab = uniform_note(work.slab);
   same.channel = uniform_note(work.channel);
   same.position = uniform_note(work.position);
+  same.place = uniform_note(work.place);
   same.positions = uniform_note(work.positions);
   same.x_loads = uniform_note(work.x_loads);
   same.shared_taps = uniform_note(work.shared_taps);
@@ -178,7 +176,7 @@ CUTLASS_DEVICE TileWork noted_tile(KernelParams<Traits> const& params, TileNote<
   if constexpr (Traits::TELLS_TILES) {
     return note;
   } else {
-    return tile_work(params, tile_of_launch(params, note));
+    return tile_work(params, tile_of_launch(params, note), note);
   }
 }
 
