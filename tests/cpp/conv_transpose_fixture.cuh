@@ -62,7 +62,13 @@ struct Launch {
   Tail tail{};
   bool w_in_place = false;       // w is [C,T,R,S,K], not packed
   bool clears_counters = false;  // which are poisoned; else they are zero
+  bool windows = false;  // of one position tile of all slabs; pairs of phases always have them, of two
 };
+
+/// Whether the planner has launches with that cut go window by window where they are large.
+inline bool can_have_windows(const Problem& problem, const Cut& cut) {
+  return problem.groups == 1 && plan_slabs(problem, cut).size() > 1;
+}
 
 /// Scaling x by 2^3 and w by 2^-2 and undoing it with unscale exponents exercises the float epilogue.
 inline constexpr int kSampleExponent = 3;
@@ -201,7 +207,7 @@ class Fixture {
     params.split_axes = launch.cut.split_axes;
     params.share_taps = launch.cut.share_taps;
     params.pair_phases = launch.cut.pair_phases;
-    params.window_tiles = launch.cut.pair_phases ? 2 : 0;  // as such launches of some size have them
+    params.window_tiles = launch.cut.pair_phases ? 2 : launch.windows ? 1 : 0;
     params.launches = slab_launches(slabs.size());
     params.sm_count = sm_count;
     params.normalized_beside = launch.mode == Mode::kMoments && params.launches == 1;

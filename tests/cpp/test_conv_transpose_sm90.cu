@@ -257,7 +257,8 @@ std::string label(const Problem& problem, const Launch& launch) {
          " split_axes=" + std::to_string(launch.cut.split_axes) +
          (launch.cut.share_taps ? " share_taps, " : ", ") + (launch.cut.pair_phases ? "pairs, " : "") +
          (problem.has_bias ? "" : "no bias, ") + modes[int(launch.mode)] + ", " + describe(launch.tail) +
-         (launch.w_in_place ? ", w in place" : "") + (launch.clears_counters ? ", clears counters" : "");
+         (launch.w_in_place ? ", w in place" : "") + (launch.clears_counters ? ", clears counters" : "") +
+         (launch.windows ? ", windows" : "");
 }
 
 /// One launch by few blocks, and all that it wrote.
@@ -275,13 +276,15 @@ void run_one_launch(Fixture& fixture, const Launch& launch, Tally& tally) {
   });
 }
 
-/// The launch; where the variant can, once more with w as it lies and counters that it has to clear.
+/// The launch; where variant and case can, once more with w as it lies and window by window, and with
+/// counters that it has to clear.
 template <class Fixture>
 void run_launch(Fixture& fixture, Launch launch, Tally& tally) {
   run_one_launch(fixture, launch, tally);
   launch.clears_counters = true;
   launch.w_in_place = can_read_w_in_place(fixture.instance(), fixture.problem());
-  if (launch.w_in_place) run_one_launch(fixture, launch, tally);
+  launch.windows = can_have_windows(fixture.problem(), launch.cut);
+  if (launch.w_in_place || launch.windows) run_one_launch(fixture, launch, tally);
 }
 
 template <class T>
