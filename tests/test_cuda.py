@@ -173,6 +173,29 @@ def test_phases_of_a_large_sample(hopper, groups):
         assert torch.equal(case.ours(), case.ours())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("samples", "outputs"), [(1, 200), (3, 128)])
+def test_unequal_phases_of_a_large_sample(hopper, samples, outputs, dtype):
+    """Windows in which some phases have no tile; of two channel tiles, or of samples that no block keeps."""
+    block = make_block(
+        samples,
+        128,
+        outputs,
+        32,
+        3,
+        num_groups=8,
+        stride=2,
+        padding=1,
+        device=hopper,
+        dtype=dtype,
+        precision="tf32" if dtype is torch.float32 else "ieee",
+    )
+    for case in (block, block.channels_last()):
+        assert "order: all phases" in str(case.plan())
+        check_like_eager(case)
+        assert torch.equal(case.ours(), case.ours())
+
+
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("stride", [(3, 3, 3), (1, 4, 4), (2, 4, 4), (3, 3, 4), (4, 4, 4)])
