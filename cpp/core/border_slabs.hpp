@@ -94,7 +94,9 @@ InputBox input_box(const Problem& problem, const Slab& slab, bool shares_taps = 
 inline constexpr std::int64_t kMaxSm90Count =
     std::numeric_limits<std::int32_t>::max() - (std::int64_t{1} << 16);
 
-/// Tiles of one launch: each is normalized in 8 or 16 items, which are counted too.
+/// Tiles of one launch: each is normalized in 8 or 16 items, which are counted too. Where items are shares of
+/// tiles they are 8, also of places without a tile, of which window by window there are a quarter as many as
+/// tiles at most (core/tile_order.hpp).
 inline constexpr std::int64_t kMaxSm90Tiles = kMaxSm90Count / 16;
 
 /// Slabs that one launch of the SM90 kernel takes, 15 to 21 KB of parameters: stride 3 uncut, kernel 5 of

@@ -213,11 +213,11 @@ class GroupNormWorker {
     return item;
   }
 
-  /// Takes the item held, if it can be normalized now. Items are handed out one by one, in the order of the
-  /// samples.
+  /// Takes the item held, if it can be normalized now, or else the next one that is not to be left out. Items
+  /// are handed out one by one, in the order of the samples.
   ///
-  /// \param most items that it may leave out because they are kept, or places of the launch order without a
-  ///             tile, each of which costs asking for another
+  /// \param most items that it may leave out, each of which costs asking for another; if all were, none is
+  ///             taken
   CUTLASS_DEVICE bool take(Item& item, int most = INT_MAX) {
     if (!asked_) ask();
     asked_ = true;
@@ -270,14 +270,15 @@ class GroupNormWorker {
     int const pos_tile = params_.k_tiles.divmod(k_tile, local - control_.first_tile[slab]);
     return {sample, slab, tile_channel(params_, k_tile), pos_tile * Traits::BLK_POS};
   }
-  /// Whether the item belongs to no tile, or to one that the block which computed it normalizes. Its sample
-  /// is final.
+  /// Whether the item is a share of an empty place in launch order, which has as many as a tile, or of a tile
+  /// that the block which computed it normalizes. Its sample is final.
   CUTLASS_DEVICE bool is_left_out(Item const& item) const {
     if (item.sample < first_of_tiles()) return false;
     int const tile_position = item.position / Traits::BLK_POS * Traits::BLK_POS;
     if (params_.window_tiles > 0 && tile_position >= params_.slabs[item.slab].positions) return true;
     if constexpr (!Traits::KEEPS_TILE) return false;
     if (item.sample < params_.first_kept) return false;
+    // Of any position in the tile.
     int const tile = index_of_tile(params_, {item.sample, item.slab, item.channel, item.position});
     bool found = false;
     CUTLASS_PRAGMA_UNROLL

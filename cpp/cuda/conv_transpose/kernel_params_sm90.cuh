@@ -119,8 +119,8 @@ struct ConvTransposeTraitsSm90 {
   static_assert(!PAIRED || pairs_phases(BLK_K, BLK_POS, BLK_C, PRODUCTS, 8 * int(sizeof(Stored))));
 
   /// Whether the loading thread tells the block's other warps all of a tile; else every warp finds a tile by
-  /// its place, which takes up to 1 % longer. Told of pairs, the compiler does not see that loops over
-  /// k-blocks are the same for a whole warp (see uniform_note); three products were not tried.
+  /// its place, which takes up to 1.4 % longer. Told of pairs, the compiler does not see that loops over
+  /// k-blocks are the same for a whole warp (see uniform_note); kernels that store float32 were not tried.
   static constexpr bool TELLS_TILES = TAKES_ROW_MOMENTS && !PAIRED;
 
   /// Normalization items: as many positions as an eighth of what is staged has, and its channels.

@@ -177,7 +177,9 @@ class OperandRings {
   template <class Accumulator>
   CUTLASS_DEVICE void multiply(int w_slot, int x_slot, int row, Accumulator& acc) {
     using namespace cute;
-    constexpr int kUnit = 16;  // descriptors count in 16 bytes
+    // Descriptors count in 16 bytes. Of what is not negative, as the compiler does not know of x_unit_bytes,
+    // a division is a shift, not three instructions between the wait for operands and the first wgmma.
+    constexpr int kUnit = 16;
     Tensor w = make_tensor(w_.data() + w_slot * (Traits::W_BYTES / kUnit), w_.layout());
     Tensor x = make_tensor(
         x_.data() + (x_slot * (unsigned(rings_.x_unit_bytes) / kUnit) + row * (Traits::ROW_BYTES / kUnit)),

@@ -151,7 +151,7 @@ CUTLASS_DEVICE TileNote<Traits> note_end() {
 }
 
 /// A note that the compiler knows to be the same for a whole warp. Else it takes the loops over k-blocks for
-/// such that lanes may part in, guards each one, and moves every descriptor by itself: with three products 5
+/// such that lanes may part in, guards each one, and moves every descriptor by itself: with three products 3
 /// to 8 % of a block (perf/NOTES.md, "Descriptors in uniform registers").
 CUTLASS_DEVICE int uniform_note(int place) {
   return __shfl_sync(0xffffffffu, place, 0);
