@@ -40,6 +40,7 @@ using upconv3d::Problem;
 using upconv3d::Tail;
 using upconv3d::cuda::check;
 using upconv3d::tests::activated;
+using upconv3d::tests::can_have_windows;
 using upconv3d::tests::can_launch;
 using upconv3d::tests::can_read_w_in_place;
 using upconv3d::tests::Case;
