@@ -420,7 +420,8 @@ def test_one_slope_without_an_axis(device):
     call = make_call(activation="prelu", one_slope=True, device=device)
     whole = call.ours()
     call.tensors["slopes"] = call.tensors["slopes"].reshape(())
-    torch.testing.assert_close(call.ours(), whole)  # float64's convolution on CUDA has other last bits each time
+    # float64's convolution on CUDA has other last bits each time.
+    torch.testing.assert_close(call.ours(), whole)
 
 
 def test_nothing_after_the_convolution():
