@@ -24,6 +24,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from check_ptxas import demangle
+
 # Kernels that may move descriptors: a regular expression for the mangled name, and why.
 ALLOWED = {
     r"TwiceTraitsSm90I\w+?(fLb|ES\d_Lb1)": "computed twice, to NCDHW or float32: shuffles in place of the "
@@ -123,20 +125,20 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    count, problems = 0, 0
-    for file in args.files:
-        for kernel in kernels_of(file):
-            count += 1
-            moved = ", ".join(
-                f"{loop.wgmma} wgmma with {loop.moves} R2UR, {loop.guards} WARPSYNC" for loop in kernel.loops
-            )
-            bad = not kernel.clean and not kernel.allowed
-            problems += bad
-            print(f"{'MOVES ' if bad else ''}{moved}: {kernel.name}")
-    if count == 0:
-        print("check_sass: no kernel with wgmma in these files", file=sys.stderr)
-    print(f"check_sass: {count} kernels, {problems} problems")
-    return 1 if problems or count == 0 else 0
+    kernels = [kernel for file in args.files for kernel in kernels_of(file)]
+    problems = [] if kernels else ["no kernel with wgmma in these files"]
+    names = demangle([kernel.name for kernel in kernels])
+    for kernel, name in zip(kernels, names, strict=True):
+        moves = ", ".join(
+            f"{loop.wgmma} wgmma with {loop.moves} R2UR, {loop.guards} WARPSYNC" for loop in kernel.loops
+        )
+        print(f"{moves}: {name}")
+        if not kernel.clean and not kernel.allowed:
+            problems.append(f"descriptors are moved, {moves}: {name}")
+    for problem in problems:
+        print(f"check_sass: {problem}", file=sys.stderr)
+    print(f"check_sass: {len(kernels)} kernels, {len(problems)} problems")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
