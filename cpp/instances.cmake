@@ -6,8 +6,9 @@
 #
 # To add a variant, add a line. Order matters where two are estimated equally quick: the first wins.
 #   kernel          90: conv_transpose_relu_group_norm_sm90, for Hopper; 90_twice: conv_transpose_twice_sm90, for
-#                   Hopper, whose tile is that of one of two warpgroups; 80: conv_transpose_relu_moments_sm80, for
-#                   compute capability 8.0 and later
+#                   Hopper, whose tile is that of one of two warpgroups; 90_held: conv_transpose_held_sm90, for
+#                   Hopper, with tiles of 64 channels; 80: conv_transpose_relu_moments_sm80, for compute
+#                   capability 8.0 and later
 #   operand         what the tensor cores multiply
 #   products        1, or 3 for the hi/lo split that carries float32's accuracy
 #   stored          before(conv) until it is normalized: the dtype of y, or (90 only) u16, which becomes float32
@@ -44,6 +45,10 @@ set(UPCONV3D_CONV_INSTANCES
   "90_twice f16  1 f16   64 256 32"
   "90_twice f16  1 f32   64 256"
   "90_twice f16  1 f32   64 256 32"
+  "90_held bf16 1 bf16  64  64"
+  "90_held bf16 1 bf16  64 128"
+  "90_held f16  1 f16   64  64"
+  "90_held f16  1 f16   64 128"
   "80 bf16 1 bf16 128 128"
   "80 bf16 1 bf16  64 128"
   "80 f16  1 f16  128 128"
@@ -90,16 +95,24 @@ function(upconv3d_generate_instances folder compiled_90 compiled_80 core_sources
   # Of each kernel: its name, the header that launches it, its arch, and whether it computes twice.
   set(stem_90 conv_transpose_relu_group_norm_sm90)
   set(stem_90_twice conv_transpose_twice_sm90)
+  set(stem_90_held conv_transpose_held_sm90)
   set(stem_80 conv_transpose_relu_moments_sm80)
   set(header_90 ${stem_90})
   set(header_90_twice launch_twice_sm90)
+  set(header_90_held launch_held_sm90)
   set(header_80 ${stem_80})
   set(arch_90 90)
   set(arch_90_twice 90)
+  set(arch_90_held 90)
   set(arch_80 80)
   set(twice_90 false)
   set(twice_90_twice true)
+  set(twice_90_held false)
   set(twice_80 false)
+  set(held_90 false)
+  set(held_90_twice false)
+  set(held_90_held true)
+  set(held_80 false)
   # Of each arch: what its launchers take, and its types.
   set(params_90 ConvTransposeParams)
   set(params_80 ConvTransposeSm80Params)
@@ -127,6 +140,9 @@ function(upconv3d_generate_instances folder compiled_90 compiled_80 core_sources
     if(twice_${kernel})
       # The only tile and number of products that this kernel has.
       set(template_arguments "${${types_${arch}}${operand}}, ${${types_${arch}}${stored}}")
+    elseif(held_${kernel})
+      # Its tiles have one number of channels.
+      set(template_arguments "${${types_${arch}}${operand}}, ${${types_${arch}}${stored}}, ${bp}")
     else()
       set(template_arguments
         "${${types_${arch}}${operand}}, ${products}, ${${types_${arch}}${stored}}, ${bc}, ${bp}")
@@ -145,7 +161,7 @@ function(upconv3d_generate_instances folder compiled_90 compiled_80 core_sources
     endif()
 
     string(APPEND rows
-      "      {.name = \"${name}\", .arch = ${arch}, .operand = ${_core_${operand}}, .products = ${products}, .output = ${_core_${stored}}, .stored_bits = ${_bits_${stored}}, .block_channels = ${bc}, .block_positions = ${bp}, .block_inputs = ${bi}, .twice = ${twice_${kernel}}, .compiled = ${compiled_literal}},\n")
+      "      {.name = \"${name}\", .arch = ${arch}, .operand = ${_core_${operand}}, .products = ${products}, .output = ${_core_${stored}}, .stored_bits = ${_bits_${stored}}, .block_channels = ${bc}, .block_positions = ${bp}, .block_inputs = ${bi}, .twice = ${twice_${kernel}}, .held = ${held_${kernel}}, .compiled = ${compiled_literal}},\n")
     file(CONFIGURE OUTPUT "${folder}/${name}.cu" @ONLY CONTENT
 "// SPDX-License-Identifier: Apache-2.0
 // Generated from cpp/instances.cmake.

@@ -92,13 +92,13 @@ def test_same_bits_and_recompute(hopper, layout, kind):
     for again in (gradients(block, grad_y), gradients(block, grad_y, recompute=True)):
         for name, gradient in first.items():
             assert torch.equal(gradient, again[name]), name
-    # In inference such a small block may be the library plan's.
+    # In inference such a small block may be the library plan's, or held, whose moments are other tiles'.
     args, kwargs = block.requires_grad().arguments()
     results = [
         upconv3d.conv_transpose3d_relu_group_norm(*args, **kwargs, recompute=recompute)
         for recompute in (False, True)
     ]
-    assert torch.equal(*results)
+    assert torch.equal(results[1], block.ours() if block.plan().held else results[0])
 
 
 @every_kind

@@ -20,7 +20,7 @@ from test_select_plan import _tensor
 CALLS = 3000
 DTYPES = ["bfloat16", "float16", "float32", "float32", "float64"]
 CAPABILITIES = [75, 80, 86, 89, *[90] * 8, 100, 120]
-FORCED = ["stored", "twice", "direct", "col2im", "library", "sm80", "sm90"]
+FORCED = ["stored", "twice", "held", "direct", "col2im", "library", "sm80", "sm90"]
 ACTIVATIONS = ["relu", "relu", "none", "leaky_relu", "silu", "gelu"]
 
 

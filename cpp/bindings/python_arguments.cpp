@@ -149,6 +149,7 @@ py::dict to_dict(const Plan& plan) {
   dict["leaving_blocks"] = plan.leaving_blocks;
   dict["channels"] = plan.channels;
   dict["twice"] = plan.twice;
+  dict["held"] = plan.held;
   dict["estimated_stored_ms"] = plan.estimated_stored_ms;
   dict["estimated_twice_ms"] = plan.estimated_twice_ms;
   dict["estimated_direct_ms"] = plan.estimated_direct_ms;
@@ -171,6 +172,7 @@ py::dict to_dict(const ConvInstance& instance) {
   dict["block_positions"] = instance.block_positions;
   dict["block_inputs"] = instance.block_inputs;
   dict["twice"] = instance.twice;
+  dict["held"] = instance.held;
   dict["compiled"] = instance.compiled;
   return dict;
 }

@@ -53,6 +53,8 @@ std::string describe(const Plan& plan) {
   const bool direct = plan.algorithm == Algorithm::kCudaDirect;
   if ((direct && plan.tiles == 0) || (plan.twice && plan.linear)) {
     text += "\n  convolution: computed once, and stored as y";
+  } else if (plan.held) {
+    text += "\n  convolution: held in shared memory, as far as that goes, until it is normalized";
   } else if (plan.twice || direct) {
     text += "\n  convolution: computed for its moments, and once more to be normalized and stored";
     if (plan.twice && !plan.activation_in_y) text += concat(" as ", name(plan.conv_layout), " beside y");

@@ -42,6 +42,7 @@ struct ConvInstance {
   int block_positions;  // output positions of a tile
   int block_inputs;     // SM90: input channels of a k-block, kBlockInputs or half of it
   bool twice;           // conv_transpose_twice_sm90: nothing is stored but the result
+  bool held;            // conv_transpose_held_sm90: neither is it, as a rule
   bool compiled;        // false in a build without CUDA, or without an arch it runs on
 };
 
@@ -123,6 +124,9 @@ struct Plan {
   bool twice = false;                    // SM90: the convolution is computed for its moments, and once more,
                                          // or, where linear, once; by conv_transpose_twice_sm90
   double scheduled_multiply_ms = 0.0;    // SM90: the convolution alone, stored (sm90_schedule.hpp)
+  bool held = false;              // SM90: the convolution is held in shared memory until it is normalized, by
+                                  // conv_transpose_held_sm90
+  double expected_held_us = 0.0;  // SM90: of that kernel (held_plan.hpp)
   // SM90: by whose estimate plans are compared where plan_times.hpp has no times
   std::optional<ConvInstance> compared_instance;
   double estimated_stored_ms = 0.0;  // SM90: that estimate (sm90_compared.hpp), without packing, before(conv)

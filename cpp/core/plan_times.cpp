@@ -377,6 +377,7 @@ bool has_times(const Problem& p) {
 }
 
 double sm90_plan_us(const Problem& p, const Plan& sm90) {
+  if (sm90.held) return sm90.expected_held_us;
   return sm90.twice ? twice_us(p, sm90) : stored_us(p, sm90);
 }
 

@@ -12,6 +12,7 @@
 #include "core/extents.hpp"
 #include "core/group_times.hpp"
 #include "core/held_norm.hpp"
+#include "core/held_plan.hpp"
 #include "core/index_math.hpp"
 #include "core/library_plan.hpp"
 #include "core/one_voxel.hpp"
@@ -29,15 +30,16 @@ namespace {
 
 /// Whether the forced plan is the SM90 plan, by its name or by that of one of its kernels.
 bool is_sm90(const std::string& forced_plan) {
-  return forced_plan == "sm90" || forced_plan == "stored" || forced_plan == "twice";
+  return forced_plan == "sm90" || forced_plan == "stored" || forced_plan == "twice" || forced_plan == "held";
 }
 
 void require_known(const std::string& forced_plan) {
-  constexpr const char* kKnown[] = {"", "sm80", "sm90", "stored", "twice", "direct", "col2im", "library"};
+  constexpr const char* kKnown[] = {"",     "sm80",   "sm90",   "stored", "twice",
+                                    "held", "direct", "col2im", "library"};
   if (std::find(std::begin(kKnown), std::end(kKnown), forced_plan) != std::end(kKnown)) return;
   throw ValueViolation(
       concat("upconv3d: UPCONV3D_PLAN must name a plan for CUDA devices; got \"", forced_plan,
-             "\". Set it to sm80, sm90, stored, twice, direct, col2im or library, or unset it."));
+             "\". Set it to sm80, sm90, stored, twice, held, direct, col2im or library, or unset it."));
 }
 
 /// Refuses a forced plan that cannot run.
@@ -213,11 +215,15 @@ std::optional<Plan> sm90_choice(const Problem& problem, const Device& device,
     plan = *transposed;
     twice_obstacle = "";
   }
+  const std::string held_obstacle =
+      keeps_activation ? "a backward pass follows" : consider_held(problem, device, instances, plan);
   if (keeps_activation && has_backward && !trains) {
     obstacle = concat("a backward pass follows, and of more than ", kMaxSlabs,
                       " phases it was not compared with cuDNN's");
   } else if (forced == "twice") {
     obstacle = twice_obstacle;
+  } else if (forced == "held") {
+    obstacle = held_obstacle;
   }
   if (!obstacle.empty()) return std::nullopt;
   return plan;

@@ -135,7 +135,7 @@ std::optional<ConvInstance> compared_instance(const Problem& p, const Device& de
   std::optional<ConvInstance> best;
   double best_cycles = std::numeric_limits<double>::infinity();
   for (const ConvInstance& instance : instances) {
-    if (!instance.compiled || instance.arch != kHopper || instance.twice ||
+    if (!instance.compiled || instance.arch != kHopper || instance.twice || instance.held ||
         (instance.block_inputs != kBlockInputs && !considers_half_blocks(p, instance)) ||
         instance.operand != family.operand || instance.products != family.products ||
         instance.output != family.output || instance.stored_bits != family.stored_bits ||

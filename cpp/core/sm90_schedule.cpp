@@ -275,7 +275,7 @@ Schedule cheapest_of(const Problem& p, const ConvInstance& instance, const std::
 
 /// Whether variants take the same operands and store the same values, by k-blocks of as many input channels.
 bool is_alternative(const ConvInstance& instance, const ConvInstance& base) {
-  return instance.compiled && instance.arch == base.arch && !instance.twice &&
+  return instance.compiled && instance.arch == base.arch && !instance.twice && !instance.held &&
          instance.operand == base.operand && instance.products == base.products &&
          instance.output == base.output && instance.stored_bits == base.stored_bits &&
          instance.block_inputs == base.block_inputs;

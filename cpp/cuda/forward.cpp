@@ -11,6 +11,7 @@
 #include "core/col2im_plan.hpp"
 #include "core/cut.hpp"
 #include "core/held_norm.hpp"
+#include "core/held_tiles.hpp"
 #include "core/twice_layout.hpp"
 #include "core/twice_transposed.hpp"
 #include "cuda/activation_memory.hpp"
@@ -51,9 +52,13 @@ struct Sm90Workspace {
 
   Sm90Workspace(const Problem& problem, const Plan& plan, void* base)
       : carver(base), operands(problem, plan, carver) {
-    const int granule_shift = plan.twice ? twice_granule_shift(problem) : moment_granule_shift(problem);
+    const int granule_shift = plan.held    ? held_granule_shift(problem)
+                              : plan.twice ? twice_granule_shift(problem)
+                                           : moment_granule_shift(problem);
+    const std::int64_t moment_floats = plan.held ? kHeldMomentFloats : 2;
     const bool has_table = !plan.normalizes && !plan.linear;
-    part = carver.take<float>(plan.linear ? 0 : problem.n * plan.tiles * (problem.k >> granule_shift) * 2);
+    part = carver.take<float>(
+        plan.linear ? 0 : problem.n * plan.tiles * (problem.k >> granule_shift) * moment_floats);
     channel_table = carver.take<float>(has_table ? 3 * problem.k * problem.n : 0);
     counter_bytes = counter_count(problem) * static_cast<std::int64_t>(sizeof(std::int32_t));
     counters = carver.take<std::int32_t>(counter_count(problem));

@@ -84,6 +84,7 @@ class Plan:
     leaving_blocks: int
     channels: str
     twice: bool
+    held: bool
     estimated_stored_ms: float
     estimated_twice_ms: float
     estimated_direct_ms: float
@@ -124,6 +125,7 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         leaving_blocks=plan["leaving_blocks"],
         channels=plan["channels"],
         twice=plan["twice"],
+        held=plan["held"],
         estimated_stored_ms=plan["estimated_stored_ms"],
         estimated_twice_ms=plan["estimated_twice_ms"],
         estimated_direct_ms=plan["estimated_direct_ms"],
