@@ -44,6 +44,7 @@ class Plan:
         leaving_blocks: of the convolution, as many of its blocks as end after the first sample, so that a
             normalization which is a kernel of its own runs beside it; 0 where that begins behind it.
         channels: how channels are padded or kept apart by convolution group; "" where they lie as they are.
+        held: whether the result is kept in shared memory until it is normalized.
         twice: whether the convolution is computed for its moments and then once more instead of being stored;
             without a norm, by the same kernel, once.
         estimated_stored_ms, estimated_twice_ms: what the two take without packing, by arithmetic and bytes; 0
