@@ -7,27 +7,21 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <exception>
 #include <iterator>
-#include <limits>
 #include <string>
-#include <type_traits>
 #include <vector>
 
-#include "conv_transpose_reference.cuh"
-#include "core/channels.hpp"
 #include "core/plan.hpp"
 #include "core/problem.hpp"
 #include "core/twice_layout.hpp"
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
-#include "cutlass/numeric_types.h"
 #include "gpu_test.hpp"
+#include "normalized_fixture.cuh"
 #include "tail_cases.hpp"
 #include "tally.hpp"
 
@@ -35,38 +29,27 @@ namespace {
 
 using upconv3d::Activation;
 using upconv3d::ConvInstance;
-using upconv3d::DType;
-using upconv3d::Extent3;
 using upconv3d::Layout;
 using upconv3d::Problem;
 using upconv3d::Tail;
-using upconv3d::volume;
 using upconv3d::cuda::check;
 using upconv3d::tests::activated;
-using upconv3d::tests::DeviceBuffer;
+using upconv3d::tests::Case;
+using upconv3d::tests::check_y;
+using upconv3d::tests::Fixture;
+using upconv3d::tests::group_counts;
+using upconv3d::tests::kNaN;
+using upconv3d::tests::kNone;
+using upconv3d::tests::kOnes;
+using upconv3d::tests::kStatAccuracy;
 using upconv3d::tests::linear_tails;
-using upconv3d::tests::next_random;
-using upconv3d::tests::packed;
+using upconv3d::tests::make_problem;
 using upconv3d::tests::piecewise_linear_tails;
-using upconv3d::tests::prelu_slopes;
-using upconv3d::tests::rectified;
-using upconv3d::tests::reference_kernel;
-using upconv3d::tests::rounded;
-using upconv3d::tests::small_integers;
+using upconv3d::tests::run_with_types;
+using upconv3d::tests::Scratch;
 using upconv3d::tests::smooth_tails;
 using upconv3d::tests::Tally;
-using upconv3d::tests::transposed;
-
-struct Case {
-  std::int64_t n, c, k;
-  Extent3 in, kernel, stride, padding, output_padding, dilation;
-  // Where not 0: what sample 1 is filled with, and no tile of sample 0 may take in. Then sample 0 alone is
-  // compared.
-  double next = 0.0;
-};
-
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr Extent3 kNone = {0, 0, 0}, kOnes = {1, 1, 1};
+using upconv3d::tests::unit_roundoff;
 
 // For y [N,Z,P,Q,K]: kernel = stride; phases with 1 to 8 taps, with none (kernel 1), unequal extents; 2, 3
 // and 4 phases stacked and rows left over; channel tiles that pair and one that does not; several k-blocks;
@@ -162,215 +145,37 @@ bool is_repeated(int index) {
 /// Few blocks, so that each walks several classes and waits for the others.
 constexpr int kFewBlocks = 5;
 
-/// Scaling x by 2^3 and w by 2^-2 and undoing it with unscale exponents exercises the float epilogue.
-constexpr int kSampleExponent = 3;
-constexpr int kColumnExponent = -2;
-
-/// What float statistics and their use are held to: 32 roundings.
-constexpr double kStatAccuracy = 32 * 0x1p-24;
-
-double unit_roundoff(DType dtype) {
-  return dtype == DType::kFloat32 ? 0x1p-24 : dtype == DType::kFloat16 ? 0x1p-11 : 0x1p-8;
-}
-
-/// Divisors of K: layer norm, instance norm, groups of 2, 4 and 8 channels.
-std::vector<std::int64_t> group_counts(std::int64_t k) {
-  std::vector<std::int64_t> counts;
-  for (const std::int64_t groups : {std::int64_t{1}, k / 2, k / 4, k / 8, k}) {
-    if (std::find(counts.begin(), counts.end(), groups) == counts.end()) counts.push_back(groups);
-  }
-  return counts;
-}
-
-Problem make_problem(const ConvInstance& instance, const Case& shape, Layout y_layout) {
-  Problem problem;
-  problem.n = shape.n, problem.c = shape.c, problem.k = shape.k;
-  problem.in = shape.in, problem.kernel = shape.kernel, problem.stride = shape.stride;
-  problem.padding = shape.padding, problem.output_padding = shape.output_padding;
-  problem.dilation = shape.dilation;
-  problem.dtype = instance.output;
-  problem.has_bias = true;
-  problem.y_layout = y_layout;
-  return problem;
-}
-
-/// One case's tensors on the device and its exact convolution, for all launches of an instance.
-template <class Operand, class Output>
-class Fixture {
- public:
-  Fixture(const ConvInstance& instance, const Case& shape, Layout y_layout, std::uint64_t& state)
-      : problem(make_problem(instance, shape, y_layout)),
-        samples(shape.next == 0.0 ? shape.n : 1),
-        instance_(instance),
-        x_(shape.n * volume(shape.in) * operand_channels(problem)),
-        x_in_place_(shape.n * volume(shape.in) * shape.c),
-        w_(volume(shape.kernel) * shape.k * operand_channels(problem)),
-        w_in_place_(volume(shape.kernel) * shape.k * shape.c),
-        bias_(shape.k),
-        gamma_(shape.k),
-        beta_(shape.k),
-        slopes_(shape.k),
-        y_(problem.n * problem.positions() * problem.k),
-        unscale_sample_(shape.n),
-        unscale_column_(shape.k) {
-    auto x = small_integers(shape.n * volume(shape.in) * shape.c, 2, state);
-    const auto w = small_integers(volume(shape.kernel) * shape.k * shape.c, 2, state);
-    const auto bias = small_integers(shape.k, 3, state);
-    if (shape.next != 0.0)
-      std::fill(x.begin() + static_cast<std::ptrdiff_t>(x.size() / 2), x.end(), shape.next);
-    gamma = small_integers(shape.k, 3, state);
-    beta = small_integers(shape.k, 3, state);
-    for (double& v : gamma) v = 1.5 + v / 4;
-    const std::int64_t elements = problem.n * problem.positions() * problem.k;
-    DeviceBuffer<double> x64(x.size()), w64(w.size()), bias64(bias.size()), reference(elements);
-    x64.upload(x), w64.upload(w), bias64.upload(bias);
-    reference_kernel<<<unsigned((elements + 127) / 128), 128>>>(x64.get(), w64.get(), bias64.get(),
-                                                                reference.get(), problem, problem.out());
-    upconv3d::cuda::check_launch("reference_kernel");
-    convolved_ = reference.download();
-    const std::int64_t pitch = operand_channels(problem);
-    x_.upload(rounded<Operand>(packed(x, shape.n, 1, shape.c, pitch),
-                               kScaled ? std::ldexp(1.0, -kSampleExponent) : 1.0));
-    x_in_place_.upload(rounded<Operand>(x));
-    w_.upload(
-        rounded<Operand>(packed(w, 1, 1, shape.c, pitch), kScaled ? std::ldexp(1.0, -kColumnExponent) : 1.0));
-    w_in_place_.upload(rounded<Operand>(transposed(w, shape.c)));
-    bias_.upload(rounded<Output>(bias));
-    gamma_.upload(rounded<Output>(gamma));
-    beta_.upload(rounded<Output>(beta));
-    slopes_.upload(rounded<Output>(prelu_slopes(shape.k)));
-    unscale_sample_.upload(std::vector<std::int32_t>(shape.n, kSampleExponent));
-    unscale_column_.upload(std::vector<std::int32_t>(shape.k, kColumnExponent));
-  }
-
-  const ConvInstance& instance() const { return instance_; }
-
-  /// Whether the variant takes the case's w as it lies.
-  bool can_read_w_in_place() const {
-    return !kScaled && problem.y_layout == Layout::kNDHWC &&
-           twice_reads_w_in_place(upconv3d::twice_layout(problem));
-  }
-
-  /// Launches the kernel once.
-  ///
-  /// \param tail linear where it has no norm
-  /// \param affine gamma and beta are given
-  /// \param w_in_place w and, where it can be, x are as they lie, and counters are the launch's to clear
-  void launch(const Tail& tail, std::int64_t num_groups, bool affine, int sm_count, bool w_in_place) {
-    problem.tail = tail;
-    problem.num_groups = num_groups;
-    // Without a norm compared as it is.
-    expected = tail.norm && tail.before() == Activation::kRelu ? rectified(convolved_) : convolved_;
+/// What conv_transpose_twice_sm90 differs in from other kernels, for Fixture.
+struct TwiceKernel {
+  static constexpr bool kRoundsFirst = false;
+  static Scratch scratch(const ConvInstance&, const Problem& problem) {
     const std::int64_t moments = upconv3d::twice_moments(upconv3d::twice_layout(problem));
-    DeviceBuffer<float> part(problem.n * moments * (problem.k >> twice_granule_shift(problem)) * 2);
-    DeviceBuffer<float> table(twice_table_floats(problem, moments));
-    DeviceBuffer<std::int32_t> counters(upconv3d::cuda::counter_count(problem));
-    part.poison(), table.poison(), y_.poison();
-    w_in_place ? counters.poison() : counters.clear();
-    upconv3d::cuda::ConvTransposeParams params;
-    params.problem = problem;
-    params.x_hi = x_.get(), params.w_hi = w_.get(), params.bias = bias_.get();
-    params.x_packed = true;
-    params.w_in_place = params.clears_counters = w_in_place;
-    params.piles_views = upconv3d::twice_layout(problem).pile > 1;
-    if (w_in_place) params.w_hi = w_in_place_.get();
-    if (w_in_place && has_operand_channels(problem)) {
-      params.x_packed = false;
-      params.x_hi = x_in_place_.get();
-    }
-    if (affine) params.gamma = gamma_.get(), params.beta = beta_.get();
-    if (kScaled) params.unscale_sample = unscale_sample_.get(), params.unscale_column = unscale_column_.get();
-    params.before = activation(tail.before());
-    params.after = activation(tail.after());
-    params.a = y_.get();
-    params.linear = !tail.norm;
-    if (tail.norm) params.part = part.get(), params.table = table.get();
-    params.counters = counters.get();
-    params.sm_count = sm_count;
-    upconv3d::cuda::find_conv_transpose_launcher(instance_.name)(params, nullptr);
-    check(cudaDeviceSynchronize(), instance_.name);
-    y = y_.download();
+    return {problem.n * moments * (problem.k >> twice_granule_shift(problem)) * 2,
+            twice_table_floats(problem, moments)};
   }
-
-  Problem problem;
-  const std::int64_t samples;       // that are compared, from the first on
-  std::vector<double> expected;     // [N,Z,P,Q,K] before(conv + bias) of the last launch
-  std::vector<double> gamma, beta;  // [K]
-  std::vector<Output> y;            // [N,Z,P,Q,K] or [N,K,Z,P,Q] of the last launch
-
- private:
-  static constexpr bool kScaled = std::is_same_v<Output, float>;
-
-  upconv3d::cuda::ActivationParams activation(Activation kind) const {
-    upconv3d::cuda::ActivationParams params;
-    params.kind = kind;
-    params.parameter = problem.tail.parameter;
-    params.slopes = slopes_.get();
-    params.slope_step = problem.tail.slopes > 1 ? 1 : 0;
-    return params;
+  static bool reads_w_in_place(const Problem& problem) {
+    return problem.y_layout == Layout::kNDHWC && twice_reads_w_in_place(upconv3d::twice_layout(problem));
   }
-
-  const ConvInstance& instance_;
-  DeviceBuffer<Operand> x_, x_in_place_, w_, w_in_place_;
-  DeviceBuffer<Output> bias_, gamma_, beta_, slopes_, y_;
-  DeviceBuffer<std::int32_t> unscale_sample_, unscale_column_;
-  std::vector<double> convolved_;  // [N,Z,P,Q,K] conv + bias
+  static void complete(upconv3d::cuda::ConvTransposeParams& params) {
+    params.piles_views = upconv3d::twice_layout(params.problem).pile > 1;
+  }
 };
 
-/// y of one group of a sample, to its own rounding and that of the statistics, by which it may be off before
-/// an activation of a slope up to kSteepest.
+/// Launches the kernel once.
+///
+/// \param tail linear where it has no norm
+/// \param affine gamma and beta are given
+/// \param w_in_place w and, where it can be, x are as they lie, and counters are the launch's to clear
 template <class Fixture>
-std::string check_group(const Fixture& fixture, std::int64_t n, std::int64_t group, bool affine) {
-  const Problem& problem = fixture.problem;
-  const std::int64_t channels = problem.k / problem.num_groups, positions = problem.positions();
-  const std::int64_t sample = n * positions * problem.k;
-  const auto at = [&](std::int64_t i) {
-    return sample + i / channels * problem.k + group * channels + i % channels;
-  };
-  const auto y_at = [&](std::int64_t i) {
-    return problem.y_layout == Layout::kNDHWC
-               ? at(i)
-               : sample + (group * channels + i % channels) * positions + i / channels;
-  };
-  const std::int64_t count = positions * channels;
-  double mean = 0, m2 = 0, largest = 0;
-  for (std::int64_t i = 0; i < count; ++i) mean += fixture.expected[at(i)] / double(count);
-  for (std::int64_t i = 0; i < count; ++i) {
-    const double v = fixture.expected[at(i)];
-    m2 += (v - mean) * (v - mean);
-    largest = std::max(largest, std::abs(v));
-  }
-  const double rstd = 1 / std::sqrt(m2 / double(count) + problem.eps);
-  for (std::int64_t i = 0; i < count; ++i) {
-    const std::int64_t k = group * channels + i % channels;
-    const double gamma = affine ? fixture.gamma[k] : 1.0, beta = affine ? fixture.beta[k] : 0.0;
-    const double normalized = (fixture.expected[at(i)] - mean) * rstd;
-    const double y = normalized * gamma + beta;
-    constexpr double kSteepest = 1.15;  // GELU's is 1.13
-    const double slack =
-        kSteepest * unit_roundoff(problem.dtype) * std::abs(y) +
-        kSteepest * kStatAccuracy *
-            (largest * std::abs(gamma) * rstd + std::abs(normalized * gamma) + std::abs(beta));
-    const double want = activated(problem.tail, problem.tail.after(), y, k);
-    const double got = double(float(fixture.y[y_at(i)]));
-    if (std::abs(got - want) <= slack) continue;
-    char text[160];
-    std::snprintf(text, sizeof(text), "y of n=%lld position=%lld k=%lld is %.9g, expected %.9g", (long long)n,
-                  (long long)(i / channels), (long long)k, got, want);
-    return text;
-  }
-  return "";
-}
-
-template <class Fixture>
-std::string check_y(const Fixture& fixture, bool affine) {
-  for (std::int64_t n = 0; n < fixture.samples; ++n) {
-    for (std::int64_t group = 0; group < fixture.problem.num_groups; ++group) {
-      const std::string problem = check_group(fixture, n, group, affine);
-      if (!problem.empty()) return problem;
-    }
-  }
-  return "";
+void launch(Fixture& fixture, const Tail& tail, std::int64_t num_groups, bool affine, int sm_count,
+            bool w_in_place) {
+  fixture.launch({.tail = tail,
+                  .num_groups = num_groups,
+                  .affine = affine,
+                  .sm_count = sm_count,
+                  .x_in_place = w_in_place,
+                  .w_in_place = w_in_place,
+                  .clears_counters = w_in_place});
 }
 
 /// y of a block without a norm, to its own rounding and that of an activation's float.
@@ -399,10 +204,10 @@ template <class Fixture>
 std::string check_repeats(Fixture& fixture, const Tail& tail, std::int64_t groups, int sm_count) {
   constexpr int kLaunches = 20;
   const bool may_lie = fixture.can_read_w_in_place();
-  fixture.launch(tail, groups, true, sm_count, false);
+  launch(fixture, tail, groups, true, sm_count, false);
   const auto y = fixture.y;
   for (int i = 1; i < kLaunches; ++i) {
-    fixture.launch(tail, groups, true, i % 4 == 1 ? kFewBlocks : sm_count, may_lie && i % 3 != 0);
+    launch(fixture, tail, groups, true, i % 4 == 1 ? kFewBlocks : sm_count, may_lie && i % 3 != 0);
     if (std::memcmp(y.data(), fixture.y.data(), y.size() * sizeof(y[0])) != 0) {
       return "launch " + std::to_string(i) + " stored other bits than launch 0";
     }
@@ -423,7 +228,7 @@ void run_linear(Fixture& fixture, const std::string& label, int index, int sm_co
     for (const bool w_in_place : {false, true}) {
       if (w_in_place && !fixture.can_read_w_in_place()) continue;
       tally.run(instance, name + (w_in_place ? ", w in place" : ""), [&] {
-        fixture.launch(tail, 1, false, (index + w_in_place) % 2 ? kFewBlocks : sm_count, w_in_place);
+        launch(fixture, tail, 1, false, (index + w_in_place) % 2 ? kFewBlocks : sm_count, w_in_place);
         return check_linear(fixture);
       });
     }
@@ -444,7 +249,7 @@ void run_instance(const ConvInstance& instance, Layout y_layout, int sm_count, T
     if (upconv3d::twice_block_inputs(problem) != instance.block_inputs) continue;
     if (upconv3d::twice_layout(problem).classes.empty()) continue;
     ++cases;
-    Fixture<Operand, Output> fixture(instance, kCases[index], y_layout, state);
+    Fixture<TwiceKernel, Operand, Output> fixture(instance, kCases[index], y_layout, state);
     const std::vector<std::int64_t> counts = group_counts(kCases[index].k);
     run_linear(fixture, "case " + std::to_string(index) + ", " + name(y_layout), index, sm_count, tally);
     const std::vector<Tail> others = piecewise_linear_tails(kCases[index].k), smooth = smooth_tails();
@@ -457,7 +262,7 @@ void run_instance(const ConvInstance& instance, Layout y_layout, int sm_count, T
           if (w_in_place && !fixture.can_read_w_in_place()) continue;
           tally.run(instance, label + (w_in_place ? ", w in place" : ""), [&] {
             const int blocks = turn % 2 ? kFewBlocks : sm_count;
-            fixture.launch(tail, counts[turn], turn % 3 != 0, blocks, w_in_place);
+            launch(fixture, tail, counts[turn], turn % 3 != 0, blocks, w_in_place);
             return check_y(fixture, turn % 3 != 0);
           });
         }
@@ -484,13 +289,9 @@ int main() {
     if (!instance.compiled || !instance.twice) continue;
     for (const Layout y_layout : {Layout::kNDHWC, Layout::kNCDHW}) {
       tally.run(instance, "preparing its cases", [&] {
-        if (instance.operand == DType::kBFloat16) {
-          run_instance<cutlass::bfloat16_t, cutlass::bfloat16_t>(instance, y_layout, sm_count, tally);
-        } else if (instance.output == DType::kFloat16) {
-          run_instance<cutlass::half_t, cutlass::half_t>(instance, y_layout, sm_count, tally);
-        } else {
-          run_instance<cutlass::half_t, float>(instance, y_layout, sm_count, tally);
-        }
+        run_with_types(instance, [&]<class Operand, class Output>() {
+          run_instance<Operand, Output>(instance, y_layout, sm_count, tally);
+        });
         return std::string();
       });
     }

@@ -5,7 +5,7 @@
 ///   x     [N,D,H,W,C]              operand  read through TMA im2col
 ///   w     [T*R*S,K,C]              operand  packed by layout/pack; or, of that dtype,
 ///         [C,T*R*S,K]                       channels_last_3d as PyTorch keeps it
-///   part  [N,moments,K/granule,4]  float    (mean, M2, count) of before(conv + bias), unrounded
+///   part  [N,moments,K/granule,4]  float    (mean, M2, count) of before(conv + bias), as held
 ///   y     [N,Z,P,Q,K]              output
 ///
 /// y = after(normalized before(conv + bias)): before() ReLU or nothing, after() piecewise linear
@@ -25,7 +25,7 @@
 ///
 /// Blocks wait for each other, so the launch is cooperative; its barrier is cooperative groups' own, which
 /// needs no counter that somebody had to clear. A tile's moments are its own, and merged in an order that the
-/// problem decides: results repeat bit for bit, whatever the number of blocks.
+/// problem and, of many norm groups, the number of blocks decide: results repeat bit for bit.
 #pragma once
 
 #include <cstdint>

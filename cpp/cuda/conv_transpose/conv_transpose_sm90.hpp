@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// Launcher of conv_transpose_relu_group_norm_sm90 or conv_transpose_twice_sm90, everything after packing,
-/// free of CUTLASS so that host code can include it. One launcher per line of cpp/instances.cmake.
+/// Launcher of conv_transpose_relu_group_norm_sm90, conv_transpose_twice_sm90 or conv_transpose_held_sm90,
+/// everything after packing, free of CUTLASS so that host code can include it. One launcher per line of
+/// cpp/instances.cmake.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,6 +22,9 @@ namespace upconv3d::cuda {
 /// launches and window_tiles; its part is [N,granules,moments,2] of unrounded values, by granules of
 /// twice_granule_shift, M2 of fewer positions than others have with a minus, its table [twice_table_floats]
 /// (core/twice_layout.hpp).
+///
+/// conv_transpose_held_sm90 takes no more than conv_transpose_twice_sm90, nor counters; its part is
+/// [N,moments,granules,4] by held_granule_shift (core/held_tiles.hpp), its table [N,G,4].
 ///
 /// a is before(conv + bias).
 struct ConvTransposeParams {

@@ -61,8 +61,8 @@ void fill_held_params(const ConvTransposeParams& params, DType operand, HeldPara
                       TensorMaps& maps) {
   const Problem& problem = params.problem;
   const std::vector<Slab> slabs = border_slabs(problem, 0);
-  if (slabs.size() > kMaxSlabs || problem.groups != 1 || params.linear || params.y != nullptr ||
-      params.channel_table != nullptr) {
+  if (slabs.size() > kMaxSlabs || problem.groups != 1 || problem.k % kChannelUnit != 0 || params.linear ||
+      params.y != nullptr || params.channel_table != nullptr) {
     throw std::logic_error(
         "upconv3d: conv_transpose_held_sm90 normalizes up to " + std::to_string(kMaxSlabs) +
         " phases of a convolution without groups into y [N,Z,P,Q,K]; got " + std::to_string(slabs.size()) +
