@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """upconv3d.accelerate: copies of classes that say how they are copied, and classes put on top of ours."""
 
+import ast
 import copy
 import gc
 import pickle
+import sys
 import threading
 import weakref
 
@@ -15,8 +17,12 @@ from accelerated_models import cna, count_blocks_run
 from torch import nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
-from upconv3d._accelerated import recorded
+from upconv3d._accelerated import proof, recorded
 from upconv3d._accelerated.swap import is_swapped
+
+
+def _look_on(*_):
+    """What gc calls around a collection."""
 
 
 def _volume():
@@ -179,6 +185,38 @@ def test_copies_leave_other_threads_alone():
         thread.join()
     done.set()
     server.join()
+    assert not wrong, f"{len(wrong)}: {sorted(set(wrong))[:3]}"
+
+
+@pytest.mark.parametrize("beside", ["ours", "another's"])
+def test_sources_are_parsed_beside_other_threads(beside):
+    """CPython 3.11 raises SystemError where two threads parse at once and are switched between meanwhile."""
+    source = "def forward(self, x):\n" + "    x = [y + x * (2 - y) for y in (1, 2)]\n" * 50
+    expected, wrong, disturbed = ast.dump(ast.parse(source)), [], []
+
+    def parse(function, errors):
+        for _ in range(100):
+            try:
+                errors.extend([] if ast.dump(function(source)) == expected else ["another tree"])
+            except SystemError as error:
+                errors.append(repr(error))
+
+    # A collection in the middle of a parse runs Python code, after which another thread may go on.
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    others = [(proof._parse, wrong)] * 3 if beside == "ours" else [(ast.parse, disturbed)]
+    threads = [threading.Thread(target=parse, args=call) for call in [(proof._parse, wrong), *others]]
+    gc.callbacks.append(_look_on)
+    try:
+        sys.setswitchinterval(1e-6)
+        gc.set_threshold(5)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
+        gc.callbacks.remove(_look_on)
     assert not wrong, f"{len(wrong)}: {sorted(set(wrong))[:3]}"
 
 

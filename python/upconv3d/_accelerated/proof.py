@@ -8,9 +8,11 @@ file admits such forwards and names what keeps it from admitting the others.
 
 import ast
 import builtins
+import contextlib
 import inspect
 import math
 import textwrap
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -75,6 +77,20 @@ _FUNCTIONS += [torch.zeros, torch.ones]
 _FUNCTIONS += [getattr(F, name) for name in _FUNCTIONAL.split()]
 _MODULES = (torch, nn, F)
 
+# CPython 3.11 counts the depth of the tree that it builds in one number for all threads, and a thread that is
+# switched to meanwhile may parse too: SystemError for both (https://github.com/python/cpython/issues/106905).
+_parsing = threading.RLock()  # a finalizer may parse meanwhile
+_PARSES = 8  # at most: a thread that parses without the lock can still disturb one, which is rare
+
+
+def _parse(source: str) -> ast.Module:
+    """Raises: SyntaxError."""
+    for _ in range(_PARSES - 1):
+        with _parsing, contextlib.suppress(SystemError):
+            return ast.parse(source)
+    with _parsing:
+        return ast.parse(source)
+
 
 def _source(function: Callable[..., Any]) -> ast.FunctionDef:
     if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
@@ -82,7 +98,7 @@ def _source(function: Callable[..., Any]) -> ast.FunctionDef:
             f"{getattr(function, '__qualname__', function)!s} is wrapped in another function"
         )
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = _parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError) as error:
         raise UnprovableError(f"the source of {function.__qualname__} is not at hand") from error
     definition = tree.body[0]
