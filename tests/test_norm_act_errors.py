@@ -115,6 +115,18 @@ def test_bad_arguments(device, name):
     assert exception is not TypeError or "Remedy: " in str(raised.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_operator_by_its_name_refuses_a_negative_number_of_groups(device, dtype):
+    """0 is no norm there. PyTorch's operators compute float64 on a GPU, and everything on a CPU."""
+    x, weight = torch.randn(2, 4, 3, 3, 3, dtype=dtype), torch.randn(4, 6, 1, 1, 1, dtype=dtype)
+    call = (None, [1] * 3, [0] * 3, [0] * 3, 1, [1] * 3, "norm_act", -1, None, None, 1e-5)
+    for where in (device, "meta"):
+        with pytest.raises(RuntimeError, match=r"num_groups must be at least 1.*got num_groups=-1"):
+            torch.ops.upconv3d.conv_transpose3d_norm_act(
+                x.to(where), weight.to(where), *call, "relu", 0.0, None, None, False, "tf32"
+            )
+
+
 def test_a_vector_of_another_dtype_is_refused_where_pytorch_takes_it():
     """Its group_norm takes float32 vectors beside 16 bit on the CPU, and not on CUDA."""
     x, weight, gamma = torch.randn(2, 4, 3, 3, 3), torch.randn(4, 6, 1, 1, 1), torch.randn(6)

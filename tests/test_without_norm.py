@@ -10,7 +10,7 @@ from oracles import relative_error
 from tails import ACTIVATIONS, Call, gradients, make_call, outputs
 from test_returned_conv import SIZES, check_each_gradient, check_like_eager, laid_out
 from test_select_plan import facts, plan_of
-from upconv3d import _tail_call
+from upconv3d import _C, _tail_call
 from upconv3d._plan_questions import SMALL_BLOCK_VALUES
 from upconv3d._tail_call import is_recorded_by_pytorch
 
@@ -304,7 +304,8 @@ def test_which_blocks_are_pytorchs(monkeypatch):
     capturing = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     monkeypatch.setattr(_tail_call, "SMALL_BLOCK_VALUES", SMALL_BLOCK_VALUES)
-    monkeypatch.delenv("UPCONV3D_PLAN", raising=False)
+    forced = [""]
+    monkeypatch.setattr(_C, "forced_plan", lambda: forced[0])
 
     def is_theirs(extent=(8, 16, 16), dtype=torch.bfloat16, num_groups=0, precise=False, **changed):
         x = torch.empty(2, 8, *extent, dtype=dtype, device="meta")
@@ -321,9 +322,9 @@ def test_which_blocks_are_pytorchs(monkeypatch):
     large = {"extent": (8, 16, 17), "num_groups": 2}
     assert is_theirs(**large, skip=torch.inference_mode()(torch.zeros)(1)), "which autograd cannot keep"
     assert is_theirs(extent=(8, 16, 17), dtype=torch.float64), "which no kernel of ours trains"
-    monkeypatch.setenv("UPCONV3D_PLAN", "library")
+    forced[0] = "library"
     assert not is_theirs()
-    monkeypatch.setenv("UPCONV3D_PLAN", "")
+    forced[0] = ""
     capturing.append(True)
     assert not is_theirs()
 

@@ -201,6 +201,8 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "validate", [](const py::dict& args) { upconv3d::make_problem(parse_arguments(args)); },
       py::arg("args"), "Checks every rule of the block on `args`; raises as explain does.");
+  module.def("forced_plan", &forced_plan,
+             "What UPCONV3D_PLAN was in the environment when it was read, once, or an empty string.");
   module.def(
       "remember_settings", &remember, py::arg("settings"),
       "A number for (stride, padding, output_padding, groups, dilation, num_groups, eps, precision), "

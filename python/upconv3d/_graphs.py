@@ -3,7 +3,6 @@
 kept for the backward where torch.compile can be told how much that is."""
 
 import functools
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+
+from . import _C
 
 
 def is_traced(tensor: Tensor | None) -> bool:
@@ -73,8 +74,7 @@ def tag_compile_cache(build: str) -> None:
 
     They say what a forward keeps for its backward, which is a matter of both.
     """
-    plan = os.environ.get("UPCONV3D_PLAN", "")
-    torch.compiler.config.cache_key_tag += f"|upconv3d {build} {plan}"
+    torch.compiler.config.cache_key_tag += f"|upconv3d {build} {_C.forced_plan()}"
 
 
 def multiprocessors() -> tuple[int, ...]:

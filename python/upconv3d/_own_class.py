@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module is apart from what accelerate() made of its class."""
+"""What a module is apart from what accelerate() made of its class, and whether it is what a block takes."""
 
 from typing import Any
 
@@ -20,3 +20,29 @@ def own_forward(module: nn.Module) -> Any:
     cls: Any = type(module)
     made = getattr(cls, "_upconv3d_made", None)
     return cls._upconv3d_base.forward if made is not None and cls.forward is made.forward else cls.forward
+
+
+def require_kind(
+    name: str, module: Any, expected: tuple[type[nn.Module], ...], otherwise: str = "PyTorch's own modules"
+) -> type[nn.Module]:
+    """Which of `expected` the module is an instance of.
+
+    name, otherwise: what the caller calls the module, and what takes modules of other kinds.
+
+    Raises: TypeError where it is none, or has a forward of its own, which the block would leave out.
+    """
+    for base in expected:
+        if isinstance(module, base):
+            if own_forward(module) is base.forward:
+                return base
+            raise TypeError(
+                f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
+                f"torch.nn.{base.__name__}, and the block would not run it. Remedy: PyTorch's own modules, "
+                f"one after the other."
+            )
+    known = ", ".join(f"torch.nn.{cls.__name__}" for cls in expected)
+    rule = f"one of {known}" if len(expected) > 1 else f"a {known}"
+    raise TypeError(
+        f"upconv3d: {name} must be {rule}; got {type(module).__name__}. Remedy: such a module, or "
+        f"{otherwise}, one after the other."
+    )

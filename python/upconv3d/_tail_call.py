@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call of the family whose arguments are checked: by upconv3d's kernels, or by PyTorch's operators."""
 
-import os
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import _C
 from ._autocast import autocast_dtype, cast_tensors, computes_in_float32
 from ._autograd import AUTOCAST_KEYS
 from ._facts import is_concrete
@@ -156,7 +156,7 @@ def is_recorded_by_pytorch(tensors: tuple[Any, ...], settings: tuple[Any, ...], 
     if _tracing():  # whose sizes cannot be compared
         return False
     is_small = about_values(input, tensors[1], settings[0], settings[3]) <= SMALL_BLOCK_VALUES
-    return is_small and not (os.environ.get("UPCONV3D_PLAN") or torch.cuda.is_current_stream_capturing())
+    return is_small and not (_C.forced_plan() or torch.cuda.is_current_stream_capturing())
 
 
 def _casts_parameters(tensors: tuple[Any, ...], low: torch.dtype) -> bool:

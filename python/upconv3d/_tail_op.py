@@ -119,7 +119,13 @@ def plain_number(tensors: Sequence[Any], settings: Sequence[Any]) -> int | None:
     return tail_number(tuple(tuple(v) if isinstance(v, (list, tuple)) else v for v in settings))
 
 
-def _require_names(s: Settings) -> None:
+def _require_known(s: Settings) -> None:
+    """What the operator's own callers see to, and PyTorch's calls, where they compute it, do not refuse."""
+    if s.num_groups < 0:
+        raise RuntimeError(
+            f"upconv3d: num_groups must be at least 1, or 0 for no normalization; got "
+            f"num_groups={s.num_groups}. Remedy: a divisor of the output channels."
+        )
     for name, value, known in (
         ("order", s.order, ORDERS),
         ("activation", s.activation, _KERNEL_ACTIVATIONS),
@@ -136,7 +142,7 @@ def _forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
         y, conv = numbered_tail(*tensors, number)
         return y, tensors[0].new_empty((0,)) if conv is None else conv
     t, s = Tensors(*tensors), Settings(*settings)
-    _require_names(s)
+    _require_known(s)
     y, conv = composite(t, s, precise=True)
     y = in_format_of_result(y, t)
     if conv is None:
@@ -190,7 +196,7 @@ def _result_sizes(t: Tensors, s: Settings) -> list[int]:
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     tensors, settings = split(arguments)
     t, s = Tensors(*tensors), Settings(*settings)
-    _require_names(s)
+    _require_known(s)
     # Symbolic shapes are checked by the real kernel: the rules in C++ take numbers.
     if is_concrete(*(v for v in t if v is not None), *settings):
         _C.validate(facts_of(t, s))

@@ -10,7 +10,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ._own_class import own_forward
+from ._own_class import require_kind
 from .functional import IntOrTriple, conv_transpose3d_relu_group_norm, integer
 
 _PRECISIONS = (None, "ieee", "tf32")
@@ -42,21 +42,8 @@ def _parameter(module: nn.Module, name: str) -> Any:
 
 def _require_kinds(conv_transpose: Any, group_norm: Any) -> None:
     """Raises TypeError for a module of another kind, or one with a forward of its own."""
-    for name, module, expected in (
-        ("conv_transpose", conv_transpose, nn.ConvTranspose3d),
-        ("group_norm", group_norm, nn.GroupNorm),
-    ):
-        if not isinstance(module, expected):
-            raise TypeError(
-                f"upconv3d: {name} must be a torch.nn.{expected.__name__}; got {type(module).__name__}. "
-                f"Remedy: one of that type; for other norms ConvTranspose3dNormAct or PyTorch's modules."
-            )
-        if own_forward(module) is not expected.forward:
-            raise TypeError(
-                f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
-                f"torch.nn.{expected.__name__}, and the block would not run it. Remedy: PyTorch's own "
-                f"modules, one after the other."
-            )
+    require_kind("conv_transpose", conv_transpose, (nn.ConvTranspose3d,))
+    require_kind("group_norm", group_norm, (nn.GroupNorm,), "ConvTranspose3dNormAct, or PyTorch's modules")
 
 
 class ConvTranspose3dReLUGroupNorm(nn.Module):

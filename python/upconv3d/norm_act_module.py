@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._own_class import own_forward
+from ._own_class import require_kind
 from .functional import IntOrTriple, integer, is_number
 from .module import _check_precision, _parameter
 from .norm_act import require_known, require_number, run_module
@@ -52,32 +52,11 @@ def _module_of(activation: str | None, parameter: float | None, kind: dict[str, 
     return makers[activation]()
 
 
-def _base_of(name: str, module: Any, expected: tuple[type[nn.Module], ...]) -> type[nn.Module]:
-    """Which of `expected` the module is an instance of.
-
-    Raises: TypeError where it is none, or has a forward of its own, which the block would leave out.
-    """
-    for base in expected:
-        if isinstance(module, base):
-            if own_forward(module) is base.forward:
-                return base
-            raise TypeError(
-                f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
-                f"torch.nn.{base.__name__}, and the block would not run it. Remedy: PyTorch's own modules, "
-                f"one after the other."
-            )
-    known = ", ".join(f"torch.nn.{cls.__name__}" for cls in expected)
-    raise TypeError(
-        f"upconv3d: {name} must be one of {known}; got {type(module).__name__}. Remedy: one of these, or "
-        f"PyTorch's own modules, one after the other."
-    )
-
-
 def _names(module: nn.Module) -> tuple[str, Any]:
     """activation and activation_param of a torch.nn module, read at each call."""
     kind = _MODULES.get(type(module))
     if kind is None:
-        kind = _MODULES[_base_of("activation", module, tuple(_MODULES))]
+        kind = _MODULES[require_kind("activation", module, tuple(_MODULES))]
     if kind == "gelu" and module.approximate == "tanh":
         return "gelu_tanh", None
     if kind == "leaky_relu":
@@ -89,7 +68,7 @@ def _names(module: nn.Module) -> tuple[str, Any]:
 
 def _require_module(name: str, module: Any, expected: tuple[type[nn.Module], ...]) -> None:
     """Raises TypeError for a module whose forward, or whose hooks, the block would leave out."""
-    _base_of(name, module, expected)
+    require_kind(name, module, expected)
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         raise TypeError(f"upconv3d: {name} has uninitialized parameters; run it once before from_modules.")
     if module._forward_pre_hooks or module._forward_hooks:
@@ -106,7 +85,7 @@ def _is_group(norm: Any) -> bool:
     Raises: TypeError where it is neither, or has a forward of its own; ValueError where its statistics are
         not those of its input.
     """
-    if type(norm) is nn.GroupNorm or _base_of("norm", norm, _NORMS) is nn.GroupNorm:
+    if type(norm) is nn.GroupNorm or require_kind("norm", norm, _NORMS) is nn.GroupNorm:
         return True
     # Those that there are it updates, whatever the flag says.
     if norm.track_running_stats or norm._buffers.get("running_mean") is not None:
@@ -266,7 +245,7 @@ class ConvTranspose3dNormAct(nn.Module):
         conv, norm, activation = modules["conv_transpose"], modules["norm"], modules["activation"]
         # Asked at each call, for modules may be exchanged; so are the other two below.
         if type(conv) is not nn.ConvTranspose3d:
-            _base_of("conv_transpose", conv, (nn.ConvTranspose3d,))
+            require_kind("conv_transpose", conv, (nn.ConvTranspose3d,))
         output_padding = conv.output_padding
         if output_size is not None:
             output_padding = conv._output_padding(
