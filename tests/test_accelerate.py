@@ -18,6 +18,7 @@ from accelerated_models import (
     count_blocks_run,
 )
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 from upconv3d._accelerated import block, run
 
 
@@ -310,6 +311,12 @@ def _conv():
     return nn.ConvTranspose3d(6, 8, 3, 2)
 
 
+def _replaced_norm():
+    model = cna()
+    model[1].forward = lambda x: 2 * nn.GroupNorm.forward(model[1], x)
+    return model
+
+
 class _CalledByKeyword(UpTransition):
     def forward(self, x):
         return self.bn1(self.up_conv(input=x))
@@ -335,7 +342,12 @@ class _AddedInPlace(UpTransition):
 LEFT_ALONE = {
     "hooks": (_hooked, "hooks"),
     "spectral_norm": (_spectral, "hooks"),
-    "own forward": (lambda: nn.Sequential(_conv(), _OwnForward(2, 8), nn.ReLU()), "_OwnForward follows"),
+    "own forward": (lambda: nn.Sequential(_conv(), _OwnForward(2, 8), nn.ReLU()), "_OwnForward follows,"),
+    "own forward of the instance": (_replaced_norm, "GroupNorm follows, with a forward of its own"),
+    "computed weight": (
+        lambda: nn.Sequential(_conv(), register_parametrization(nn.GroupNorm(2, 8), "weight", nn.Softplus())),
+        "GroupNorm follows, with a weight or bias that is computed",
+    ),
     "unknown": (lambda: nn.Sequential(_conv(), nn.Conv3d(8, 2, 1)), "Conv3d follows"),
     "alone": (lambda: nn.Sequential(_conv()), "nothing that is known follows"),
     "the model itself": (_conv, "nothing that calls it was found"),

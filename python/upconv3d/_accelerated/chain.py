@@ -175,6 +175,17 @@ def _after(chain: Sequence[nn.Module], at: int) -> tuple[int, str | None, str | 
     return at, None, "nothing that is known follows"
 
 
+def _what_keeps(module: nn.Module) -> str:
+    """Why a module that is one of _KNOWN, or of a subclass, is no part of a block; "" for others."""
+    for cls, name in _KNOWN:
+        if isinstance(module, cls):
+            if not runs_forward_of(module, cls):
+                return ", with a forward of its own"
+            if name in _VECTORED and _computes_vectors(module):
+                return ", with a weight or bias that is computed at each call"
+    return ""
+
+
 def find_block(
     chain: Sequence[nn.Module], at: int, returns_conv: bool = False, adds_skip: bool = False
 ) -> Block | str:
@@ -212,7 +223,7 @@ def _find_block(chain: Sequence[nn.Module], at: int, returns_conv: bool) -> Bloc
         return why
     activation = _activation_of(chain[first], kind)
     if activation is None:
-        return f"{type(chain[first]).__name__} follows"
+        return f"{type(chain[first]).__name__} follows{_what_keeps(chain[first])}"
     if returns_conv and getattr(chain[first], "inplace", False):
         return f"{type(chain[first]).__name__} changes in place the convolution, which others read too"
     return _activation_first(chain, at, first, activation, returns_conv)
