@@ -30,7 +30,7 @@ struct HeldEpilogue {
   CUTLASS_DEVICE static void keep(HeldParams<Traits> const& params, HeldSlab const& slab,
                                   HeldTile const& tile, Accumulator& acc, char* to) {
     int const valid = min(slab.positions - tile.position, Traits::BLK_POS);
-    apply_terms(params, tile.n, tile.channel, acc);
+    apply_terms(params, tile.channel, acc);
     StagedTile<Output>::template stage<0, kBlocks>(acc, to);
     RunningMoments row[2];
     take_moments(valid, acc, row);
@@ -40,31 +40,22 @@ struct HeldEpilogue {
   }
 
  private:
-  /// acc = unscaled acc + bias, raised to the floor. Rows beyond K are like the last one, and never used.
+  /// acc = acc + bias, raised to the floor. Rows beyond K are like the last one, and never used.
   template <class Accumulator>
-  CUTLASS_DEVICE static void apply_terms(HeldParams<Traits> const& params, int n, int channel0,
-                                         Accumulator& acc) {
+  CUTLASS_DEVICE static void apply_terms(HeldParams<Traits> const& params, int channel0, Accumulator& acc) {
     FloorActivation const before{params.floor};
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       int const channel = min(channel0 + accumulator_row() + 8 * j, params.k - 1);
       float const bias = params.bias ? float(params.bias[channel]) : 0.f;
-      float scale = 1.f, rest = 1.f;
-      if constexpr (Traits::SCALED) {
-        // Where 2^e of a product of scales leaves float's range, which the values need not, in two steps.
-        int const exponent = params.unscale_sample[n * params.unscale_step] + params.unscale_column[channel];
-        scale = clamped_power_of_two(exponent);
-        rest = clamped_power_of_two(exponent - max(-126, min(127, exponent)));
-      }
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2; ++i) {
           float& v = acc(i + 2 * j + 4 * block);
-          v = Traits::SCALED ? before(v * rest * scale + bias) : before(v + bias);
           // Moments are those of what is normalized: else a volume of one value would be off by its rounding,
           // magnified by up to 1/sqrt(eps).
-          v = float(Output(v));
+          v = float(Output(before(v + bias)));
         }
       }
     }

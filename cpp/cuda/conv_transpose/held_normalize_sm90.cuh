@@ -198,7 +198,8 @@ CUTLASS_DEVICE void write_held_table(HeldParams<Traits> const& params, HeldContr
 }
 
 /// By a warpgroup: what its 64 channels from `channel0` on of sample n are normalized by, into control.maps:
-/// y = (v - mean) * scale + shift.
+/// y = v * scale + shift. Values of 16 bit are rounded so much more coarsely than mean*scale that one step
+/// will do.
 template <class Traits>
 CUTLASS_DEVICE void map_held_channels(HeldParams<Traits> const& params, HeldControl<Traits>& control, int n,
                                       int channel0) {
@@ -220,12 +221,9 @@ CUTLASS_DEVICE void map_held_channels(HeldParams<Traits> const& params, HeldCont
     HeldRow const row = rows[params.group_channels.div(channel) - first_group];
     float const scale = (params.gamma ? float(params.gamma[channel]) : 1.f) * row.z;
     float const beta = params.beta ? float(params.beta[channel]) : 0.f;
-    // Values of 16 bit are rounded so much more coarsely than mean*scale that one step will do.
-    constexpr bool kOneStep = sizeof(typename Traits::Output) == 2;
-    float (&maps)[3][64] = control.maps;
-    maps[0][thread] = row.x;
-    maps[1][thread] = scale;
-    maps[2][thread] = kOneStep ? beta - row.x * scale - row.y * scale : beta - row.y * scale;
+    float (&maps)[2][64] = control.maps;
+    maps[0][thread] = scale;
+    maps[1][thread] = beta - row.x * scale - row.y * scale;
   }
   sync_held_warpgroup();
 }
@@ -237,7 +235,7 @@ CUTLASS_DEVICE void normalize_held_tiles_before(HeldParams<Traits> const& params
   using Output = typename Traits::Output;
   constexpr int kVector = HeldRows<Traits>::kVector;
   int mapped_n = -1, mapped_channel = -1;
-  float mean[kVector], scale[kVector], shift[kVector], slope[kVector] = {};
+  float scale[kVector], shift[kVector], slope[kVector] = {};
   for_each_held_tile(params, [&](int round, HeldTile const& tile, bool is_last) {
     int const channel0 = tile.channel;
     HeldRows<Traits> const rows(params, params.slabs[tile.slab], tile);
@@ -245,13 +243,12 @@ CUTLASS_DEVICE void normalize_held_tiles_before(HeldParams<Traits> const& params
       mapped_n = tile.n;
       mapped_channel = channel0;
       map_held_channels(params, *shared.control, tile.n, channel0);
-      float const(&maps)[3][64] = shared.control->maps;
+      float const(&maps)[2][64] = shared.control->maps;
       int const first = rows.channel() - channel0;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector; i += 4) {
-        if constexpr (sizeof(Output) == 4) load_four(maps[0] + first + i, mean + i);
-        load_four(maps[1] + first + i, scale + i);
-        load_four(maps[2] + first + i, shift + i);
+        load_four(maps[0] + first + i, scale + i);
+        load_four(maps[1] + first + i, shift + i);
       }
       if constexpr (std::is_same_v<After, SlopeActivation>) {
         CUTLASS_PRAGMA_UNROLL
@@ -264,10 +261,7 @@ CUTLASS_DEVICE void normalize_held_tiles_before(HeldParams<Traits> const& params
     rows.transform(waits_in_y ? nullptr : shared.tile(params, round),
                    [&](cutlass::Array<float, kVector> values) {
                      CUTLASS_PRAGMA_UNROLL
-                     for (int i = 0; i < kVector; ++i) {
-                       float const v = sizeof(Output) == 4 ? values[i] - mean[i] : values[i];
-                       values[i] = v * scale[i] + shift[i];
-                     }
+                     for (int i = 0; i < kVector; ++i) values[i] = values[i] * scale[i] + shift[i];
                      return activated<After, Output>(values, slope);
                    });
   });

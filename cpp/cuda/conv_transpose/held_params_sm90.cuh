@@ -22,11 +22,10 @@ struct HeldTraitsSm90 {
   using Operand = Operand_;
   using Output = Output_;  // y, bias, gamma, beta, and before(conv) while it is held
   static constexpr bool W_IN_PLACE = kWInPlace;
-  static_assert(!W_IN_PLACE || std::is_same_v<Operand, Output>);
+  static_assert(std::is_same_v<Operand, Output> && sizeof(Output) == 2, "operands without scales");
   static constexpr int BLK_K = int(kHeldChannels);  // output channels of a tile
   static constexpr int BLK_POS = BLK_POS_;
-  static constexpr int BLK_C = int(kBlockInputs);      // input channels of a k-block: a swizzled row
-  static constexpr bool SCALED = sizeof(Output) == 4;  // operands carry powers of two
+  static constexpr int BLK_C = int(kBlockInputs);  // input channels of a k-block: a swizzled row
 
   static constexpr int CONSUMER_WARPS = 4;                   // a warpgroup, which multiplies
   static constexpr int THREADS = 32 * (CONSUMER_WARPS + 1);  // the last warp loads
@@ -72,7 +71,7 @@ struct HeldControl {
   RingBarriers<kMaxHeldStages> stages;
   double sums[4][2];                         // of a norm group, by warps: sum, sum of squares
   HeldRow rows[Traits::BLK_K];               // of the tile's norm groups
-  alignas(16) float maps[3][Traits::BLK_K];  // mean, scale, shift of its channels
+  alignas(16) float maps[2][Traits::BLK_K];  // scale, shift of its channels
 };
 
 template <class Traits>
@@ -83,26 +82,23 @@ struct HeldParams {
   HeldSlab slabs[kMaxSlabs];
   int first_tile[kMaxSlabs];  // of a slab's, among all samples' tiles
   int num_slabs;
-  int tiles;                           // of all slabs and samples
-  int slots, stages;                   // tiles held, and k-blocks on their way
-  cutlass::FastDivmod k_tiles;         // ceil(K / BLK_K)
-  int kernel[3];                       // T,R,S
-  int out[3];                          // Z,P,Q
-  int positions;                       // Z*P*Q
-  int k;                               // output channels K
-  Output* y;                           // [N,Z,P,Q,K]
-  Output const* bias;                  // [K], or null
-  std::int32_t const* unscale_sample;  // [N] exponents, or [1] with a step of 0; float32 output only
-  int unscale_step;                    // from one sample's exponent to the next's
-  std::int32_t const* unscale_column;  // [K] exponents, float32 output only
-  Output const* gamma;                 // [K], or null for 1
-  Output const* beta;                  // [K], or null for 0
-  double inverse_count;                // 1 / values of a norm group
-  double eps;                          // activation units squared
-  float floor;                         // of conv + bias: 0 for ReLU, -infinity for none
-  ActivationParams after;              // the normalization, piecewise linear
-  float4* part;                        // [N,moments,K/granule] mean, M2, count, -
-  int moments;                         // partial moments of a sample along its positions
+  int tiles;                    // of all slabs and samples
+  int slots, stages;            // tiles held, and k-blocks on their way
+  cutlass::FastDivmod k_tiles;  // ceil(K / BLK_K)
+  int kernel[3];                // T,R,S
+  int out[3];                   // Z,P,Q
+  int positions;                // Z*P*Q
+  int k;                        // output channels K
+  Output* y;                    // [N,Z,P,Q,K]
+  Output const* bias;           // [K], or null
+  Output const* gamma;          // [K], or null for 1
+  Output const* beta;           // [K], or null for 0
+  double inverse_count;         // 1 / values of a norm group
+  double eps;                   // activation units squared
+  float floor;                  // of conv + bias: 0 for ReLU, -infinity for none
+  ActivationParams after;       // the normalization, piecewise linear
+  float4* part;                 // [N,moments,K/granule] mean, M2, count, -
+  int moments;                  // partial moments of a sample along its positions
   int granule_shift;
   cutlass::FastDivmod group_channels;  // K/G
   cutlass::FastDivmod group_granules;  // K/G/granule

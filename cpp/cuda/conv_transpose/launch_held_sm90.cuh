@@ -100,7 +100,6 @@ void fill_held_params(const ConvTransposeParams& params, DType operand, HeldPara
   to.inverse_count = 1.0 / static_cast<double>(group_values);
   to.eps = problem.eps;
   to.floor = checked_floor(params);
-  to.unscale_step = params.one_unscale_sample ? 0 : 1;
   to.granule_shift = held_granule_shift(problem);
   const std::int64_t group_channels = problem.k / problem.num_groups;
   to.group_channels = cutlass::FastDivmod(static_cast<int>(group_channels));
@@ -115,8 +114,6 @@ void point_to(const ConvTransposeParams& params, HeldParams<Traits>& to) {
   using Output = typename Traits::Output;
   to.y = static_cast<Output*>(params.a);
   to.bias = static_cast<const Output*>(params.bias);
-  to.unscale_sample = params.unscale_sample;
-  to.unscale_column = params.unscale_column;
   to.gamma = static_cast<const Output*>(params.gamma);
   to.beta = static_cast<const Output*>(params.beta);
   to.after = checked_linear_after(params);
@@ -179,13 +176,11 @@ class ConvTransposeHeldLaunchSm90 : public RememberedLaunch {
 /// The kernel that takes w as it lies or packed.
 template <class Operand, class Output, int BLK_POS>
 void launch_conv_transpose_held_sm90(const ConvTransposeParams& params, cudaStream_t stream) {
-  if constexpr (std::is_same_v<Operand, Output>) {
-    if (params.w_in_place) {
-      run_remembered<ConvTransposeHeldLaunchSm90<Operand, Output, true, BLK_POS>>(params, stream);
-      return;
-    }
+  if (params.w_in_place) {
+    run_remembered<ConvTransposeHeldLaunchSm90<Operand, Output, true, BLK_POS>>(params, stream);
+  } else {
+    run_remembered<ConvTransposeHeldLaunchSm90<Operand, Output, false, BLK_POS>>(params, stream);
   }
-  run_remembered<ConvTransposeHeldLaunchSm90<Operand, Output, false, BLK_POS>>(params, stream);
 }
 
 }  // namespace upconv3d::cuda
