@@ -61,20 +61,6 @@ struct HeldEpilogue {
     }
   }
 
-  /// acc = value of its row from position `valid` on, where nothing is stored.
-  template <class Accumulator>
-  CUTLASS_DEVICE static void fill_beyond(int valid, float const (&value)[2], Accumulator& acc) {
-    int const end = valid - 2 * int(threadIdx.x % 4);
-    CUTLASS_PRAGMA_UNROLL
-    for (int block = 0; block < kBlocks; ++block) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        float& v = acc(i + 4 * block);
-        v = 8 * block + i % 2 >= end ? value[i / 2] : v;
-      }
-    }
-  }
-
   CUTLASS_DEVICE static float of_row(float v) {
     v += __shfl_xor_sync(0xffffffffu, v, 1);
     return v + __shfl_xor_sync(0xffffffffu, v, 2);
@@ -84,7 +70,7 @@ struct HeldEpilogue {
   template <class Accumulator>
   CUTLASS_DEVICE static void take_moments(int valid, Accumulator& acc, RunningMoments (&row)[2]) {
     float const zeros[2] = {0.f, 0.f};
-    if (valid < Traits::BLK_POS) fill_beyond(valid, zeros, acc);
+    if (valid < Traits::BLK_POS) fill_beyond<kBlocks>(valid, zeros, acc);
     float const count = float(valid), inverse = inverse_of_count(count);
     float mean[2];
     CUTLASS_PRAGMA_UNROLL
@@ -96,7 +82,7 @@ struct HeldEpilogue {
       }
       mean[j] = of_row(sum) * inverse;
     }
-    if (valid < Traits::BLK_POS) fill_beyond(valid, mean, acc);
+    if (valid < Traits::BLK_POS) fill_beyond<kBlocks>(valid, mean, acc);
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 2; ++j) {
       float squares = 0.f;

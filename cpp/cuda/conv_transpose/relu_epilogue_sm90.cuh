@@ -114,7 +114,7 @@ struct ReluEpilogue {
                                            : quantize<false>(params, left, valid, acc, step, rows);
     } else if (SUMS_BY_MATRIX && rows != nullptr && valid < WG_POS) {
       float const zeros[2] = {0.f, 0.f};
-      fill_beyond(valid, zeros, acc);
+      fill_beyond<kBlocks>(valid, zeros, acc);
     }
   }
 
@@ -278,20 +278,6 @@ struct ReluEpilogue {
     }
   };
 
-  /// acc = value of its row from position `valid` on, where nothing is stored.
-  template <class Accumulator>
-  CUTLASS_DEVICE static void fill_beyond(int valid, float const (&value)[2], Accumulator& acc) {
-    int const end = valid - 2 * int(threadIdx.x % 4);  // as in clear_beyond
-    CUTLASS_PRAGMA_UNROLL
-    for (int block = 0; block < kBlocks; ++block) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        float& v = acc(i + 4 * block);
-        v = 8 * block + i % 2 >= end ? value[i / 2] : v;
-      }
-    }
-  }
-
   /// Whether a row's moments do not follow from sums of its values and of their squares, by which they would
   /// be the least share of the latter, or the latter are too many for a float.
   CUTLASS_DEVICE static bool is_doubtful(float m2, float squares, float least_share) {
@@ -361,7 +347,7 @@ struct ReluEpilogue {
     }
     if (valid < WG_POS) {
       float const first[2] = {of_first_lane(acc(0)), of_first_lane(acc(2))};
-      fill_beyond(valid, first, acc);
+      fill_beyond<kBlocks>(valid, first, acc);
     }
     RowSums sums;
     float pivot[2];

@@ -62,6 +62,21 @@ CUTLASS_DEVICE int accumulator_row() {
   return (threadIdx.x / 32) % 4 * 16 + threadIdx.x % 32 / 4;
 }
 
+/// acc ((2,2,kBlocks),1,1) = value of its row, of the thread's two, from position `valid` on, where nothing
+/// is stored.
+template <int kBlocks, class Accumulator>
+CUTLASS_DEVICE void fill_beyond(int valid, float const (&value)[2], Accumulator& acc) {
+  int const end = valid - 2 * int(threadIdx.x % 4);  // of the thread's positions, each block's first being 0
+  CUTLASS_PRAGMA_UNROLL
+  for (int block = 0; block < kBlocks; ++block) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      float& v = acc(i + 4 * block);
+      v = 8 * block + i % 2 >= end ? value[i / 2] : v;
+    }
+  }
+}
+
 /// In the place of who wants to see what is staged.
 struct NobodySees {
   CUTLASS_DEVICE void operator()(std::uint32_t const (&)[4]) const {}
