@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SM90 plan's two kernels on small blocks, where the estimate would choose but one of them.
+"""The SM90 plan's kernels "stored" and "twice" on small blocks, where the estimate would choose but one.
+
+test_held.py has the third kernel, "held".
 
 UPCONV3D_PLAN is read once per process, so the cases run in another.
 """

@@ -32,8 +32,8 @@ const char* name(Algorithm algorithm);
 /// One compiled variant of a convolution kernel, as listed in cpp/instances.cmake.
 struct ConvInstance {
   const char* name;     // "conv_transpose_relu_group_norm_sm90_bf16x1_bf16_128x256"
-  int arch;             // 90: conv_transpose_relu_group_norm_sm90 or conv_transpose_twice_sm90;
-                        // 80: conv_transpose_relu_moments_sm80
+  int arch;             // 90: conv_transpose_relu_group_norm_sm90, conv_transpose_twice_sm90 or
+                        // conv_transpose_held_sm90; 80: conv_transpose_relu_moments_sm80
   DType operand;        // what the tensor cores multiply: kBFloat16 or kFloat16
   int products;         // 1, or 3 for the hi/lo split that carries float32's accuracy
   DType output;         // dtype of y
@@ -84,8 +84,8 @@ struct Device {
   int compute_capability = 0;  // major*10 + minor
   int sm_count = 0;
   int max_threads = 1;  // host threads, for the CPU plan
-  // On CUDA, a plan that must run: "sm80", "sm90", one of the latter's two kernels "stored" or "twice",
-  // "direct", "col2im" or "library"; "" leaves the choice to select_plan.
+  // On CUDA, a plan that must run: "sm80", "sm90", one of the latter's three kernels "stored", "twice" or
+  // "held", "direct", "col2im" or "library"; "" leaves the choice to select_plan.
   std::string forced_plan = "";
   // Whether a small block is to spare the host rather than the device, as where an eager model waits for the
   // host: the SM90 plan launches two kernels where PyTorch's convolution runs through all of PyTorch.

@@ -21,7 +21,7 @@ bool has_plan_times(const Problem& problem);
 /// the library plan's here, group_times.hpp, and what library_plan.hpp and direct_plan.hpp say of the others.
 bool has_times(const Problem& problem);
 
-/// The SM90 plan `sm90`, of either kernel.
+/// The SM90 plan `sm90`, of whichever kernel.
 double sm90_plan_us(const Problem& problem, const Plan& sm90);
 
 /// The library plan: cuDNN's convolution, benchmarked, of its deterministic ones, and what follows it.

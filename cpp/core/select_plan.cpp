@@ -190,7 +190,7 @@ std::optional<Plan> instead_of_sm90(const Problem& p, const Device& device, cons
   return library;
 }
 
-/// The SM90 plan, of whichever kernel; where neither can run, nothing and why.
+/// The SM90 plan, of whichever kernel; where none can run, nothing and why.
 ///
 /// \param keeps_activation as for choose
 std::optional<Plan> sm90_choice(const Problem& problem, const Device& device,
