@@ -18,50 +18,59 @@ from .norm_act import checked_arguments, require_known
 class Plan:
     """The plan that a call would run, as data; str() of it is for people.
 
+    The stored activation, below, is what is normalized: the convolution, or an activation of it where one
+    comes before the norm. Moments are partial (count, mean, sum of squared deviations).
+
     Attributes:
         algorithm: which of the plans: "sm90_implicit_gemm", "sm80_implicit_gemm", "cuda_direct",
             "cuda_col2im", "cuda_library" (PyTorch's convolution, or before a skip maybe the SM90 plan's, our
-            kernels for the rest) or "cpu_library"; `reason` says why this one and not a quicker one.
+            kernels for the rest) or "cpu_library".
+        reason: why this algorithm runs and not a quicker one.
         kernel: name of the compiled variant, None for the direct, col2im and library plans.
-        tile: output channels and output positions of one tile of that kernel.
-        conv_layout: memory order in which the convolution runs and stores.
-        activation: dtype of what is normalized, the convolution or an activation of it, between the two.
-            Under "tf32" it is stored in 16 bits with a step, as the plan's text says.
+        tile: output channels and output positions of one tile of that kernel; None where kernel is.
+        conv_layout: memory order in which the convolution runs and stores: "NCDHW" or "NDHWC".
+        activation: dtype of the stored activation. Under "tf32" it may be stored in 16 bits with a step, as
+            the plan's text says.
         pack_x: whether input is copied into operand form first.
-        w_in_place: whether the kernel reads weight where it lies; else it packs a copy.
-        activation_in_y: whether that is stored in the result's memory and normalized in place.
-        keeps_activation: whether that and its moments are kept for the backward pass.
-        keeps_conv: whether the convolution is (library and col2im plans), before the bias is added.
-        keeps_sum: whether the sum of convolution, bias and skip is.
-        split_axes: axes, depth first, along which the kernel treats borders apart, to skip taps that would
-            read only padding.
+        w_in_place: whether the kernel reads weight where it lies; else it packs a copy (SM90 plan).
+        activation_in_y: whether the stored activation lies in the result's memory, to be normalized in place.
+        keeps_activation: whether the stored activation and its moments are kept for the backward pass.
+        keeps_conv: whether the convolution is kept for it (library and col2im plans), before the bias is
+            added unless the call returns it.
+        keeps_sum: whether the sum of convolution, bias and skip is kept for it (library plan).
+        split_axes: number of axes, depth first, along which the kernel treats borders apart, to skip taps
+            that would read only padding.
         share_taps: whether one load of input serves all taps along the height, or along the depth of small
             planes, where positions can be cut so; the rest is loaded tap by tap.
         pair_phases: whether two phases of a strided block of up to 64 output channels share tiles, and loads
-            of input.
+            of input. (A phase is the outputs of one remainder by the stride.)
         window_tiles: of a strided block, tiles of positions for which all phases are computed before the next
             ones; 0 where phases follow each other whole.
-        leaving_blocks: of the convolution, as many of its blocks as end after the first sample, so that a
-            normalization which is a kernel of its own runs beside it; 0 where that begins behind it.
+        leaving_blocks: CUDA blocks of the convolution that end after the first sample, so that a
+            normalization which is a kernel of its own runs beside the rest; 0 where it begins afterwards.
         channels: how channels are padded or kept apart by convolution group; "" where they lie as they are.
-        held: whether the result is kept in shared memory until it is normalized.
         twice: whether the convolution is computed for its moments and then once more instead of being stored;
-            without a norm, by the same kernel, once.
-        estimated_stored_ms, estimated_twice_ms: what the two take without packing, by arithmetic and bytes; 0
-            where one cannot run. The choice rests on the latter, and on an estimate of the tiles that run in
-            the place of the former, which is of others.
-        estimated_direct_ms: of the direct plan, what it is expected to take; else 0.
-        saves_us: of the col2im plan where it is chosen, by how much less time it is expected to take than the
-            plan that it runs in place of; else 0.
-        tile_positions, tiles: positions that one partial moment covers, and how many there are per sample and
-            channel.
-        stages: in launch order.
+            without a norm, by the same kernel, once (SM90 plan).
+        held: whether the convolution stays in shared memory, as far as it has room, until it is normalized
+            (SM90 plan). Of neither `twice` nor `held`, the SM90 plan stores the convolution.
+        estimated_stored_ms, estimated_twice_ms: expected times, in ms without packing, of the SM90 plan where
+            it stores the convolution and where it computes it twice; 0 where that cannot run, and on other
+            plans. The former compares the SM90 plan with other plans where cpp/core/plan_times.cpp has no
+            times, and may be of other tiles than run: which of the two runs is decided by an estimate of the
+            tiles that would run, and by estimated_twice_ms. The time of a held one is not shown.
+        estimated_direct_ms: expected time of all launches of the direct plan, in ms; 0 on other plans.
+        saves_us: by how many us less the col2im plan is expected to take than the plan in whose place it
+            runs; 0 on other plans.
+        tile_positions, tiles: output positions that one partial moment covers, and how many partial moments
+            there are per sample and channel.
+        stages: names of kernels and PyTorch operators, in launch order.
         workspace_bytes: scratch memory beside the result; on library plans beside what the convolution takes,
             PyTorch's or ours, and the channels-last copies of input and weight.
         backward_stages: of a call whose gradients are wanted, in launch order; empty where the backward is
             PyTorch's operators.
-        flops: multiplications and additions that touch an input value.
-        problem: the block in the letters of the design: n, c, k, in, kernel, ...
+        flops: multiplications and additions that touch an input value (two per product).
+        problem: the block in the letters of the design: n, c, k, in, kernel, stride, padding, output_padding,
+            dilation, out, groups, num_groups, eps, dtype, precision, and how tensors lie and what follows.
         description: the plan in a few lines of text.
     """
 
@@ -160,9 +169,17 @@ def explain(
 ) -> Plan:
     """The plan that conv_transpose3d_relu_group_norm would run for the same arguments; computes nothing.
 
-    Args and Raises: those of conv_transpose3d_relu_group_norm; only sizes, strides, dtypes, devices and the
-    alignment of input and weight are read. training: whether the plan is to be that of a call whose
-    gradients are wanted.
+    Only sizes, strides, dtypes, devices and the alignment of input and weight are read.
+
+    Args:
+        input, ..., precision: as in conv_transpose3d_relu_group_norm.
+        training: whether the plan is to be that of a call whose gradients are wanted; `requires_grad` of the
+            tensors is not looked at.
+
+    Returns: a Plan.
+
+    Raises: as conv_transpose3d_relu_group_norm; NotImplementedError for tensors on another device than CPU
+        and CUDA, the meta device among them.
     """
     check_kinds(input, weight, bias, norm_weight, norm_bias, eps)
     facts = block_facts(
@@ -209,9 +226,19 @@ def explain_norm_act(
 ) -> Plan:
     """The plan that conv_transpose3d_norm_act would run for the same arguments; computes nothing.
 
-    Args and Raises: those of conv_transpose3d_norm_act; `training` as in explain. On the CPU PyTorch's
-    operators run whatever follows, but for ReLU before a group norm. spares_host: whether a small block is
-    to take the host least, as accelerate() has it in eager mode.
+    On the CPU PyTorch's operators run whatever follows the convolution, but for ReLU before a group norm.
+
+    Args:
+        input, ..., precision: as in conv_transpose3d_norm_act.
+        training: as in explain. Of a small block without a norm, which PyTorch's own calls train, the plan
+            is the one that our kernels would run.
+        spares_host: whether a block that the SM90 plan is expected to run in at most 90 us is to take that
+            plan, because it costs the host less than the library plan, as accelerate() has it in eager mode.
+
+    Returns: a Plan.
+
+    Raises: as conv_transpose3d_norm_act; NotImplementedError for tensors on another device than CPU and
+        CUDA, the meta device among them.
     """
     require_known(order, norm, activation)
     tensors, settings = checked_arguments(
@@ -224,5 +251,17 @@ def explain_norm_act(
 
 
 def build_config() -> dict[str, Any]:
-    """What the compiled module was built from: versions, CUDA architectures, and every kernel variant."""
+    """What the compiled module was built from.
+
+    Returns: a dict of
+        version: of upconv3d. torch_build_version, torch_minimum_version: of the torch whose headers were
+            used, and of the oldest that can load the module.
+        cuda: whether it has CUDA kernels. cuda_runtime_version, cuda_archs, cutlass_version, cuda_compiler:
+            of these, None or empty without.
+        cxx_compiler: name and version.
+        kernels: a dict per variant of the convolution's kernels: name, arch (compute capability times 10),
+            operand, products, output, stored_bits, block_channels, block_positions, block_inputs, twice,
+            held, and compiled: whether this build has it.
+        grad_w_kernels: name and compiled of each kernel for the weight's gradient.
+    """
     return dict(_C.build_config())
