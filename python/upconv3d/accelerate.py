@@ -42,8 +42,8 @@ class Finding:
 
     Attributes:
         name: as in model.named_modules().
-        replaced: whether calls of it are now calls of conv_transpose3d_norm_act, in one mode and with one
-            combination of its container's flags at least.
+        replaced: whether calls of it are now calls of conv_transpose3d_norm_act, in at least one mode and
+            with at least one combination of its container's flags (arguments whose default is a bool).
         training, evaluation: what runs after model.train() and after model.eval(): the block, or why
             PyTorch's calls do; with the container's flags at their defaults, or as named.
         container: name of the module whose forward runs the block; None where there is none.
@@ -75,9 +75,11 @@ class Finding:
 
 @dataclass
 class Report:
-    """What accelerate() did to a model: one Finding per ConvTranspose3d; print() it.
+    """What accelerate() did to a model; print() it.
 
-    norms: names of the norms that were replaced by themselves, on request.
+    Attributes:
+        findings: one Finding per ConvTranspose3d.
+        norms: names of the norms that were replaced by themselves, on request.
     """
 
     findings: tuple[Finding, ...]
@@ -87,6 +89,7 @@ class Report:
 
     @property
     def replaced(self) -> tuple[Finding, ...]:
+        """The findings of convolutions that became part of a block."""
         return tuple(finding for finding in self.findings if finding.replaced)
 
     def restore(self) -> None:
@@ -336,9 +339,9 @@ def _require_arguments(sample: Any) -> None:
 def restore(model: nn.Module) -> None:
     """Undoes accelerate() in every module of a model: a copy, one that was loaded, a slice, a part.
 
-    Modules that none was accelerated in stay as they are, and those that were parametrized since stay that.
-    Those that were given yet another class keep it and run the forward that they had. Parts that another
-    model shares are restored there too.
+    Modules that are not accelerated stay as they are. Those that were parametrized after accelerate() stay
+    parametrized; those that were given yet another class keep it, and run the forward that they had before.
+    Parts that another model shares are restored there too.
 
     Raises: TypeError: model is no nn.Module.
     """
@@ -357,31 +360,38 @@ def accelerate(
 ) -> Report:
     """Replaces transposed convolutions and what follows them by calls of conv_transpose3d_norm_act, in place.
 
-    Found are chains of ConvTranspose3d, norm (GroupNorm, InstanceNorm3d; on CUDA BatchNorm3d in eval mode)
-    and activation, in either order, with Identity or inactive Dropout between them, in nn.Sequential however
-    nested, and in forwards whose source shows that they always call the same (torch.fx traces them, and
-    modules that these call with a convolution's result, or whose list of results they take apart; a method by
-    which a forward refuses its arguments is asked at each call). There is a trace for either value of each
-    flag, an argument whose default is a bool, where these are at most three; calls that give other arguments
-    with a default another value run the forward as it was. Where others read the convolution too, later
-    than the chain does, the call returns it as well. A skip that is added right behind the convolution,
-    before a group or instance norm, is part of the call on CUDA, which returns the sum where others read
-    that.
+    A chain is a ConvTranspose3d, a norm (GroupNorm, InstanceNorm3d; on CUDA BatchNorm3d in eval mode) and an
+    activation, in either order, with Identity or inactive Dropout between them; norm or activation may be
+    missing. Chains are found
+
+    - in nn.Sequential, however nested;
+    - in forwards whose source shows that they make the same calls every time, which torch.fx traces; and in
+      modules that such a forward calls with a convolution's result, or whose list of results it takes apart.
+
+    A flag is an argument of such a forward whose default is a bool. Up to three flags may have either value:
+    each combination has a trace of its own. Calls that give another argument with a default any other value
+    run the forward as it was. A method by which a forward refuses its arguments is asked at each call.
+
+    Where other calls read the convolution too, later than the chain does, the block returns it as well. A
+    skip that is added right after the convolution, before a group or instance norm, is part of the block on
+    CUDA, which returns the sum where other calls read that.
+
     Only the class of the modules that call the chain changes, to a subclass: parameters, names, state
-    dict, hooks and the modules of the chain stay. What is called is decided at each call: with hooks on a
-    module of the chain, with an active Dropout in it or with batch norm in training, PyTorch's calls run.
+    dict, hooks and the modules of the chain stay. What runs is decided at each call: with hooks on a module
+    of the chain, with an active Dropout in it or with batch norm in training, PyTorch's calls do.
 
     Args:
         model: any module; what is found depends on its submodules.
         precision: as in conv_transpose3d_relu_group_norm, of every block.
         bare: whether a transposed convolution that nothing known follows is replaced too, by itself.
-        norms: whether GroupNorm and InstanceNorm3d that are in no block run our kernels too, by themselves:
-            on CUDA, with 16384 values and more in a norm group of a sample, 65536 where gradients are
-            recorded; of volumes of up to 4 million values 16 times as many.
-        sample: arguments of a call of the model, a tuple; it is run once for the sizes in the report.
+        norms: whether GroupNorm and InstanceNorm3d that are in no block run our kernels too, by themselves.
+            They do on CUDA where a norm group of a sample has at least 16384 values, 65536 while gradients
+            are recorded, and 16 times as many in volumes of up to 4 million values.
+        sample: arguments of a call of the model, a tuple; the model is run once with them, in the mode that
+            it is in and without gradients, for the sizes and plans in the report.
 
-    Not beside a thread in which torch.compile traces: while forwards are traced here, nn.Module has a
-    __getattribute__ that Dynamo does not look into.
+    Do not call this while another thread traces with torch.compile: while forwards are traced here, nn.Module
+    has a __getattribute__ that Dynamo does not look into.
 
     Returns: a Report, which print() shows and whose restore() undoes it all, as restore(model) does in copies
         and loaded models, too.

@@ -406,18 +406,21 @@ def conv_transpose3d_relu_group_norm(
         precision: concerns float32 input on CUDA. "ieee": float32's error; "tf32": at most TF32's error
             (operands of a 10-bit mantissa); None: what torch.backends.cudnn.conv.fp32_precision says at the
             call (under torch.compile: when the graph is compiled, for PyTorch has no guard on that setting).
-        recompute: concerns gradients. False: relu(conv) is kept for the backward, on the SM90 plan in 16 bit
-            or as precision needs, on other plans and the CPU the convolution in the input's dtype; True: the
-            backward computes it again from input, which alone is kept, as it always does in float64 on CUDA,
-            and there where torch.compile does not know the sizes. The gradients have the same bits on the
-            SM90 plan; elsewhere those of PyTorch's convolution may differ in the last ones.
+        recompute: concerns what is kept for the backward, beside input and weight.
+            False: on the SM90 plan relu(conv), in 16 bit or, for precision="ieee", float32; on other plans
+            and the CPU the convolution, in the input's dtype.
+            True: nothing; the backward computes it again. It does so in any case in float64 on CUDA, and on
+            CUDA where torch.compile does not know the sizes.
+            On the SM90 plan the gradients have the same bits either way; elsewhere those of PyTorch's
+            convolution may differ in the last ones.
 
     Returns:
         [N, K, Z, P, Q] or [K, Z, P, Q], dtype of input; Z = (D-1)*stride - 2*padding + dilation*(T-1)
         + output_padding + 1, likewise P and Q. channels_last_3d where input or weight is, else contiguous.
 
     Raises:
-        RuntimeError: shapes, strides, dtypes, devices or counts break a rule; states rule, value and remedy.
+        RuntimeError: shapes, strides, dtypes, devices or counts break a rule; the message states the rule,
+            the value and a remedy.
         torch.OutOfMemoryError: what the call allocates does not fit into the GPU's memory (inside
             torch.compile: RuntimeError, with the same words).
         ValueError: unknown precision, eps not finite, an integer beyond 64 bit, or a norm group of one single
@@ -427,11 +430,13 @@ def conv_transpose3d_relu_group_norm(
             torch.compile.
 
     Under autocast all tensors are cast to its dtype, as for conv_transpose3d alone; the result is float32 on
-    CUDA and of that dtype on the CPU, as it is from the three calls. On an SM90 GPU a small block of float32
-    parameters is computed as under precision="tf32" instead, which is more exact and saves the casts; so is
-    one of any size while gradients are recorded in float16, or PyTorch's calls run, whose norm takes
-    gradients in float32. On the CPU PyTorch's calls run while gradients are recorded, whatever `recompute`.
-    So they do for forward-mode AD (jvp, jacfwd, hessian, dual tensors).
+    CUDA and of that dtype on the CPU, as it is from the three calls. Exceptions: on an SM90 GPU a small block
+    of float32 parameters is computed as under precision="tf32" instead, which is more exact and saves the
+    casts. So is one of any size while gradients are recorded in float16, or PyTorch's calls run, whose norm
+    takes gradients in float32. On the CPU PyTorch's calls run while gradients are recorded, whatever
+    `recompute` is.
+
+    Forward-mode AD (jvp, jacfwd, hessian, dual tensors) runs PyTorch's calls.
 
     Source: GroupNorm, Wu & He, arXiv:1803.08494.
     """

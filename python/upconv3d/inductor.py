@@ -38,18 +38,21 @@ def _require_slot() -> None:
 
 
 class InductorPass(_CustomGraphPass):  # type: ignore[misc]
-    """Makes one call of upconv3d's operators of conv_transpose3d, norm and activation, in either order.
+    """Makes one call of conv_transpose3d, norm and activation, in either order, in the graphs of Inductor.
 
         torch.compile(model, options={"pre_grad_custom_pass": upconv3d.InductorPass()})
 
-    Norms are group_norm and instance_norm without running statistics; activations those of
-    conv_transpose3d_norm_act. A block is taken where nothing else reads what lies between its calls, and
-    nothing happens between them; its result keeps its dtype and its strides. Where gradients are recorded,
-    what goes into a block must not be changed in place behind it. What is under an autocast region inside the
-    compiled code, or inside a transform of torch.func, is left alone.
+    Norms are group_norm and instance_norm without running statistics; activations are those of
+    conv_transpose3d_norm_act. A block is replaced where nothing else reads the values between its calls, and
+    nothing that has an effect (a change in place, say) stands between them; the result's dtype and strides
+    stay what they were. Where gradients are recorded, what goes into a block must not be changed in place
+    after it. Blocks in an autocast region inside the compiled code, or inside a transform of torch.func, are
+    left alone.
+
+    Args, and attribute:
+        devices: types of the devices on which blocks are replaced, such as "cuda".
 
     Attributes:
-        devices: types of the devices on which blocks are replaced.
         rewritten: blocks replaced so far. A graph that PyTorch compiles twice counts twice, one that it takes
             from its caches may not count.
 
@@ -78,12 +81,15 @@ class InductorPass(_CustomGraphPass):  # type: ignore[misc]
 
 @contextmanager
 def inductor_pass(*, devices: Iterable[str] = ("cuda",)) -> Iterator[InductorPass]:
-    """InductorPass for all that is compiled meanwhile: the call that compiles has to be inside.
+    """InductorPass for all that is compiled inside the context: the call that compiles has to be in it.
 
         with upconv3d.inductor_pass():
             torch.compile(model)(x)
 
-    Raises: RuntimeError where another pass is set already, or this PyTorch takes none.
+    Args: devices as of InductorPass. Yields the pass, whose `rewritten` counts the blocks.
+
+    Raises: RuntimeError where another pass is set already, or this PyTorch takes none; TypeError for devices
+        as a string.
     """
     own = InductorPass(devices=devices)
     present = getattr(_config, _SLOT)

@@ -51,9 +51,9 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
 
     The submodules `conv_transpose` (nn.ConvTranspose3d) and `group_norm` (nn.GroupNorm) hold the
     parameters and the numbers, so state dict keys are conv_transpose.weight|bias and group_norm.weight|bias,
-    and the same seed gives the initial values of the two modules made in that order. Their own forward does
-    not run: forward hooks on them are not called, but for those by which prune, weight_norm and spectral_norm
-    of torch.nn.utils renew a parameter. Hooks on this module are.
+    and the same seed gives the initial values of the two modules made in that order. The submodules' own
+    forwards do not run, so forward hooks on them are not called, except those by which prune, weight_norm and
+    spectral_norm of torch.nn.utils renew a parameter. Hooks on this module are called.
 
     num_groups is the fourth positional argument, before stride, where nn.ConvTranspose3d has stride: pass
     what follows kernel_size by name.
@@ -68,7 +68,8 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
     Shape: [N, C, D, H, W] to [N, K, Z, P, Q], or [C, D, H, W] to [K, Z, P, Q].
 
     Raises:
-        ValueError: out_channels not divisible by num_groups or groups, or an unknown precision.
+        ValueError: in_channels or out_channels not divisible by groups, out_channels not by num_groups,
+            num_groups below 1, or an unknown precision.
         TypeError: num_groups is no integer.
 
     Source: GroupNorm, Wu & He, arXiv:1803.08494.
@@ -130,7 +131,11 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         precision: str | None = None,
         recompute: bool = False,
     ) -> "ConvTranspose3dReLUGroupNorm":
-        """The block of two modules that exist. It holds these very modules, so their parameters are shared.
+        """The block of two existing modules. It holds these very modules, so their parameters are shared.
+
+        Args:
+            conv_transpose, group_norm: of equally many channels.
+            precision, recompute: as in conv_transpose3d_relu_group_norm.
 
         Raises:
             TypeError: another type of module, one with a forward of its own or with forward hooks, or one not
@@ -178,7 +183,10 @@ class ConvTranspose3dReLUGroupNorm(nn.Module):
         """The block on [N, C, D, H, W] or [C, D, H, W].
 
         Args:
-            output_size: chooses output_padding among what the stride allows, as in nn.ConvTranspose3d.
+            output_size: extents of the result, three or with samples and channels before them; chooses
+                output_padding among what the stride allows, as in nn.ConvTranspose3d.
+
+        Returns: [N, K, Z, P, Q] or [K, Z, P, Q].
 
         Raises: as conv_transpose3d_relu_group_norm; ValueError where output_size cannot be had; TypeError
             where a module inside was exchanged for one of another kind, or with a forward of its own.

@@ -280,11 +280,11 @@ def conv_transpose3d_norm_act(
             conv_transpose3d_relu_group_norm.
         order: "norm_act" or "act_norm"; of no consequence where one of the two is None.
         norm: "group", "instance" (statistics of every sample and channel by itself) or None.
-        num_groups: of norm="group", and for no other; divides K.
-        norm_weight, norm_bias: [K], or None for 1 and 0.
+        num_groups: number of groups of norm="group", which needs it; None for other norms. Divides K.
+        norm_weight, norm_bias: [K], or None for 1 and 0; None without a norm.
         activation: "relu", "leaky_relu", "elu", "silu", "gelu" (with erf), "gelu_tanh", "prelu" or None.
-        activation_param: leaky_relu's negative_slope (None: 0.01), elu's alpha (None: 1), prelu's slopes,
-            [1] or [K]; for no other.
+        activation_param: leaky_relu's negative_slope (None: 0.01), elu's alpha (None: 1), or prelu's slopes,
+            a tensor [1] or [K], which it needs; None for other activations.
         skip: [N, K, Z, P, Q] or [K, Z, P, Q], the sizes of the convolution's output, to which it is added.
             Another dtype than input's promotes as PyTorch's + does, and PyTorch computes the call. As input
             and weight, it is kept for the backward.
@@ -294,10 +294,15 @@ def conv_transpose3d_norm_act(
         y, [N, K, Z, P, Q] or [K, Z, P, Q] as in conv_transpose3d_relu_group_norm; with return_conv the pair
         of y and conv_transpose3d(input, weight, bias), of the same sizes.
 
-    Raises: as conv_transpose3d_relu_group_norm; ValueError for an unknown order, norm or activation, or an
-        argument that does not belong to it.
+    Raises: as conv_transpose3d_relu_group_norm, and
+        ValueError: an unknown order, norm or activation, an argument that does not belong to the norm or
+            activation, or one that it needs and does not get; an activation_param that is not finite.
+        RuntimeError: slopes or a skip of other sizes.
+        TypeError: an activation_param or skip of the wrong kind, a prelu without slopes among them.
 
-    Sources: GroupNorm, Wu & He, arXiv:1803.08494; InstanceNorm, Ulyanov et al., arXiv:1607.08022.
+    Sources: GroupNorm, Wu & He, arXiv:1803.08494; InstanceNorm, Ulyanov et al., arXiv:1607.08022; PReLU, He
+    et al., arXiv:1502.01852; ELU, Clevert et al., arXiv:1511.07289; GELU, Hendrycks & Gimpel,
+    arXiv:1606.08415; SiLU, Elfwing et al., arXiv:1702.03118.
     """
     tensors: tuple[Any, ...] = (input, weight, bias, norm_weight, norm_bias, activation_param, skip)
     # torch.fx's proxies are no tensors.

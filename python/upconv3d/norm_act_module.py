@@ -114,15 +114,16 @@ class ConvTranspose3dNormAct(nn.Module):
 
     The submodules `conv_transpose` (nn.ConvTranspose3d), `norm` (nn.GroupNorm, nn.InstanceNorm3d or None) and
     `activation` (a torch.nn module or None) hold the parameters and the numbers, so state dict keys are
-    conv_transpose.*, norm.* and activation.*. Their own forward does not run: forward hooks on them are not
-    called, but for those by which prune, weight_norm and spectral_norm of torch.nn.utils renew a parameter.
-    Hooks on this module are.
+    conv_transpose.*, norm.* and activation.*. The submodules' own forwards do not run, so forward hooks on
+    them are not called, except those by which prune, weight_norm and spectral_norm of torch.nn.utils renew a
+    parameter. Hooks on this module are called.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation: as in
             nn.ConvTranspose3d.
         order, norm, num_groups, activation, return_conv, precision: as in conv_transpose3d_norm_act.
-        eps, affine: as in nn.GroupNorm, and affine so for an instance norm too.
+        eps, affine: as in nn.GroupNorm (eps in activation units squared); affine has GroupNorm's default,
+            True, for an instance norm too.
         activation_param: leaky_relu's negative_slope, elu's alpha, or the value with which prelu's one slope
             begins; None is torch.nn's own. For a slope per channel use from_modules.
         device, dtype: of the parameters.
@@ -130,8 +131,12 @@ class ConvTranspose3dNormAct(nn.Module):
     Shape: [N, C, D, H, W] to [N, K, Z, P, Q], or [C, D, H, W] to [K, Z, P, Q]; two of them with return_conv.
 
     Raises:
-        ValueError: an unknown order, norm, activation or precision, or counts that do not fit.
+        ValueError: an unknown order, norm, activation or precision; channels that groups or num_groups do not
+            divide; num_groups missing, below 1 or with another norm than "group"; an activation_param that
+            is not finite, or of an activation that has none.
         TypeError: num_groups is no integer, or activation_param no number.
+
+    Sources: as of conv_transpose3d_norm_act.
     """
 
     order: str
@@ -201,7 +206,12 @@ class ConvTranspose3dNormAct(nn.Module):
         return_conv: bool = False,
         precision: str | None = None,
     ) -> "ConvTranspose3dNormAct":
-        """The block of modules that exist. It holds these very modules, so their parameters are shared.
+        """The block of existing modules. It holds these very modules, so their parameters are shared.
+
+        Args:
+            norm: nn.GroupNorm or nn.InstanceNorm3d of as many channels as conv_transpose makes, or None.
+            activation: nn.ReLU, LeakyReLU, ELU, SiLU, GELU or PReLU, or None.
+            order, return_conv, precision: as in conv_transpose3d_norm_act.
 
         Raises:
             TypeError: another type of module, one with a forward of its own or with forward hooks, or one not
@@ -235,8 +245,11 @@ class ConvTranspose3dNormAct(nn.Module):
         """The block on [N, C, D, H, W] or [C, D, H, W].
 
         Args:
-            output_size: chooses output_padding among what the stride allows, as in nn.ConvTranspose3d.
+            output_size: extents of the result, three or with samples and channels before them; chooses
+                output_padding among what the stride allows, as in nn.ConvTranspose3d.
             skip: as in conv_transpose3d_norm_act.
+
+        Returns: [N, K, Z, P, Q] or [K, Z, P, Q]; with return_conv the pair of it and the convolution.
 
         Raises: as conv_transpose3d_norm_act; ValueError where output_size cannot be had; TypeError where a
             module inside was exchanged for one of another kind, or with a forward of its own.
