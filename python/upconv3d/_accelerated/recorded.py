@@ -108,8 +108,11 @@ def _with_own_names(function: Any) -> Any:
 
 @contextmanager
 def _tells_this_thread() -> Iterator[None]:
-    """torch.fx says meanwhile that it traces, but to other threads."""
+    """torch.fx says meanwhile that it traces, but to other threads. From torch 2.14 on it does so itself."""
     flags: Any = fx._symbolic_trace
+    if not hasattr(flags, "_is_fx_tracing_flag"):
+        yield
+        return
     before = flags._is_fx_tracing_flag
     flags._is_fx_tracing_flag = _InThread()
     try:
