@@ -41,6 +41,7 @@ struct HeldWork {
   double longest;               // k-blocks of the block that has most
   double of_each;               // k-blocks of a multiprocessor, on average
   std::int64_t group_partials;  // of a tile's channels
+  std::int64_t merged;          // partial moments of a norm group
 };
 
 HeldWork held_work(const Problem& p, const std::vector<Slab>& slabs, const ConvInstance& instance,
@@ -64,8 +65,9 @@ HeldWork held_work(const Problem& p, const std::vector<Slab>& slabs, const ConvI
     total += static_cast<double>(tiles) * k_blocks;
   }
   work.of_each = total / std::max(sm_count, 1);
-  work.group_partials =
-      slab_tiles(slabs, instance.block_positions) * (kHeldChannels >> held_granule_shift(p));
+  const std::int64_t moments = slab_tiles(slabs, instance.block_positions);
+  work.group_partials = moments * (kHeldChannels >> held_granule_shift(p));
+  work.merged = saturating_product(moments, p.k / p.num_groups >> held_granule_shift(p));
   return work;
 }
 
@@ -110,11 +112,14 @@ std::string consider_held(const Problem& p, const Device& device, const std::vec
     }
     const HeldWork work = held_work(p, slabs, instance, device.sm_count);
     const double us = held_us(p, work, instance);
-    if (work.tiles > kMaxSm90Count || us >= least) continue;
+    if (std::max(work.tiles, work.merged) > kMaxSm90Count || us >= least) continue;
     best = instance;
     least = us;
   }
-  if (!best) return concat("this build has no such kernel for ", name(p.dtype), " that can count its tiles");
+  if (!best) {
+    return concat("this build has no such kernel for ", name(p.dtype),
+                  " that can count its tiles and partial moments");
+  }
   const bool may = device.forced_plan.empty() || device.forced_plan == "sm90";
   const bool is_quicker = may && is_held_timed(p, plan) && least < sm90_plan_us(p, plan);
   if (device.forced_plan != "held" && !is_quicker) return "";
