@@ -323,7 +323,10 @@ std::optional<Plan> own_convolution(const Problem& p, const Device& device,
   const Plan alone = choose(convolution_alone(p), device, instances, false);
   bool is_own = is_ours(alone);
   if (is_own && p.tail.norm) {
-    const Plan whole = choose(normalized, device, instances, false);
+    // That one of its kernels holds a small block tells nothing of a convolution that is stored.
+    std::vector<ConvInstance> storing = instances;
+    std::erase_if(storing, [](const ConvInstance& instance) { return instance.held; });
+    const Plan whole = choose(normalized, device, storing, false);
     // The direct kernel, which adds no skip, was compared with the SM90 plan, not with cuDNN's convolution.
     const bool instead = whole.algorithm == Algorithm::kCudaDirect;
     is_own = is_ours(whole) || (instead && has_many_outputs_of_few_inputs(normalized, device));
