@@ -174,6 +174,7 @@ def test_small_blocks_are_held():
     assert plan.stages == (plan.kernel,)
     assert plan.kernel.startswith("conv_transpose_held_sm90_bf16x1_bf16_64x")
     assert "held in shared memory" in str(plan) and plan.tile[0] == 64
+    assert 0.01 < plan.estimated_held_ms < 0.03 and f"held {plan.estimated_held_ms:.4g}" in str(plan)
     assert plan.workspace_bytes < 1 << 20
 
 

@@ -103,7 +103,9 @@ def check(call):
     plan = found["plan"]
     assert found == upconv3d._C.explain(call)
     assert plan["stages"] and plan["reason"] and plan["workspace_bytes"] >= 0
-    estimates = [plan[f"estimated_{name}_ms"] for name in ("stored", "twice", "direct")] + [plan["saves_us"]]
+    estimates = [plan[f"estimated_{name}_ms"] for name in ("stored", "twice", "held", "direct")] + [
+        plan["saves_us"]
+    ]
     assert all(math.isfinite(value) and value >= 0 for value in estimates), estimates
     return True
 

@@ -152,6 +152,7 @@ py::dict to_dict(const Plan& plan) {
   dict["held"] = plan.held;
   dict["estimated_stored_ms"] = plan.estimated_stored_ms;
   dict["estimated_twice_ms"] = plan.estimated_twice_ms;
+  dict["estimated_held_ms"] = plan.expected_held_us / 1e3;
   dict["estimated_direct_ms"] = plan.estimated_direct_ms;
   dict["saves_us"] = plan.saves_us;
   dict["tiles"] = plan.tiles;

@@ -70,6 +70,7 @@ std::string describe(const Plan& plan) {
     text += concat("\n  estimates after packing: stored ", estimate(plan.estimated_stored_ms),
                    plan.linear ? ", by conv_transpose_twice_sm90 " : ", computed twice ",
                    estimate(plan.estimated_twice_ms));
+    if (plan.held) text += concat(", held ", plan.expected_held_us / 1e3, " ms with what follows");
   }
   if (direct) text += concat("\n  estimate: ", plan.estimated_direct_ms, " ms");
   if (plan.split_axes > 0) {

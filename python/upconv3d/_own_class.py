@@ -23,11 +23,14 @@ def own_forward(module: nn.Module) -> Any:
 
 
 def require_kind(
-    name: str, module: Any, expected: tuple[type[nn.Module], ...], otherwise: str = "PyTorch's own modules"
+    name: str,
+    module: Any,
+    expected: tuple[type[nn.Module], ...],
+    otherwise: str = "call the modules one after the other",
 ) -> type[nn.Module]:
     """Which of `expected` the module is an instance of.
 
-    name, otherwise: what the caller calls the module, and what takes modules of other kinds.
+    name, otherwise: what the caller calls the module, and what to do with modules of other kinds.
 
     Raises: TypeError where it is none, or has a forward of its own, which the block would leave out.
     """
@@ -37,12 +40,12 @@ def require_kind(
                 return base
             raise TypeError(
                 f"upconv3d: {name} is a {type(module).__name__} whose forward is not that of "
-                f"torch.nn.{base.__name__}, and the block would not run it. Remedy: PyTorch's own modules, "
-                f"one after the other."
+                f"torch.nn.{base.__name__}, and the block would not run it. Remedy: call the modules one "
+                f"after the other, instead of the block."
             )
     known = ", ".join(f"torch.nn.{cls.__name__}" for cls in expected)
     rule = f"one of {known}" if len(expected) > 1 else f"a {known}"
     raise TypeError(
-        f"upconv3d: {name} must be {rule}; got {type(module).__name__}. Remedy: such a module, or "
-        f"{otherwise}, one after the other."
+        f"upconv3d: {name} must be {rule}; got {type(module).__name__}. Remedy: pass such a module; "
+        f"for others {otherwise}."
     )

@@ -57,7 +57,8 @@ class Plan:
             it stores the convolution and where it computes it twice; 0 where that cannot run, and on other
             plans. The former compares the SM90 plan with other plans where cpp/core/plan_times.cpp has no
             times, and may be of other tiles than run: which of the two runs is decided by an estimate of the
-            tiles that would run, and by estimated_twice_ms. The time of a held one is not shown.
+            tiles that would run, and by estimated_twice_ms.
+        estimated_held_ms: expected time of the one launch of a held plan, in ms; 0 on other plans.
         estimated_direct_ms: expected time of all launches of the direct plan, in ms; 0 on other plans.
         saves_us: by how many us less the col2im plan is expected to take than the plan in whose place it
             runs; 0 on other plans.
@@ -97,6 +98,7 @@ class Plan:
     held: bool
     estimated_stored_ms: float
     estimated_twice_ms: float
+    estimated_held_ms: float
     estimated_direct_ms: float
     saves_us: float
     tiles: int
@@ -138,6 +140,7 @@ def plan_from_dict(result: Mapping[str, Any]) -> Plan:
         held=plan["held"],
         estimated_stored_ms=plan["estimated_stored_ms"],
         estimated_twice_ms=plan["estimated_twice_ms"],
+        estimated_held_ms=plan["estimated_held_ms"],
         estimated_direct_ms=plan["estimated_direct_ms"],
         saves_us=plan["saves_us"],
         tiles=plan["tiles"],

@@ -43,7 +43,7 @@ def _parameter(module: nn.Module, name: str) -> Any:
 def _require_kinds(conv_transpose: Any, group_norm: Any) -> None:
     """Raises TypeError for a module of another kind, or one with a forward of its own."""
     require_kind("conv_transpose", conv_transpose, (nn.ConvTranspose3d,))
-    require_kind("group_norm", group_norm, (nn.GroupNorm,), "ConvTranspose3dNormAct, or PyTorch's modules")
+    require_kind("group_norm", group_norm, (nn.GroupNorm,), "there is ConvTranspose3dNormAct")
 
 
 class ConvTranspose3dReLUGroupNorm(nn.Module):
