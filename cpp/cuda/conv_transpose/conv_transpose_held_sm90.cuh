@@ -116,16 +116,11 @@ CUTLASS_DEVICE void prefetch_held(HeldParams<Traits> const& params) {
 template <class Traits>
 CUTLASS_DEVICE void multiply_held_tiles(HeldParams<Traits> const& params, HeldShared<Traits> const& shared) {
   using namespace cute;
-  using Operand = typename Traits::Operand;
-  constexpr int kUnit = 16;  // descriptors count in 16 bytes
   typename Traits::TiledMma mma;
-  auto thread_mma = mma.get_thread_slice(0);
-  Tensor sW = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.stages)),
-                          typename Traits::SmemLayoutW{});  // (BLK_K,BLK_C)
-  Tensor sX = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.stages + Traits::W_BYTES)),
-                          typename Traits::SmemLayoutX{});                    // (BLK_POS,BLK_C)
-  auto const all_w = thread_mma.make_fragment_A(thread_mma.partition_A(sW));  // (MMA,MMA_K,BLK_C/16)
-  auto const all_x = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (MMA,MMA_POS,BLK_C/16)
+  auto const thread_mma = mma.get_thread_slice(0);
+  auto const all_w = Traits::descriptors_of_w(thread_mma, shared.stages);  // (MMA,MMA_K,BLK_C/16)
+  auto const all_x =
+      Traits::descriptors_of_x(thread_mma, shared.stages + Traits::W_BYTES);  // (MMA,MMA_POS,BLK_C/16)
   Tensor acc =
       partition_fragment_C(mma, Shape<Int<Traits::BLK_K>, Int<Traits::BLK_POS>>{});  // ((2,2,BLK_POS/8),1,1)
   RingBarriers<kMaxHeldStages>& stages = shared.control->stages;
@@ -141,18 +136,8 @@ CUTLASS_DEVICE void multiply_held_tiles(HeldParams<Traits> const& params, HeldSh
     CUTLASS_PRAGMA_NO_UNROLL
     for (int k_block = 0; k_block < k_blocks; ++k_block) {
       stages.wait_full(at);
-      int const from = at.slot * (Traits::SHAPE.stage_bytes / kUnit);
-      Tensor w = make_tensor(all_w.data() + from, all_w.layout());
-      Tensor x = make_tensor(all_x.data() + from, all_x.layout());
-      warpgroup_fence_operand(acc);
-      warpgroup_arrive();
-      CUTLASS_PRAGMA_UNROLL
-      for (int kb = 0; kb < size<2>(w); ++kb) {
-        cute::gemm(mma, w(_, _, kb), x(_, _, kb), acc);
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
-      warpgroup_commit_batch();
-      warpgroup_wait<1>();  // the batch before this one is done: what it read may be overwritten
+      int const from = at.slot * (Traits::SHAPE.stage_bytes / kDescriptorUnit);
+      multiply_k_block(mma, all_w, from, all_x, from, acc);
       release(done);
       done = at.slot;
       at.advance(params.stages);

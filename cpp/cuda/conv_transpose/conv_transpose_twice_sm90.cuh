@@ -78,7 +78,6 @@ class TwiceMultiplier {
   template <class Accumulator, class Meanwhile>
   CUTLASS_DEVICE void multiply(TwiceTile const& tile, Accumulator& acc, Meanwhile const& meanwhile) {
     using namespace cute;
-    constexpr int kUnit = 16;  // descriptors count in 16 bytes
     if (tile.set != loaded_) take_weights(tile);
     int left_of_turn = begin_ >> 16;
     int unit = begin_ & 0xffff;
@@ -94,21 +93,11 @@ class TwiceMultiplier {
       for (int c_block = 0; c_block < c_blocks_; ++c_block) {
         control_.x.wait_full(at_);
         int of_tap = unit + c_block;
-        int x_from = at_.slot * (params_.x_slot_bytes / kUnit);
+        int x_from = at_.slot * (params_.x_slot_bytes / kDescriptorUnit);
         CUTLASS_PRAGMA_NO_UNROLL
         for (std::uint32_t taps = served; taps != 0; taps >>= 1, x_from += served_ >> 8) {
           if (!(taps & 1)) continue;
-          Tensor w = make_tensor(w_.data() + of_tap * (Traits::W_BYTES / kUnit), w_.layout());
-          Tensor x = make_tensor(x_.data() + x_from, x_.layout());
-          warpgroup_fence_operand(acc);
-          warpgroup_arrive();
-          CUTLASS_PRAGMA_UNROLL
-          for (int kb = 0; kb < size<2>(w); ++kb) {
-            cute::gemm(mma, w(_, _, kb), x(_, _, kb), acc);
-            mma.accumulate_ = GMMA::ScaleOut::One;
-          }
-          warpgroup_commit_batch();
-          warpgroup_wait<1>();  // the batch before this one is done: what it read may be overwritten
+          multiply_k_block(mma, w_, of_tap * (Traits::W_BYTES / kDescriptorUnit), x_, x_from, acc);
           if (done >= 0 && done != at_.slot) release_x(done);
           done = at_.slot;
           of_tap += c_blocks_;
@@ -150,7 +139,7 @@ class TwiceMultiplier {
     TwiceClassParams const& cls = params_.classes[tile.cls];
     used_taps_ = cls.units[group_].taps;
     loads_ = cls.loads[0] * cls.loads[1] * cls.loads[2];
-    served_ = cls.shared_taps | cls.shared_rows * (Traits::ROW_BYTES / 16) << 8;
+    served_ = cls.shared_taps | cls.shared_rows * (Traits::ROW_BYTES / kDescriptorUnit) << 8;
     c_blocks_ = cls.c_blocks;
     int const first_unit = group_ == 0 ? 0 : cls.units[0].count;
     int const turn = group_ == 0 ? min(loads_ * c_blocks_, params_.x_slots - 1) : loads_ * c_blocks_;
@@ -180,15 +169,9 @@ class TwiceMultiplier {
 template <class Traits>
 CUTLASS_DEVICE auto make_twice_multiplier(TwiceParams<Traits> const& params,
                                           TwiceShared<Traits> const& shared, int group) {
-  using namespace cute;
-  using Operand = typename Traits::Operand;
-  auto thread_mma = typename Traits::TiledMma{}.get_thread_slice(threadIdx.x % 128);
-  Tensor sW = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.w)),
-                          typename Traits::SmemLayoutW{});  // (ROWS,BLK_C)
-  Tensor sX = make_tensor(make_smem_ptr(reinterpret_cast<Operand*>(shared.x)),
-                          typename Traits::SmemLayoutX{});                // (BLK_POS,BLK_C)
-  auto const w = thread_mma.make_fragment_A(thread_mma.partition_A(sW));  // (MMA,MMA_ROWS,BLK_C/16)
-  auto const x = thread_mma.make_fragment_B(thread_mma.partition_B(sX));  // (MMA,MMA_POS,BLK_C/16)
+  auto const thread_mma = typename Traits::TiledMma{}.get_thread_slice(threadIdx.x % 128);
+  auto const w = Traits::descriptors_of_w(thread_mma, shared.w);  // (MMA,MMA_ROWS,BLK_C/16)
+  auto const x = Traits::descriptors_of_x(thread_mma, shared.x);  // (MMA,MMA_POS,BLK_C/16)
   using FragmentW = cute::remove_cvref_t<decltype(w)>;
   using FragmentX = cute::remove_cvref_t<decltype(x)>;
   return TwiceMultiplier<Traits, FragmentW, FragmentX>(params, shared, group, w, x);

@@ -12,13 +12,15 @@
 #include "core/held_tiles.hpp"
 #include "cuda/activation.hpp"
 #include "cuda/conv_transpose/staged_tile_sm90.cuh"
+#include "cuda/conv_transpose/warpgroup_tile_sm90.cuh"
 
 namespace upconv3d::cuda {
 
 /// \tparam kWInPlace w is [C,T,R,S,K], as PyTorch's channels_last_3d leaves it
 /// \tparam BLK_POS_  output positions of a tile
 template <class Operand_, class Output_, bool kWInPlace, int BLK_POS_>
-struct HeldTraitsSm90 {
+struct HeldTraitsSm90
+    : WarpgroupTileSm90<Operand_, kWInPlace, int(kHeldChannels), BLK_POS_, int(kBlockInputs)> {
   using Operand = Operand_;
   using Output = Output_;  // y, bias, gamma, beta, and before(conv) while it is held
   static constexpr bool W_IN_PLACE = kWInPlace;
@@ -30,23 +32,8 @@ struct HeldTraitsSm90 {
   static constexpr int CONSUMER_WARPS = 4;                   // a warpgroup, which multiplies
   static constexpr int THREADS = 32 * (CONSUMER_WARPS + 1);  // the last warp loads
 
-  static constexpr auto W_MAJOR = W_IN_PLACE ? cute::GMMA::Major::MN : cute::GMMA::Major::K;
-  using MmaOp =
-      decltype(cute::GMMA::ss_op_selector<Operand, Operand, float,
-                                          cute::Shape<cute::Int<BLK_K>, cute::Int<BLK_POS>, cute::Int<BLK_C>>,
-                                          W_MAJOR>());
-  using TiledMma = decltype(cute::make_tiled_mma(MmaOp{}));
-  using SmemAtom = SmemAtomOf<Operand, BLK_C>;
-  using SmemLayoutX = decltype(cute::tile_to_shape(
-      SmemAtom{}, cute::Shape<cute::Int<BLK_POS>, cute::Int<BLK_C>>{}));  // (BLK_POS,BLK_C)
-  using SmemAtomW = std::conditional_t<W_IN_PLACE, cute::GMMA::Layout_MN_SW128_Atom<Operand>, SmemAtom>;
-  using SmemLayoutW = decltype(cute::tile_to_shape(
-      SmemAtomW{}, cute::Shape<cute::Int<BLK_K>, cute::Int<BLK_C>>{}));  // (BLK_K,BLK_C)
-
-  static constexpr int ROW_BYTES = BLK_C * int(sizeof(Operand));
-  static constexpr int W_BYTES = BLK_K * ROW_BYTES;
   static constexpr HeldShape SHAPE = held_shape(BLK_POS, int(sizeof(Operand)), int(sizeof(Output)));
-  static_assert(SHAPE.stage_bytes == W_BYTES + BLK_POS * ROW_BYTES);
+  static_assert(SHAPE.stage_bytes == HeldTraitsSm90::W_BYTES + HeldTraitsSm90::X_BYTES);
 };
 
 /// What a phase of the stride loads.

@@ -12,6 +12,7 @@
 #include "core/twice_layout.hpp"
 #include "cuda/activation.hpp"
 #include "cuda/conv_transpose/relu_epilogue_sm90.cuh"
+#include "cuda/conv_transpose/warpgroup_tile_sm90.cuh"
 
 namespace upconv3d::cuda {
 
@@ -23,7 +24,8 @@ namespace upconv3d::cuda {
 /// \tparam kLinear there is no normalization, and no first pass. Asked at run time it took others 1 to 3 %.
 template <class Operand_, class Output_, bool kChannelsFirst, bool kWInPlace, bool kPiled, int BLK_C_,
           bool kLinear>
-struct TwiceTraitsSm90 {
+struct TwiceTraitsSm90
+    : WarpgroupTileSm90<Operand_, kWInPlace, int(kTwiceRows), int(kTwicePositions), BLK_C_> {
   static constexpr bool LINEAR = kLinear;
   using Operand = Operand_;
   using Output = Output_;  // y, bias, gamma, beta
@@ -42,23 +44,6 @@ struct TwiceTraitsSm90 {
   /// A block's first tile is its own, for which no counter is asked. Not for y [N,K,Z,P,Q], which took 1 %
   /// longer so in float32, whose counters another launch clears (perf/results/h200_twice_lab.txt).
   static constexpr bool OWN_FIRST_TILE = !CHANNELS_FIRST;
-
-  static constexpr auto W_MAJOR = W_IN_PLACE ? cute::GMMA::Major::MN : cute::GMMA::Major::K;
-  using MmaOp =
-      decltype(cute::GMMA::ss_op_selector<Operand, Operand, float,
-                                          cute::Shape<cute::Int<ROWS>, cute::Int<BLK_POS>, cute::Int<BLK_C>>,
-                                          W_MAJOR>());
-  using TiledMma = decltype(cute::make_tiled_mma(MmaOp{}));
-  using SmemAtom = SmemAtomOf<Operand, BLK_C>;
-  using SmemLayoutX = decltype(cute::tile_to_shape(
-      SmemAtom{}, cute::Shape<cute::Int<BLK_POS>, cute::Int<BLK_C>>{}));  // (BLK_POS,BLK_C)
-  using SmemAtomW = std::conditional_t<W_IN_PLACE, cute::GMMA::Layout_MN_SW128_Atom<Operand>, SmemAtom>;
-  using SmemLayoutW = decltype(cute::tile_to_shape(
-      SmemAtomW{}, cute::Shape<cute::Int<ROWS>, cute::Int<BLK_C>>{}));  // (ROWS,BLK_C)
-
-  static constexpr int ROW_BYTES = BLK_C * int(sizeof(Operand));
-  static constexpr int X_BYTES = BLK_POS * ROW_BYTES;  // of a load that serves one tap
-  static constexpr int W_BYTES = ROWS * ROW_BYTES;     // of a unit
 
   /// Slots of x are for bytes on their way: of half k-blocks as many as there is room for barriers.
   static constexpr int MAX_X_SLOTS = BLK_C == int(kBlockInputs) ? 6 : 9;
