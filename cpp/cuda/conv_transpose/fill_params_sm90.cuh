@@ -17,6 +17,7 @@
 #include "core/phase_pairs.hpp"
 #include "core/slab_launches.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
+#include "cuda/conv_transpose/fill_geometry_sm90.cuh"
 #include "cuda/conv_transpose/finalize_sm90.cuh"
 #include "cuda/conv_transpose/kernel_params_sm90.cuh"
 #include "cuda/conv_transpose/tail_sm90.hpp"
@@ -88,13 +89,10 @@ void fill_loads(const ConvTransposeParams& params, DType operand, const Slab& re
   const bool reached = reads.tap_count() > 0;
   slab.c_begin = reached ? 0 : static_cast<int>(ceil_div(input.channels, Traits::BLK_C));
   slab.c_end = reached ? static_cast<int>(ceil_div(group_inputs(problem), Traits::BLK_C)) : slab.c_begin + 1;
-  const InputBox box = input_box(problem, reads);
-  for (int axis = 0; axis < 3; ++axis) {
-    slab.corner[axis] = static_cast<int>(box.lower[axis]);
-    slab.stride[axis] = static_cast<int>(reads.stride[axis]);
-    slab.dilation[axis] = static_cast<int>(reads.dilation[axis]);
-    slab.taps[axis] = reached ? static_cast<int>(reads.taps[axis]) : 1;
-  }
+  copy_extent(input_box(problem, reads).lower, slab.corner);
+  copy_extent(reads.stride, slab.stride);
+  copy_extent(reads.dilation, slab.dilation);
+  copy_extent(reached ? reads.taps : Extent3{1, 1, 1}, slab.taps);
   const int taps = slab.taps[0] * slab.taps[1] * slab.taps[2];
   slab.x_loads = taps * (slab.c_end - slab.c_begin) / slab.shared_taps;
 }
@@ -117,15 +115,9 @@ void fill_place(const ConvTransposeParams& params, DType output, const Slab& fro
                encode_slab_output(problem, from, element, to.pitch, params.a, Traits::ITEM_POS,
                                   kPanelChannels<Stored>));
   }
-  slab.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
-  slab.height = cutlass::FastDivmod(static_cast<int>(from.extent[1]));
-  slab.positions = static_cast<int>(from.positions());
-  for (int axis = 0; axis < 3; ++axis) {
-    slab.origin[axis] = static_cast<int>(from.origin[axis]);
-    slab.step[axis] = static_cast<int>(from.step[axis]);
-    slab.tap[axis] = static_cast<int>(from.tap[axis]);
-    slab.tap_step[axis] = static_cast<int>(from.tap_step[axis]);
-  }
+  fill_geometry(from, slab);
+  copy_extent(from.tap, slab.tap);
+  copy_extent(from.tap_step, slab.tap_step);
   const std::int64_t c_blocks = ceil_div(group_inputs(problem), Traits::BLK_C);
   const std::int64_t k_blocks = std::max<std::int64_t>(from.tap_count() * c_blocks, 1);
   slab.row_moments = wants_row_moments<Traits>(static_cast<int>(k_blocks), problem.n) && !to.linear;
@@ -289,11 +281,8 @@ void fill_kernel_params(const ConvTransposeParams& params, DType operand, DType 
                                     kPanelChannels<typename Traits::Stored>, to.item_fold));
     }
   }
-  const Extent3 out = problem.out();
-  for (int axis = 0; axis < 3; ++axis) {
-    to.kernel[axis] = static_cast<int>(problem.kernel[axis]);
-    to.out[axis] = static_cast<int>(out[axis]);
-  }
+  copy_extent(problem.kernel, to.kernel);
+  copy_extent(problem.out(), to.out);
   to.num_counters = params.clears_counters ? static_cast<int>(counter_count(problem)) : 0;
   to.samples = static_cast<int>(problem.n);
   to.k = static_cast<int>(problem.k);

@@ -16,6 +16,7 @@
 #include "cuda/conv_transpose/conv_transpose_held_sm90.cuh"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/conv_transpose/cooperative_launch.hpp"
+#include "cuda/conv_transpose/fill_geometry_sm90.cuh"
 #include "cuda/conv_transpose/fill_params_sm90.cuh"
 #include "cuda/conv_transpose/remembered_launch_sm90.hpp"
 #include "cuda/conv_transpose/tail_sm90.hpp"
@@ -40,18 +41,11 @@ void fill_held_slab(const ConvTransposeParams& params, DType operand, const Slab
   slab.taps_w = static_cast<int>(taps[2]);
   slab.taps_h = static_cast<int>(taps[1]);
   slab.k_blocks = static_cast<int>(volume(taps) * c_blocks);
-  const InputBox box = input_box(problem, from);
-  for (int axis = 0; axis < 3; ++axis) {
-    slab.corner[axis] = static_cast<int>(box.lower[axis]);
-    slab.dilation[axis] = static_cast<int>(from.dilation[axis]);
-    slab.tap[axis] = static_cast<int>(from.tap[axis]);
-    slab.tap_step[axis] = static_cast<int>(from.tap_step[axis]);
-    slab.origin[axis] = static_cast<int>(from.origin[axis]);
-    slab.step[axis] = static_cast<int>(from.step[axis]);
-  }
-  slab.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
-  slab.height = cutlass::FastDivmod(static_cast<int>(from.extent[1]));
-  slab.positions = static_cast<int>(from.positions());
+  copy_extent(input_box(problem, from).lower, slab.corner);
+  copy_extent(from.dilation, slab.dilation);
+  copy_extent(from.tap, slab.tap);
+  copy_extent(from.tap_step, slab.tap_step);
+  fill_geometry(from, slab);
   slab.pos_tiles = cutlass::FastDivmod(static_cast<int>(ceil_div(from.positions(), Traits::BLK_POS)));
 }
 
@@ -89,11 +83,8 @@ void fill_held_params(const ConvTransposeParams& params, DType operand, HeldPara
   const std::int64_t w_inputs = Traits::W_IN_PLACE ? problem.c : operand_channels(problem);
   to.operand_bytes[0] = problem.k * volume(problem.kernel) * w_inputs * size_of(operand);
   to.operand_bytes[1] = problem.n * volume(problem.in) * input_rows(params).channels * size_of(operand);
-  const Extent3 out = problem.out();
-  for (int axis = 0; axis < 3; ++axis) {
-    to.kernel[axis] = static_cast<int>(problem.kernel[axis]);
-    to.out[axis] = static_cast<int>(out[axis]);
-  }
+  copy_extent(problem.kernel, to.kernel);
+  copy_extent(problem.out(), to.out);
   to.positions = static_cast<int>(problem.positions());
   to.k = static_cast<int>(problem.k);
   const std::int64_t group_values = problem.k / problem.num_groups * problem.positions();

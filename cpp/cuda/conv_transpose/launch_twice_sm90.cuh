@@ -16,15 +16,12 @@
 #include "cuda/check.hpp"
 #include "cuda/conv_transpose/conv_transpose_sm90.hpp"
 #include "cuda/conv_transpose/cooperative_launch.hpp"
+#include "cuda/conv_transpose/fill_geometry_sm90.cuh"
 #include "cuda/conv_transpose/remembered_launch_sm90.hpp"
 #include "cuda/conv_transpose/tail_sm90.hpp"
 #include "cuda/conv_transpose/tensor_maps_sm90.hpp"
 
 namespace upconv3d::cuda {
-
-inline void copy_extent(const Extent3& from, int (&to)[3]) {
-  for (int axis = 0; axis < 3; ++axis) to[axis] = static_cast<int>(from[axis]);
-}
 
 /// A window's first coordinates, counted in the steps from tap to tap. Windows that are compared differ by
 /// whole steps.
@@ -51,11 +48,7 @@ void fill_views(const Problem& problem, const TwiceLayout& layout, DType output,
                  encode_slab_output(problem, from, output, layout.view_rows, y, Traits::STAGE_POS,
                                     Traits::STAGE_CHANNELS, layout.fold));
     }
-    view.width = cutlass::FastDivmod(static_cast<int>(from.extent[2]));
-    view.height = cutlass::FastDivmod(static_cast<int>(from.extent[1]));
-    copy_extent(from.origin, view.origin);
-    copy_extent(from.step, view.step);
-    view.positions = static_cast<int>(from.positions());
+    fill_geometry(from, view);
   }
   std::int64_t moments = 0;
   // Of all phases the same.
