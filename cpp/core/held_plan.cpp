@@ -138,7 +138,11 @@ std::string consider_held(const Problem& p, const Device& device, const std::vec
   plan.activation = p.dtype;
   plan.conv_layout = Layout::kNDHWC;
   plan.stages.clear();
-  if (plan.pack_x || !plan.w_in_place) plan.stages = pack_stages(p);
+  if (plan.pack_x || !plan.w_in_place) {
+    plan.stages = pack_stages(p);
+  } else {
+    plan.channels.clear();  // as they lie
+  }
   plan.stages.push_back(best->name);
   return "";
 }

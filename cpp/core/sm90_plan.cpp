@@ -152,7 +152,7 @@ std::optional<ConvInstance> compared_instance(const Problem& p, const Device& de
 }
 
 /// How the SM90 plan pads channels and keeps convolution groups apart, "" where nothing of the kind is done.
-std::string channels_text(const Problem& p, bool stored_in_place) {
+std::string channels_text(const Problem& p, bool packs, bool stored_in_place) {
   std::string text;
   const auto add = [&text](const std::string& part) { text += (text.empty() ? "" : "; ") + part; };
   const std::int64_t inputs = group_inputs(p), padded = operand_channels(p);
@@ -160,7 +160,7 @@ std::string channels_text(const Problem& p, bool stored_in_place) {
     add(concat(p.groups, " groups of ", inputs, " input and ", group_outputs(p),
                " output channels, in tiles of their own"));
   }
-  if (padded != inputs) {
+  if (packs && padded != inputs) {
     add(concat(p.groups == 1 ? "input" : "each group's input", " channels padded from ", inputs, " to ",
                padded));
   }
@@ -355,7 +355,6 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& compa
     plan.activation_in_y = stores_in_place(p, cut);
     if (plan.activation_in_y) plan.conv_layout = p.y_layout;
   }
-  plan.channels = channels_text(p, plan.activation_in_y);
   plan.split_axes = cut.split_axes;
   plan.share_taps = cut.share_taps;
   plan.pair_phases = cut.pair_phases;
@@ -374,7 +373,9 @@ Plan sm90_plan(const Problem& p, const Device& device, const ConvInstance& compa
   plan.estimated_stored_ms =
       estimated_stored_ms(p, compared, compared_multiply_ms(p, compared, device.sm_count));
   plan.w_in_place = is_quicker_from_w_in_place(p, schedule.multiply_ms, plan.pack_x);
-  if (plan.pack_x || !plan.w_in_place) plan.stages = pack_stages(p);
+  const bool packs = plan.pack_x || !plan.w_in_place;
+  plan.channels = channels_text(p, packs, plan.activation_in_y);
+  if (packs) plan.stages = pack_stages(p);
   plan.stages.insert(plan.stages.end(), static_cast<std::size_t>(plan.launches), instance.name);
   if (p.tail.norm && plan.launches > 1) plan.stages.push_back("group_norm_finalize_slabs");
   if (p.tail.norm && p.tail.returns_conv && p.y_layout != plan.conv_layout)
@@ -415,9 +416,10 @@ std::string consider_twice(const Problem& p, const Device& device, const std::ve
   plan.normalizes = p.tail.norm;
   plan.activation_in_y = true;
   plan.conv_layout = p.y_layout;
-  plan.channels = channels_text(p, true);
+  const bool packs = plan.pack_x || !plan.w_in_place;
+  plan.channels = channels_text(p, packs, true);
   plan.stages.clear();
-  if (plan.pack_x || !plan.w_in_place) plan.stages = pack_stages(p);
+  if (packs) plan.stages = pack_stages(p);
   plan.stages.push_back(instance->name);
   return "";
 }
