@@ -207,7 +207,8 @@ std::optional<Plan> sm90_choice(const Problem& problem, const Device& device,
   if (keeps_activation && has_backward && trains && backward_can_count(problem, plan)) {
     plan.keeps_activation = true;
     plan.activation_in_y = false;
-    if (forced == "twice") plan.reason += "; stored, because the backward reads what is stored";
+    if (forced == "twice" || forced == "held")
+      plan.reason += "; stored, because the backward reads what is stored";
     return plan;
   }
   std::string twice_obstacle = consider_twice(problem, device, instances, plan);
