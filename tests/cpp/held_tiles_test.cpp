@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "core/border_slabs.hpp"
+#include "core/channels.hpp"
 #include "core/errors.hpp"
 #include "core/held_tiles.hpp"
 #include "core/index_math.hpp"
@@ -82,7 +83,7 @@ std::int64_t random_divisor(std::int64_t of) {
   return divisors[static_cast<std::size_t>(between(0, static_cast<std::int64_t>(divisors.size()) - 1))];
 }
 
-/// 16 bit and channels_last_3d, of any numbers, and so of many that the kernel does not take.
+/// 16 bit and of a channels_last_3d result, of any numbers, and so of many that the kernel does not take.
 Problem random_problem(std::int64_t most_samples, std::int64_t most_channels, std::int64_t most_extent) {
   Problem p;
   do {
@@ -100,7 +101,9 @@ Problem random_problem(std::int64_t most_samples, std::int64_t most_channels, st
   } while (std::ranges::min(p.out()) < 1 || p.n * p.positions() == 1);
   p.num_groups = random_divisor(p.k);
   p.dtype = between(0, 1) == 0 ? DType::kBFloat16 : DType::kFloat16;
-  p.x_layout = p.y_layout = Layout::kNDHWC;
+  p.x_layout = between(0, 9) == 0 ? Layout::kNCDHW : Layout::kNDHWC;
+  p.x_aligned = between(0, 9) != 0;
+  p.y_layout = Layout::kNDHWC;
   p.w_channels_last = between(0, 1) == 0;
   p.has_bias = between(0, 1) == 0;
   return p;
@@ -113,7 +116,8 @@ Problem doubling_problem() {
   p.padding = p.dilation = {1, 1, 1}, p.output_padding = {0, 0, 0};
   p.in = {p.in[0], p.in[0], p.in[0]};
   p.c = 16 * ceil_div(p.c, 16);
-  p.w_channels_last = true;
+  p.x_layout = Layout::kNDHWC;
+  p.w_channels_last = p.x_aligned = true;
   return p;
 }
 
@@ -189,20 +193,57 @@ void test_counters(const Problem& p, const Plan& plan) {
          what + ": phases, groups and channels");
 }
 
-/// By the kernel's name; and as chosen, where nothing may have to be packed.
+/// What the launch takes from a plan, and what people are told of it: nothing of the kernel that stores.
+void test_fields(const Problem& p, const Plan& plan) {
+  const std::string what = describe(p);
+  expect(plan.instance->stored_bits == 16 && plan.instance->block_channels == kHeldChannels &&
+             plan.instance->block_inputs == kBlockInputs && plan.instance->products == 1,
+         what + ": its variant");
+  expect(plan.normalizes && plan.activation_in_y && plan.launches == 1 && plan.activation == p.dtype &&
+             plan.conv_layout == Layout::kNDHWC && !plan.linear && !plan.keeps_activation,
+         what + ": into y, in one launch");
+  expect(plan.split_axes == 0 && plan.window_tiles == 0 && plan.leaving_blocks == 0 && !plan.share_taps &&
+             !plan.pair_phases && !plan.piles_views,
+         what + ": tiles as they come");
+  const bool packs_x = p.x_layout != Layout::kNDHWC || !p.x_aligned || p.c % kSectorChannels != 0;
+  expect(plan.pack_x == packs_x && plan.w_in_place == p.w_channels_last, what + ": what is packed");
+  const bool pads = (packs_x || !plan.w_in_place) && operand_channels(p) != p.c;
+  expect(plan.channels.empty() != pads, concat(what, ": channels are \"", plan.channels, '"'));
+}
+
+/// Of the tiles that it can run on, those expected to be quicker; and of a block that is held as chosen, the
+/// choice: no operand is packed, sizes are those that times are known of, and other plans are had by name.
+void test_choice(const Problem& p, const Plan& plan) {
+  const std::string what = describe(p);
+  for (const std::int64_t positions : {64, 128}) {
+    std::vector<ConvInstance> one = all_compiled();
+    std::erase_if(one, [&](const ConvInstance& i) { return i.held && i.block_positions != positions; });
+    const double us = select_plan(p, asking_for("held"), one).expected_held_us;
+    expect(us >= plan.expected_held_us, concat(what, ": tiles of ", positions, " are quicker"));
+  }
+  expect(!plan.pack_x && plan.w_in_place && plan.stages.size() == 1, what + ": chosen, packs nothing");
+  const std::int64_t y = 2 * p.n * p.positions() * p.k, w = 2 * p.c * p.k * volume(p.kernel);
+  expect(y <= 20'000'000 && w <= 30'000'000, what + ": chosen, of sizes that were timed");
+  for (const char* other : {"stored", "library"})
+    expect(!select_plan(p, asking_for(other), all_compiled()).held, concat(what, ": held, not ", other));
+}
+
+/// By the kernel's name; and as chosen.
 void test_problem(const Problem& p, int& held, int& chosen) {
   const std::string refusal = message_of(p, asking_for("held"));
   const Plan free = select_plan(p, hopper(), all_compiled());
   expect(refusal.empty() || !free.held, describe(p) + ": chosen though it cannot run: " + refusal);
   if (!refusal.empty()) return;
   ++held;
-  test_counters(p, select_plan(p, asking_for("held"), all_compiled()));
+  const Plan asked = select_plan(p, asking_for("held"), all_compiled());
+  test_counters(p, asked);
+  test_fields(p, asked);
   if (p.n * p.positions() * p.k <= 40'000 && p.num_groups <= 64) {
     for (const std::int64_t positions : {64, 128}) test_places(p, positions);
   }
   if (!free.held) return;
   ++chosen;
-  expect(!free.pack_x && free.w_in_place && free.stages.size() == 1, describe(p) + ": chosen, packs nothing");
+  test_choice(p, free);
 }
 
 void test_random_problems() {
@@ -267,8 +308,12 @@ void test_refusals() {
   for (const char* other : {"stored", "library"}) {
     expect(!select_plan(headline(), asking_for(other), all_compiled()).held, concat(other, " is held"));
   }
-  const Plan trained = select_training_plan(headline(), hopper(), all_compiled());
-  expect(!trained.held, "a forward pass that keeps its activation is held");
+  for (const char* asked : {"", "held"}) {
+    const Plan trained = select_training_plan(headline(), asking_for(asked), all_compiled());
+    expect(!trained.held, "a forward pass that keeps its activation is held");
+    expect(has_part(trained.reason, "stored, because the backward reads") == (asked[0] != '\0'),
+           "the reason of a forward pass that is stored though another was asked for");
+  }
 }
 
 /// What convolves before a skip does not depend on a kernel that cannot run the block.
