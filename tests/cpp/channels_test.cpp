@@ -65,6 +65,11 @@ void test_channels() {
   expect(
       plan_of([](Problem& p) { p.c = 48; }).pack_x == false && plan_of([](Problem& p) { p.c = 24; }).pack_x,
       "rows of whole sectors are read where they lie, others are not");
+  const Plan in_place = plan_of([](Problem& p) { p.c = 80, p.w_channels_last = true; });
+  expect(in_place.w_in_place && !in_place.pack_x && in_place.channels.empty(),
+         "who copies nothing pads nothing");
+  expect(says(plan_of([](Problem& p) { p.c = 80; }), "input channels padded from 80 to 128"),
+         "80 input channels of a weight that is packed");
   expect(!chosen([](Problem& p) { p.c = p.k = p.num_groups = 1; }).instance, "one channel is the library's");
 
   const Plan packed = plan_of([](Problem& p) { p.groups = 2; });
