@@ -108,6 +108,7 @@ void point_to(const ConvTransposeParams& params, HeldParams<Traits>& to) {
   to.gamma = static_cast<const Output*>(params.gamma);
   to.beta = static_cast<const Output*>(params.beta);
   to.after = checked_linear_after(params);
+  static_assert(sizeof(float4) == kHeldMomentFloats * sizeof(float));
   to.part = reinterpret_cast<float4*>(params.part);
   to.operands[0] = static_cast<const char*>(params.w_hi);
   to.operands[1] = static_cast<const char*>(params.x_hi);
