@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _C
 from ._facts import block_facts, tensor_facts
-from ._tail import Settings, Tensors
+from ._tail import ACTIVATIONS, ORDERS, Settings, Tensors
 
 TENSORS = "Tensor input, Tensor weight, Tensor? bias"
 NUMBERS = (
@@ -17,6 +17,7 @@ NUMBERS = (
     "str order, SymInt num_groups, Tensor? norm_weight, Tensor? norm_bias, float eps, str activation, "
     "float activation_param, Tensor? slopes, Tensor? skip"
 )
+_KERNEL_ACTIVATIONS = tuple("none" if name is None else name for name in ACTIVATIONS)
 
 
 def split(arguments: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -49,6 +50,21 @@ def join(tensors: Sequence[Any], settings: Sequence[Any]) -> tuple[Any, ...]:
         return_conv,
         precision,
     )
+
+
+def require_known_settings(s: Settings) -> None:
+    """What the operator's own callers see to, and PyTorch's calls, where they compute it, do not refuse."""
+    if s.num_groups < 0:
+        raise RuntimeError(
+            f"upconv3d: num_groups must be at least 1, or 0 for no normalization; got "
+            f"num_groups={s.num_groups}. Remedy: a divisor of the output channels."
+        )
+    for name, value, known in (
+        ("order", s.order, ORDERS),
+        ("activation", s.activation, _KERNEL_ACTIVATIONS),
+    ):
+        if value not in known:
+            raise ValueError(f"upconv3d: {name} must be one of {', '.join(known)}; got {name}={value!r}.")
 
 
 def facts_of(tensors: Sequence[Any], settings: Sequence[Any]) -> dict[str, Any]:

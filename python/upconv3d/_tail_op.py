@@ -21,8 +21,6 @@ from ._graphs import differentiates_again, is_traced, may_consume, record_operat
 from ._numbered import settings_number
 from ._recorded_casts import in_float32, keep_leaves, tied
 from ._tail import (
-    ACTIVATIONS,
-    ORDERS,
     Settings,
     Tensors,
     begins_with_result,
@@ -37,7 +35,15 @@ from ._tail import (
     settings_of_kept,
     tail_backward,
 )
-from ._tail_arguments import NUMBERS, TENSORS, facts_of, join, runs_kernels, split
+from ._tail_arguments import (
+    NUMBERS,
+    TENSORS,
+    facts_of,
+    join,
+    require_known_settings,
+    runs_kernels,
+    split,
+)
 from ._tail_gradients import gradients_from_operand, gradients_from_saved
 from ._tail_graph import (
     backward_is_ours,
@@ -64,7 +70,6 @@ _SCHEMA = (
 )
 _BACKWARD_ARGUMENTS = 19  # of the backward operator behind its gradients; `saved`, `returned` follow, or not
 _INTERNAL = ("_numbered_tail", "_numbered_tail_for_training", "_numbered_tail_backward")
-_KERNEL_ACTIVATIONS = tuple("none" if name is None else name for name in ACTIVATIONS)
 
 # Without OpOverload.__call__, a function in Python that passes its arguments on.
 numbered_tail, _numbered_tail_for_training = (getattr(_ops, name).default._op for name in _INTERNAL[:2])
@@ -119,21 +124,6 @@ def plain_number(tensors: Sequence[Any], settings: Sequence[Any]) -> int | None:
     return tail_number(tuple(tuple(v) if isinstance(v, (list, tuple)) else v for v in settings))
 
 
-def _require_known(s: Settings) -> None:
-    """What the operator's own callers see to, and PyTorch's calls, where they compute it, do not refuse."""
-    if s.num_groups < 0:
-        raise RuntimeError(
-            f"upconv3d: num_groups must be at least 1, or 0 for no normalization; got "
-            f"num_groups={s.num_groups}. Remedy: a divisor of the output channels."
-        )
-    for name, value, known in (
-        ("order", s.order, ORDERS),
-        ("activation", s.activation, _KERNEL_ACTIVATIONS),
-    ):
-        if value not in known:
-            raise ValueError(f"upconv3d: {name} must be one of {', '.join(known)}; got {name}={value!r}.")
-
-
 def _forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The operator on the CPU and on CUDA; conv is [0] where it is not asked for."""
     tensors, settings = split(arguments)
@@ -142,7 +132,7 @@ def _forward_kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
         y, conv = numbered_tail(*tensors, number)
         return y, tensors[0].new_empty((0,)) if conv is None else conv
     t, s = Tensors(*tensors), Settings(*settings)
-    _require_known(s)
+    require_known_settings(s)
     y, conv = composite(t, s, precise=True)
     y = in_format_of_result(y, t)
     if conv is None:
@@ -196,7 +186,7 @@ def _result_sizes(t: Tensors, s: Settings) -> list[int]:
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     tensors, settings = split(arguments)
     t, s = Tensors(*tensors), Settings(*settings)
-    _require_known(s)
+    require_known_settings(s)
     # Symbolic shapes are checked by the real kernel: the rules in C++ take numbers.
     if is_concrete(*(v for v in t if v is not None), *settings):
         _C.validate(facts_of(t, s))
