@@ -13,6 +13,7 @@ import inspect
 import math
 import textwrap
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -80,7 +81,10 @@ _MODULES = (torch, nn, F)
 # CPython 3.11 counts the depth of the tree that it builds in one number for all threads, and a thread that is
 # switched to meanwhile may parse too: SystemError for both (https://github.com/python/cpython/issues/106905).
 _parsing = threading.RLock()  # a finalizer may parse meanwhile
-_PARSES = 8  # at most: a thread that parses without the lock can still disturb one, which is rare
+# A thread that parses without the lock still disturbs one parse in fifty where it does nothing else. Without
+# the pause the two may stay in step: ten in a row were seen.
+_PARSES = 8
+_PAUSE = 1e-3  # s
 
 
 def _parse(source: str) -> ast.Module:
@@ -88,6 +92,7 @@ def _parse(source: str) -> ast.Module:
     for _ in range(_PARSES - 1):
         with _parsing, contextlib.suppress(SystemError):
             return ast.parse(source)
+        time.sleep(_PAUSE)
     with _parsing:
         return ast.parse(source)
 
