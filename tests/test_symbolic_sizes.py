@@ -97,7 +97,8 @@ def test_sizes_that_only_data_says(training, name, dim, how, accelerated):
         try:
             y = HOW[how](Chosen(ours, dim), (x, mask))(x, mask)
         except Exception:
-            if TorchVersion(torch.__version__) >= "2.13":
+            # From 2.14 on its group_norm asks whether there are positions.
+            if "2.13" <= TorchVersion(torch.__version__) < "2.14":
                 raise
             try:
                 HOW[how](Chosen(plain, dim), (x, mask))(x, mask)
