@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 /// \file
-/// What conv_transpose_held_sm90 relies on: that its blocks deal out every tile once, that every value of y
-/// is one tile's and every partial moment one granule's, that 32-bit counters suffice, and that select_plan
-/// refuses what it assumes. Without torch or CUDA. Problems are random; a seed may be given.
+/// What conv_transpose_held_sm90 relies on: that shared memory has room, that blocks deal out every tile
+/// once, that every value of y is one tile's and every partial moment one granule's, that 32-bit counters
+/// suffice, and that select_plan refuses what it assumes. Without torch or CUDA. Problems are random; a seed
+/// may be given.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
@@ -72,6 +74,30 @@ void test_dealings() {
       test_dealing(tiles, k_tiles, blocks);
     }
     test_dealing(tiles, k_tiles, between(1, most));
+  }
+}
+
+/// Two blocks fit on a multiprocessor, tiles and k-blocks fit in a block, and no room is left over for
+/// another of either.
+void test_rooms() {
+  constexpr int kOfHopper = 228 * 1024, kOfSystem = 1024, kSwizzled = 1024;
+  for (const int positions : {64, 128}) {
+    const HeldShape shape = held_shape(positions, 2, 2);
+    expect(shape.blocks_per_sm * (shape.shared_bytes + kOfSystem) <= kOfHopper, "blocks of a multiprocessor");
+    expect(shape.stage_bytes % kSwizzled == 0 && shape.tile_bytes % kSwizzled == 0, "swizzled tiles");
+    expect(shape.stage_bytes == (64 + positions) * 64 * 2 && shape.tile_bytes == 64 * positions * 2, "bytes");
+    for (std::int64_t tiles = 1; tiles <= 40; ++tiles) {
+      const std::string what = concat(tiles, " tiles of ", positions, " positions");
+      const HeldRooms rooms = held_rooms(shape, tiles);
+      const int left = shape.shared_bytes - kHeldControlBytes - rooms.slots * shape.tile_bytes -
+                       rooms.stages * shape.stage_bytes;
+      expect(left >= 0, what + ": fit");
+      expect(rooms.slots >= 1 && rooms.slots <= tiles, what + ": slots");
+      expect(rooms.stages >= kMinHeldStages && rooms.stages <= kMaxHeldStages, what + ": stages");
+      const int spared = left + (rooms.stages - kMinHeldStages) * shape.stage_bytes;
+      expect(rooms.slots == tiles || spared < shape.tile_bytes, what + ": no further tile");
+      expect(rooms.stages == kMaxHeldStages || left < shape.stage_bytes, what + ": no further k-block");
+    }
   }
 }
 
@@ -199,6 +225,7 @@ void test_fields(const Problem& p, const Plan& plan) {
   expect(plan.instance->stored_bits == 16 && plan.instance->block_channels == kHeldChannels &&
              plan.instance->block_inputs == kBlockInputs && plan.instance->products == 1,
          what + ": its variant");
+  expect(!plan.twice && plan.stages.back() == plan.instance->name, what + ": the kernel comes last");
   expect(plan.normalizes && plan.activation_in_y && plan.launches == 1 && plan.activation == p.dtype &&
              plan.conv_layout == Layout::kNDHWC && !plan.linear && !plan.keeps_activation,
          what + ": into y, in one launch");
@@ -209,6 +236,17 @@ void test_fields(const Problem& p, const Plan& plan) {
   expect(plan.pack_x == packs_x && plan.w_in_place == p.w_channels_last, what + ": what is packed");
   const bool pads = (packs_x || !plan.w_in_place) && operand_channels(p) != p.c;
   expect(plan.channels.empty() != pads, concat(what, ": channels are \"", plan.channels, '"'));
+}
+
+/// A time, which of twice the samples is never less.
+void test_estimate(const Problem& p, const Plan& plan) {
+  const std::string what = describe(p);
+  expect(std::isfinite(plan.expected_held_us) && plan.expected_held_us > 0, what + ": estimate");
+  Problem twice = p;
+  twice.n *= 2;
+  if (!message_of(twice, asking_for("held")).empty()) return;
+  const Plan more = select_plan(twice, asking_for("held"), all_compiled());
+  expect(more.expected_held_us >= plan.expected_held_us, what + ": twice the samples");
 }
 
 /// Of the tiles that it can run on, those expected to be quicker; and of a block that is held as chosen, the
@@ -238,6 +276,7 @@ void test_problem(const Problem& p, int& held, int& chosen) {
   const Plan asked = select_plan(p, asking_for("held"), all_compiled());
   test_counters(p, asked);
   test_fields(p, asked);
+  test_estimate(p, asked);
   if (p.n * p.positions() * p.k <= 40'000 && p.num_groups <= 64) {
     for (const std::int64_t positions : {64, 128}) test_places(p, positions);
   }
@@ -336,6 +375,7 @@ int main(int count, char** arguments) {
   std::cout << "held_tiles: seed " << seed << '\n';
   upconv3d::generator.seed(seed);
   try {
+    upconv3d::test_rooms();
     upconv3d::test_dealings();
     upconv3d::test_refusals();
     upconv3d::test_random_problems();
